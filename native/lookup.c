@@ -59,6 +59,7 @@ struct feature {
     int64_t base_row_offset, base_rows; /* rows [0, base_rows) of the table are at this row of the file */
     int64_t kind, combiner, length; /* length: of a sequence */
     int64_t policy, policy_row; /* of ids outside; policy_row counts from the table's first row */
+    int64_t divides_weights; /* of lists with weights: each weight is divided, and not the sum of the rows */
 };
 
 struct input {
@@ -304,21 +305,32 @@ INLINE void copy(struct ring *ring, float *out, int64_t columns, int64_t length,
     memset(out, 0, (size_t)((length - columns) * dim) * sizeof *out);
 }
 
-/* Write the sum of an example's rows, divided as the combiner says. */
+/* Return what the combiner, MEAN or SQRTN, divides by. */
+INLINE float divisor_of(const int64_t *ids, const float *weights, int64_t columns, int64_t combiner) {
+    float sum = 0;
+    for (int64_t column = 0; column < columns; column++)
+        if (ids[column] != PADDING) sum += combiner == SQRTN ? weights[column] * weights[column] : weights[column];
+    return combiner == SQRTN ? sqrtf(sum) : sum;
+}
+
+/* Write the sum of an example's rows, divided as the combiner says. `ids` is NULL if the sum is divided, and not the weights. */
 INLINE void pool(
-    struct ring *ring, float *out, int64_t columns, const float *weights, int64_t combiner, int64_t storage, int64_t dim) {
+    struct ring *ring, float *out, int64_t columns, const int64_t *ids, const float *weights, int64_t combiner,
+    int64_t storage, int64_t dim) {
     if (columns == 1 && weights == NULL) { /* twice as fast as a sum of one row */
         copy(ring, out, columns, 1, storage, dim);
         return;
     }
     const unsigned char *rows[4];
     float four[4], local[LOCAL], *sums = dim <= LOCAL ? local : out, divisor = 0;
+    float of_weights = ids == NULL ? 1 : divisor_of(ids, weights, columns, combiner);
     int count = 0;
     memset(sums, 0, (size_t)dim * sizeof *sums);
     for (int64_t column = 0; column < columns; column++) {
         const unsigned char *row = take(ring);
         if (row == NULL) continue;
         float weight = weights == NULL ? 1 : weights[column];
+        if (ids != NULL) weight = of_weights == 0 ? 0 : weight / of_weights;
         divisor += combiner == SQRTN ? weight * weight : weight;
         if (row == NOTHING) {
             if (weight * 0 != 0) /* NaN or infinite: zeros times it are NaN */
@@ -332,7 +344,7 @@ INLINE void pool(
         }
     }
     for (int i = 0; i < count; i++) add_one(sums, rows[i], four[i], storage, dim);
-    if (combiner == SUM) {
+    if (combiner == SUM || ids != NULL) {
         if (sums != out) memcpy(out, sums, (size_t)dim * sizeof *out);
     } else {
         if (combiner == SQRTN) divisor = sqrtf(divisor);
@@ -360,7 +372,9 @@ INLINE int look_up(
             float *out = input->out + example * input->out_stride;
             if (feature->kind == LIST) {
                 const float *weights = input->weights == NULL ? NULL : input->weights + example * input->weight_stride;
-                pool(&ring, out, columns, weights, feature->combiner, storage, dim);
+                int divides = feature->divides_weights && weights != NULL && feature->combiner != SUM;
+                const int64_t *ids = divides ? input->ids + example * input->id_stride : NULL;
+                pool(&ring, out, columns, ids, weights, feature->combiner, storage, dim);
             } else {
                 copy(&ring, out, columns, length, storage, dim);
             }

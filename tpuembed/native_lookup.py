@@ -62,7 +62,7 @@ class _Feature(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 *("overlay_rows", "storage", "dim", "row_bytes", "first_id", "ids", "row_offset", "base_row_offset"),
-                *("base_rows", "kind", "combiner", "length", "policy", "policy_row"),
+                *("base_rows", "kind", "combiner", "length", "policy", "policy_row", "divides_weights"),
             )
         ),
     ]
@@ -141,7 +141,13 @@ class NativeLookups:
     """
 
     def __init__(
-        self, manifest: Manifest, version_dir: Path, *, threads: int | None = None, variant: str | None = None
+        self,
+        manifest: Manifest,
+        version_dir: Path,
+        *,
+        threads: int | None = None,
+        variant: str | None = None,
+        divides_weights: bool = False,
     ) -> None:
         """Map the tables of the export at `version_dir`.
 
@@ -150,6 +156,8 @@ class NativeLookups:
             version_dir: the version's folder.
             threads: at most so many work on one call. None for all processors that this process may use.
             variant: one of VARIANTS that this processor runs. None for the best.
+            divides_weights: whether the combiner divides each weight before it is multiplied, as the layer does. An export of
+                lookups divides the sum. Only large and small numbers show the difference.
 
         Raises:
             ConfigError: there is no library (`available`), the export is not for it (`refusal`), contradicts itself, or
@@ -177,7 +185,7 @@ class NativeLookups:
             for array in stacks[name].arrays
         }
         made = [
-            _checked(one, table, stacks[table.stack], self._arrays)
+            _checked(one, table, stacks[table.stack], self._arrays, divides_weights)
             for one, table in zip(self.features, self._tables, strict=True)
         ]
         self._structs = (_Feature * len(made))(*made)
@@ -368,7 +376,9 @@ def _mapped(version_dir: Path, array: ArrayEntry) -> Array:
     return mapped
 
 
-def _checked(feature: FeatureEntry, table: TableEntry, stack: StackEntry, arrays: Mapping[str, Array]) -> _Feature:
+def _checked(
+    feature: FeatureEntry, table: TableEntry, stack: StackEntry, arrays: Mapping[str, Array], divides_weights: bool
+) -> _Feature:
     """Return the struct of a feature. The library trusts it."""
     given = feature.out_of_vocabulary
     policy, row = (given, 0) if isinstance(given, str) else ("row", int(given) - table.first_row)
@@ -404,6 +414,7 @@ def _checked(feature: FeatureEntry, table: TableEntry, stack: StackEntry, arrays
         length=length,
         policy=_POLICIES.index(policy),
         policy_row=row,
+        divides_weights=divides_weights,
     )
 
 

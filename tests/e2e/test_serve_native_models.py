@@ -255,6 +255,30 @@ def test_weights_that_add_up_to_nothing(tmp_path: Path, combiner: str, kind: str
                 np.testing.assert_allclose(found["x"], expected["x"], rtol=1e-6, atol=1e-6, err_msg=str(asked))
 
 
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_weights_and_rows_of_any_size(combiner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer divides each weight before it multiplies: a product of a weight and a row could be too large or too small."""
+    inputs = {
+        name: keras.Input((None,), dtype=dtype, name=name, ragged=True)
+        for name, dtype in (("x", "int64"), ("x_weights", "float32"))
+    }
+    layer = TPUEmbedding({"x": FeatureConfig(TableConfig(6, 3, "t", combiner=combiner))}, optimizer="sgd")
+    model = keras.Model(inputs, layer({"x": inputs["x"]}, {"x": inputs["x_weights"]}))
+    rows = np.random.default_rng(0).uniform(0.5, 1, (6, 3)).astype(np.float32)
+    rows *= np.array([[1e-40], [1e-30], [1e-30], [1e30], [1e30], [1]], np.float32)
+    layer.assign_rows("t", 0, rows)
+    version = export_model(model, tmp_path / "m", layout="mmap").path
+    counts = Counts(monkeypatch)
+    with both(version) as (ours, theirs):
+        for ids in ([0, -1], [1, 2], [2, 1], [3, 4], [5, 0]):
+            for weights in ([0.3, 0.7], [1e-17, 1e-17], [1e10, 1e12], [1e17, 1e18], [2e38, 1.5e38]):
+                given = np.where(np.array(ids) == -1, 0, np.array(weights, np.float32))
+                asked = {"x": np.array([ids]), "x_weights": given[None].astype(np.float32)}
+                found, expected = run(ours, asked), run(theirs, asked)
+                np.testing.assert_allclose(found["x"], expected["x"], rtol=1e-6, atol=0, err_msg=str(asked))
+    assert counts.refused == 0
+
+
 def test_requests_still_share_runs(tmp_path: Path) -> None:
     names = [name for name, spec in whole_model.FEATURES.items() if "weights" not in spec]  # those are not proven
     version = export_model(whole_model.build(names=names), tmp_path / "m", layout="mmap").path

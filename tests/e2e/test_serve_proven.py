@@ -1,6 +1,8 @@
 """Of every signature of every kind of export it is proven that requests may share runs; and they give what each gives alone."""
 
+import asyncio
 import itertools
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
+from tests.support.serving.executors import run
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed_serving.batching.row_proof import prove, walk
+from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.tensorflow import session as runtime
@@ -114,6 +119,7 @@ def check_proven(version: Path, signatures: set[str]) -> Any:
     return servable
 
 
+SIGNATURES = {"serving_default", "serving_examples", "packed", "from_activations"}
 STORAGES, LAYOUTS = ("float32", "bfloat16", "float16", "int8"), ("variables", "mmap")
 CUT = [("float32", "variables"), ("int8", "mmap")]
 
@@ -153,7 +159,7 @@ def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, cap
 )
 def test_whole_models(checkpoint: str, model: Any, layout: str, tmp_path: Path) -> None:
     path = export_saved_model(checkpoint, tmp_path / "m", model=model, layout=layout).path
-    check_proven(path, {"serving_default", "serving_examples", "packed", "from_activations"}).close()
+    check_proven(path, SIGNATURES).close()
 
 
 def draw(rng: np.random.Generator, rows: int, width: int, long: int) -> dict[str, Any]:
@@ -228,6 +234,62 @@ def test_lookups_answer_many_as_each_bit_for_bit(checkpoint: str, tmp_path: Path
         for name in ("serving_default", "serving_examples"):
             assert differences(servable, name, requests) == 0.0
     servable.close()
+
+
+def test_a_proof_holds_up_no_request(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signatures that are not served first are proven while the version is served."""
+    path = export_saved_model(checkpoint, tmp_path / "m", model=by_id).path
+    started, may_end = threading.Event(), threading.Event()
+
+    def held(graph: Any, name: str, **options: Any) -> Any:
+        if name != "serving_default":
+            started.set()
+            assert may_end.wait(60), "a request waits for a proof"
+        return prove(graph, name, **options)
+
+    monkeypatch.setattr(runtime, "prove", held)
+    servable = runtime.load(path)
+    executor = ModelExecutor(threads=1, max_queued=10, timeout_seconds=60)
+    try:
+        assert started.wait(60)
+        ids = {"a": np.array([1, 2]), "b": np.array([3, 4])}
+        asked = {"serving_default": ids, "packed": {"ids": np.stack([*ids.values()], 1)}}
+        for name, inputs in asked.items():
+            signature = servable.signatures[name]
+            values = [inputs[info.alias] for info in signature.inputs]
+            assert len(asyncio.run(run(executor, servable, signature, values))) == 2
+            assert servable.knows_merging(signature) == (name == "serving_default")
+        may_end.set()
+        merging = servable.merging(servable.signatures["packed"])
+        assert merging is not None
+        assert merging.is_proven
+    finally:
+        may_end.set()
+        executor.close()
+        servable.close()
+
+
+def test_a_proof_of_twice_as_many_features_takes_twice_as_many_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    real = walk._Body.source
+
+    def source(body: Any, name: str) -> tuple[str, int]:
+        steps.append(name)
+        return real(body, name)
+
+    monkeypatch.setattr(walk._Body, "source", source)
+    counts = []
+    for features in (3, 6):
+        names = [f"f{number}" for number in range(features)]
+        inputs = {name: keras.Input((None,), dtype="int64", ragged=True, name=name) for name in names}
+        configs = {name: FeatureConfig(TableConfig(10, 2, f"of_{name}")) for name in names}
+        model = keras.Model(inputs, TPUEmbedding(configs, optimizer="sgd")(inputs))
+        check_proven(export_model(model, tmp_path / f"m{features}").path, SIGNATURES).close()
+        counts.append(len(steps))
+        steps.clear()
+    assert counts[1] < 2.5 * counts[0]
 
 
 def test_a_signature_that_is_not_proven_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

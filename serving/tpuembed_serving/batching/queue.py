@@ -159,6 +159,11 @@ class BatchQueue:
         chosen = (merging.parameters if merging else None) or settings.parameters
         return cls(signature, merging, BatchingParameters(max_batch_size=settings.max_rows), chosen)
 
+    @classmethod
+    def of_one(cls, signature: Signature, settings: BatchingSettings) -> Self:
+        """Create a queue that does not batch, for one request of a signature whose proof is not done."""
+        return cls(signature, None, BatchingParameters(max_batch_size=settings.max_rows), settings.parameters)
+
     def _pads(self, merging: Merging | None, index: int) -> bool:
         padding = merging.padding[index] if merging and merging.padding else None
         return padding is not None or (self._chosen is not None and self._chosen.pad_variable_length_inputs)

@@ -143,6 +143,8 @@ class ModelExecutor:
             weakref.finalize(servable, self._queues.pop, id(servable), None)
         queue = queues.get(signature.name)
         if queue is None:
+            if not servable.knows_merging(signature):  # the event loop cannot wait for a proof
+                return BatchQueue.of_one(signature, self._batching)
             queue = queues[signature.name] = BatchQueue.of(servable, signature, self._batching)
         return queue
 

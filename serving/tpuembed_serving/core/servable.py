@@ -195,6 +195,9 @@ class Servable(Protocol):
     def merging(self, signature: Signature) -> Merging | None:
         """Return how requests of `signature` are batched, or None if they cannot be."""
 
+    def knows_merging(self, signature: Signature) -> bool:
+        """Return True if `merging` returns at once. Otherwise it waits for a proof, which may take seconds."""
+
     def close(self) -> None:
         """Free its memory. No run follows."""
 

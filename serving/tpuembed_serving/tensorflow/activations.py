@@ -34,7 +34,8 @@ class NativeActivations:
         for one in manifest.from_activations.features:
             parts.setdefault(self._part_of(one), []).append(one)
         self._parts = [
-            (part, NativeLookups(of_lookups(manifest, part), version_dir, threads=threads)) for part in parts.values()
+            (part, NativeLookups(of_lookups(manifest, part), version_dir, threads=threads, divides_weights=True))
+            for part in parts.values()
         ]
 
     def _part_of(self, feature: ActivationEntry) -> tuple[object, ...]:

@@ -129,10 +129,15 @@ class SavedModelServable:
 
     def merging(self, signature: Signature) -> Merging | None:
         """Return how requests of `signature` may be batched, or None if they may not."""
-        with self._proving:
-            if signature.name not in self._merging:
-                self._merging[signature.name] = self._find_merging(signature)
+        if not self.knows_merging(signature):
+            with self._proving:  # of any signature
+                if not self.knows_merging(signature):
+                    self._merging[signature.name] = self._find_merging(signature)
         return self._merging[signature.name]
+
+    def knows_merging(self, signature: Signature) -> bool:
+        """Return True if `merging` returns at once: the signature's proof is done."""
+        return signature.name in self._merging
 
     def _verdict(self, name: str) -> Verdict:
         if name not in self._verdicts:

@@ -61,6 +61,10 @@ class RemoteServable:
         """Return None: the other server batches."""
         return None
 
+    def knows_merging(self, signature: Signature) -> bool:  # noqa: ARG002 - as Servable
+        """Return True."""
+        return True
+
     def close(self) -> None:
         """Do nothing: the version is loaded in the other server."""
 

@@ -48,6 +48,9 @@ class DoublingServable:
     def merging(self, signature: Signature) -> Merging | None:
         return None
 
+    def knows_merging(self, signature: Signature) -> bool:
+        return True
+
     def close(self) -> None:
         self.closed.set()
 

@@ -45,6 +45,7 @@ def feature(random: np.random.Generator, kept: list[Array]) -> native._Feature:
         length=int(random.integers(1, 6)),
         policy=int(random.integers(3)),
         policy_row=int(random.integers(rows)),
+        divides_weights=int(random.integers(2)),
     )
     if is_overlaid:
         count = int(random.integers(1, 50))

@@ -164,5 +164,5 @@ def test_garbage_between_names_is_not_saved(change: Callable[[Any], Any]) -> Non
     texts = Texts(np.frombuffer(b"a--bcd-" + bytes(8), np.uint8), np.array([0, 3, 4]), np.array([1, 1, 2]))
     none = np.zeros(0, np.int64)
     options = {"dtype": "string", "oov_buckets": 0}
-    content = b"".join(saved.chunks(SavedNames(options, texts, none, 0, None, None, none)))
+    content = b"".join(saved.chunks(SavedNames(options, texts, none, 0, None, None)))
     assert change(Vocabulary.from_bytes(content).get_vocabulary()) == change(["a", "b", "cd"])

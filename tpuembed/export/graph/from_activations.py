@@ -119,6 +119,8 @@ def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[
                 f"the ids of feature {name!r} are cast from {cast.inputs[0].dtype.name} to {cast.outputs[0].dtype.name}, which "
                 "changes some; make the input int64"
             )
+    if not ids.ids.dtype.is_integer:
+        raise _RefusalError(f"the ids of feature {name!r} are {ids.ids.dtype.name}; make the input int64")
     if ids.weights is not None:
         if not weights or model.forms[weights].partner != source:
             raise _RefusalError(
@@ -127,6 +129,8 @@ def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[
             )
         if _casts(_values_of(ids.weights)):
             raise _RefusalError(f"the weights of feature {name!r} are cast; make the input float32")
+        if ids.weights.dtype != tf.float32:
+            raise _RefusalError(f"the weights of feature {name!r} are {ids.weights.dtype.name}; make the input float32")
     length = config.max_sequence_length
     shape = [None, *([length] if length else [])] if is_list else form.spec.shape.as_list()
     if activation.shape.as_list() != [*shape, table.dim]:

@@ -81,13 +81,11 @@ def write_warmup(
     path.parent.mkdir(parents=True, exist_ok=True)
     with tf.io.TFRecordWriter(str(path)) as writer:
         for inputs, rows in zip(requests, packed or requests, strict=True):
-            forms = {
-                "serving_default": inputs,
-                "serving_examples": _examples(inputs),
-                "packed": _packed(rows, packing),
-            }
+            forms = {"serving_default": inputs, "packed": _packed(rows, packing)}
+            if "serving_examples" in signatures:
+                forms["serving_examples"] = _examples(inputs)
             if "from_activations" in signatures:
-                forms["from_activations"] = _from_activations(inputs, signatures["from_activations"], activations)
+                forms["from_activations"] = _from_activations(inputs, signatures, activations)
             for name in signatures:
                 writer.write(_prediction_log(name, forms[name]))
 
@@ -99,9 +97,13 @@ def _packed(inputs: Mapping[str, _Array], packing: Packing) -> dict[str, _Array]
     return {"ids": np.concatenate([column.reshape(len(column), -1) for column in columns], 1, dtype=np.int64)}
 
 
-def _from_activations(inputs: Mapping[str, _Array], function: Any, activations: Collection[str]) -> dict[str, _Array]:
-    batch = len(next(iter(inputs.values())))
-    (specs,), _ = function.structured_input_signature
+def _from_activations(
+    inputs: Mapping[str, _Array], signatures: Mapping[str, Any], activations: Collection[str]
+) -> dict[str, _Array]:
+    (of_default,), _ = signatures["serving_default"].structured_input_signature
+    of_any_size = [name for name, spec in of_default.items() if spec.shape.rank and spec.shape[0] is None]
+    batch = len(inputs[of_any_size[0]]) if of_any_size else 1
+    (specs,), _ = signatures["from_activations"].structured_input_signature
     zeros = sample_inputs({name: specs[name] for name in activations}, {}, batch)
     return {name: zeros[name] if name in zeros else inputs[name] for name in sorted(specs)}
 

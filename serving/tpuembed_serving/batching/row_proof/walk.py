@@ -99,27 +99,45 @@ def _place(name: str) -> tuple[str, int]:
     return node, int(index or 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Lookup:
+    """One lookup of tpuembed.
+
+    Attributes:
+        nodes: its operations.
+        inputs: the inputs of its operations that are no operations of its own, as a node names them.
+        singly: the nodes and numbers of those inputs that are looked up one by one; see `_looked_up_singly`.
+    """
+
+    nodes: Sequence[Any]
+    inputs: Sequence[str]
+    singly: Sequence[tuple[str, int]]
+
+
 class _Body:
     """The nodes of a graph or a function, and what is known of its inputs."""
 
     def __init__(self, nodes: Iterable[Any], fed: Mapping[tuple[str, int], Value], is_export: bool) -> None:
         self.nodes = {node.name: node for node in nodes}
         self.fed = dict(fed)
-        self._lookups: dict[str, list[Any]] = {}
         self._lookup_of: dict[str, str] = {}
+        nodes_of: dict[str, list[Any]] = {}
         for node in self.nodes.values():
             match = _LOOKUP.match(node.name) if is_export else None
             if match:
                 self._lookup_of[node.name] = match[0]
-                self._lookups.setdefault(match[0], []).append(node)
+                nodes_of.setdefault(match[0], []).append(node)
+        self._lookups = {lookup: self._found(lookup, nodes) for lookup, nodes in nodes_of.items()}
 
-    def lookup(self, name: str) -> str | None:
-        """The lookup that a node is of."""
-        return self._lookup_of.get(name)
+    def _found(self, lookup: str, nodes: Sequence[Any]) -> _Lookup:
+        names = dict.fromkeys(name for node in nodes for name in node.input)
+        inputs = [name for name in names if self._lookup_of.get(self.source(name.removeprefix("^"))[0]) != lookup]
+        return _Lookup(nodes, inputs, _looked_up_singly(self, nodes, inputs))
 
-    def members(self, lookup: str) -> list[Any]:
-        """The nodes of a lookup."""
-        return self._lookups[lookup]
+    def lookup(self, name: str) -> _Lookup | None:
+        """Return the lookup that a node is of."""
+        lookup = self._lookup_of.get(name)
+        return None if lookup is None else self._lookups[lookup]
 
     def source(self, name: str) -> tuple[str, int]:
         """The node and the number of an output: `node:2`, or `node:output_name:2` within a function."""
@@ -190,15 +208,11 @@ class _GraphWalk:
         return order
 
     def _needs(self, body: _Body, name: str) -> list[str]:
+        if (name, 0) in body.fed:
+            return []
         lookup = body.lookup(name)
-        nodes = [body.nodes[name]] if lookup is None else body.members(lookup)
-        found = []
-        for node in nodes:
-            if (node.name, 0) in body.fed:
-                continue
-            sources = [body.source(one.removeprefix("^"))[0] for one in node.input]
-            found += [one for one in sources if lookup is None or body.lookup(one) != lookup]
-        return found
+        inputs = body.nodes[name].input if lookup is None else lookup.inputs
+        return [body.source(one.removeprefix("^"))[0] for one in inputs]
 
     def _value(self, body: _Body, place: tuple[str, int], found: Mapping[str, list[Value]]) -> Value:
         if place in body.fed:
@@ -335,15 +349,13 @@ class _GraphWalk:
     # ---- lookups of tpuembed
 
     def _looked_up(
-        self, body: _Body, node: Any, lookup: str, found: Mapping[str, list[Value]], bad: Mapping[str, str]
+        self, body: _Body, node: Any, lookup: _Lookup, found: Mapping[str, list[Value]], bad: Mapping[str, str]
     ) -> tuple[list[Value], str]:
         """The outputs of a node of a lookup, and why it is none of rows: its inputs must be ids, sparse and ragged ones too."""
-        names = {name for member in body.members(lookup) for name in member.input}
-        outside = [name for name in names if body.lookup(body.source(name.removeprefix("^"))[0]) != lookup]
-        waits = [name[1:] for name in outside if name.startswith("^")]
+        waits = [name[1:] for name in lookup.inputs if name.startswith("^")]
         reasons = [bad.get(name) or _hidden(body, name, found) for name in waits]
-        values = [self._value(body, body.source(name), found) for name in outside if not name.startswith("^")]
-        single = [self._value(body, place, found) for place in _looked_up_singly(body, lookup, outside)]
+        values = [self._value(body, body.source(name), found) for name in lookup.inputs if not name.startswith("^")]
+        single = [self._value(body, place, found) for place in lookup.singly]
         reason = next(filter(None, [*reasons, _unfit(values), *(_unfit_singly(value) for value in single)]), "")
         if reason:
             return _all_mixed(node, reason, 64), reason
@@ -387,21 +399,28 @@ _KEEP_IDS: Final = frozenset(
 """Operations that a lookup may apply to ids before it looks them up one by one."""
 
 
-def _looked_up_singly(body: _Body, lookup: str, outside: Iterable[str]) -> list[tuple[str, int]]:
-    """Which inputs of a lookup are dense ids, of which each has a row of its own: it makes a vector of them.
+def _looked_up_singly(body: _Body, nodes: Sequence[Any], inputs: Iterable[str]) -> list[tuple[str, int]]:
+    """Return which inputs of a lookup of `nodes` are dense ids, of which each has a row of its own: it makes a vector of them.
 
     It never does so with the parts of sparse and ragged ids, nor with lists of ids.
     """
-    nodes = [
-        (node, [body.source(one) for one in node.input if not one.startswith("^")]) for node in body.members(lookup)
-    ]
+    kept_by: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    reshaped = set()
+    for node in nodes:
+        sources = [body.source(one) for one in node.input if not one.startswith("^")]
+        if node.op in _KEEP_IDS:
+            for source in sources:
+                kept_by.setdefault(source, []).append((node.name, 0))
+        elif node.op == "Reshape":
+            reshaped.add(sources[0])
     found = []
-    for place in {body.source(name) for name in outside if not name.startswith("^")}:
-        kept, size = {place}, 0
-        while len(kept) > size:
-            size = len(kept)
-            kept |= {(node.name, 0) for node, inputs in nodes if node.op in _KEEP_IDS and kept & set(inputs)}
-        if any(node.op == "Reshape" and inputs[0] in kept for node, inputs in nodes):
+    for place in dict.fromkeys(body.source(name) for name in inputs if not name.startswith("^")):
+        kept, pending = {place}, [place]
+        while pending:
+            more = [one for one in kept_by.get(pending.pop(), ()) if one not in kept]
+            kept.update(more)
+            pending += more
+        if kept & reshaped:
             found.append(place)
     return found
 

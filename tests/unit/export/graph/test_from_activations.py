@@ -15,6 +15,7 @@ from tests.support import capi
 from tests.support.export import whole_model
 from tests.support.messages import said
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed.export.graph.warmup import WARMUP_PATH
 from tpuembed.manifest import ActivationEntry, FromActivations, Manifest
 
 pytestmark = [
@@ -188,6 +189,23 @@ def test_models_that_have_it(name: str, tmp_path: Path) -> None:
             np.testing.assert_array_equal(outputs[output], value)
 
 
+@pytest.mark.filterwarnings("ignore:Leaving out the signature")
+def test_one_id_for_all_examples(tmp_path: Path) -> None:
+    """An input without a batch is in no tf.train.Example, and the warm-up has a request without one."""
+    specs = {"x": tf.TensorSpec([], tf.int64), "y": tf.TensorSpec([None], tf.float32)}
+    made = subclassed(lambda layers, inputs: layers[0]({"x": inputs["x"]})["x"] + inputs["y"][:, None], specs)
+    path, found = exported(made, tmp_path)
+    assert found.left_out == ""
+    assert (path / WARMUP_PATH).stat().st_size > 0
+    loaded = tf.saved_model.load(str(path)).signatures
+    rows = np.asarray(next(iter(made[0].embeddings[0].embedding_tables.values())))
+    y = tf.constant([1.0, 2.0])
+    expected = loaded["serving_default"](x=tf.constant(3, tf.int64), y=y)
+    outputs = loaded["from_activations"](x=tf.constant(rows[3]), y=y)
+    for output, value in expected.items():
+        np.testing.assert_array_equal(outputs[output], value)
+
+
 class Scores(keras.layers.Layer):
     """Scores all rows of a table."""
 
@@ -306,10 +324,22 @@ X_AND_Y = ONE | {"y": tf.TensorSpec([None], tf.int64)}
 FLOATS = {"w": tf.RaggedTensorSpec([None, None], tf.float32)}
 WEIGHTS = {"x_weights": tf.RaggedTensorSpec([None, None], tf.float32)}
 HALF = {"x_weights": tf.RaggedTensorSpec([None, None], tf.float16)}
+DOUBLE = {"x_weights": tf.RaggedTensorSpec([None, None], tf.float64)}
 
 
 def numbers(x: Any) -> Any:
     return keras.layers.Hashing(20)(x)
+
+
+def model_of_doubles() -> Any:
+    """Keras casts the inputs of other models."""
+    made, specs = subclassed(
+        lambda layers, inputs: layers[0]({"x": inputs["x"]}, {"x": inputs["x_weights"]}),
+        LIST | DOUBLE,
+        embedding(dtype="float64"),
+    )
+    made.dtype_policy = "float64"
+    return made, specs
 
 
 WITHOUT: dict[str, Callable[[], Any]] = {
@@ -385,6 +415,16 @@ WITHOUT: dict[str, Callable[[], Any]] = {
         lambda layers, inputs: layers[0](inputs), {"x": tf.RaggedTensorSpec([None, None], tf.uint32)}
     ),
     "floats": lambda: subclassed(lambda layers, inputs: layers[0]({"x": tf.cast(inputs["x"], tf.float32)})),
+    "an input of floats": lambda: functional(lambda layer, x: layer({"x": x}), ids_input(dtype="float32")),
+    "lists of floats": lambda: subclassed(
+        lambda layers, inputs: layers[0](inputs),
+        {"x": tf.RaggedTensorSpec([None, None], tf.float32)},
+        embedding({"x": FeatureConfig(table(), out_of_vocabulary="zeros")}),
+    ),
+    "double weights": lambda: subclassed(
+        lambda layers, inputs: layers[0]({"x": inputs["x"]}, {"x": inputs["x_weights"]}), LIST | DOUBLE
+    ),
+    "double weights of a model of doubles": model_of_doubles,
     "an output_shape": lambda: subclassed(
         lambda layers, inputs: layers[0](inputs), LIST, embedding({"x": FeatureConfig(table(), output_shape=(4,))})
     ),

@@ -195,6 +195,30 @@ def test_requests_that_come_together_share_the_first_run() -> None:
     here.play(scenario)
 
 
+def test_requests_run_alone_while_the_proof_is_not_done() -> None:
+    """`merging` would block the event loop until it is."""
+    here = scene()
+    here.servable.gate.set()
+    proven = threading.Event()
+    merging = here.servable.merging
+
+    def after_the_proof(signature: Signature) -> Merging | None:
+        assert proven.is_set(), "the event loop waits for a proof"
+        return merging(signature)
+
+    here.servable.merging = after_the_proof  # type: ignore[method-assign]
+    here.servable.knows_merging = lambda _: proven.is_set()  # type: ignore[method-assign,assignment]
+
+    async def scenario() -> None:
+        assert await values(here.ask(1), here.ask(2)) == [[2], [4]]
+        assert here.servable.runs == [[1], [2]]
+        proven.set()
+        assert await values(here.ask(3), here.ask(4)) == [[6], [8]]
+        assert here.servable.runs == [[1], [2], [3, 4]]
+
+    here.play(scenario)
+
+
 def test_requests_of_the_next_turns_join_the_first_run() -> None:
     """The sockets of several clients become readable in several turns of the loop."""
     here = scene()
