@@ -6,6 +6,7 @@ Hypothesis also draws constants that it finds in our modules. So other tests bes
 The hooks below serve `tests/support/messages.py`: the messages of our errors.
 """
 
+import gc
 import os
 from collections.abc import Generator
 from typing import Any
@@ -39,6 +40,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -k and -m take tests away
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     current().collected((item.nodeid for item in items), config.args)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage less often, and not among modules and tests: it takes a tenth of the time of tests that trace graphs."""
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.hookimpl(wrapper=True)

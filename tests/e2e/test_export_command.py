@@ -80,17 +80,20 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float
 
 
 @pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGKILL, signal.SIGINT))],
+    ("number", "times"),
+    [
+        (signal.SIGTERM, 2),
+        *(pytest.param(one, 4, marks=pytest.mark.long) for one in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)),
+    ],
 )
 def test_killed_at_a_random_moment_it_leaves_no_version_and_no_process(
-    exported: tuple[Path, str, float], tmp_path: Path, number: signal.Signals
+    exported: tuple[Path, str, float], tmp_path: Path, number: signal.Signals, times: int
 ) -> None:
     folder, name, whole = exported
     moments = random.Random(int(number))
     kills = 0
     for _ in range(20):
-        if kills == 4:
+        if kills == times:
             break
         process = _start(folder, tmp_path / "m")
         time.sleep(moments.uniform(0.2, 0.9) * whole)

@@ -25,6 +25,8 @@ from tpuembed.errors import CheckpointCorruptError
 from tpuembed.export import export_saved_model
 from tpuembed.tensor_bundle import Bundle
 
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "tpu"
 SPARSE_CORES = ("sparse_cores_1_sgd", "sparse_cores_2_adagrad_momentum", "sparse_cores_8_adam")
 HOSTS = ("hosts_2_adagrad", "hosts_4_ftrl")

@@ -16,9 +16,11 @@ import tensorflow as tf
 from tests.support import capi
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.messages import refused, said
-from tests.support.serving.process import ServerProcess, run_command
+from tests.support.serving.process import SCRIPT, Fork, ServerProcess, run_command
 from tpuembed import export_saved_model
 from tpuembed.manifest import Manifest
+
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
 Array = npt.NDArray[Any]
 SHAPES = {"a": (100, 4), "b": (50, 4), "c": (30, 8)}
@@ -40,6 +42,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tables: dict[str, Array
 
 def export(checkpoint: Path, model_dir: Path, **options: Any) -> Path:
     return export_saved_model(checkpoint, model_dir, serving_config=CONFIG, layout="mmap", workers=1, **options).path
+
+
+@pytest.fixture(scope="module")
+def exported(exports_in_this_process: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A version that no test changes."""
+    return export(checkpoint, tmp_path_factory.mktemp("exported") / "m")
+
+
+@pytest.fixture
+def copied(exported: Path, tmp_path: Path) -> Path:
+    """A copy for tests that change it. Our server maps its tables; other loaders map those of `exported`."""
+    return Path(shutil.copytree(exported, tmp_path / "m" / exported.name))
 
 
 def truth(table: Array) -> Array:
@@ -76,7 +90,8 @@ def ask_server(version: Path, **options: Any) -> dict[str, Array]:
 
 
 def mapped_files() -> set[str]:
-    """Table files that this process has mapped."""
+    """Table files that this process has mapped, for models that are no garbage."""
+    gc.collect()
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split(maxsplit=5)[5] for line in lines if "/variables/variables.data-" in line}
 
@@ -91,9 +106,9 @@ def test_every_loader_and_storage(checkpoint: Path, tables: dict[str, Array], tm
     check(ask_server(version), tables, error[storage])
 
 
-def test_nothing_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
+def test_nothing_is_loaded(exported: Path) -> None:
     """The bundle has the tables, for whoever reads it, and the graph restores none of them."""
-    version = export(checkpoint, tmp_path / "m")
+    version = exported
     manifest = Manifest.read(version)
     assert manifest is not None
     assert manifest.layout == "mmap"
@@ -111,11 +126,10 @@ def test_nothing_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
     assert model.signatures["serving_default"].variables == ()
 
 
-def test_a_model_that_is_gone_maps_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    model = in_python(export(checkpoint, tmp_path / "m"))
+def test_a_model_that_is_gone_maps_nothing(exported: Path) -> None:
+    model = in_python(exported)
     assert mapped_files()
     del model
-    gc.collect()
     assert not mapped_files()
 
 
@@ -184,12 +198,14 @@ def test_the_version_is_in_the_paths_of_exports_at_once(
     checkpoint: Path, tables: dict[str, Array], tmp_path: Path
 ) -> None:
     """Which version it is, is known at the commit alone."""
-    code = (
-        "import sys; from tpuembed import export_saved_model as e\n"
-        f"print(e({str(checkpoint)!r}, {str(tmp_path / 'm')!r}, serving_config={CONFIG!r}, layout='mmap', workers=1).path)"
-    )
-    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    versions = [Path(process.communicate(timeout=240)[0].splitlines()[-1]) for process in both]
+    config, log = tmp_path / "config.json", tmp_path / "log"
+    config.write_text(json.dumps(CONFIG))
+    log.touch()
+    options = ["--serving-config", str(config), "--layout", "mmap", "--workers", "1"]
+    command = [str(SCRIPT), "export", str(checkpoint), str(tmp_path / "m"), *options]
+    both = [Fork(command, log) for _ in range(2)]
+    assert [process.wait(240) for process in both] == [0, 0], log.read_text()
+    versions = [path for path in (tmp_path / "m").iterdir() if not path.name.startswith(".")]
     assert sorted(version.name for version in versions) == ["1", "2"]
     for version in versions:
         assert f"{version}/variables/".encode() in (version / "saved_model.pb").read_bytes()
@@ -208,17 +224,16 @@ def spoil(version: Path, change: str) -> str:
 
 
 @pytest.mark.parametrize("change", ["missing", "short", "long"])
-def test_damaged_files_are_refused_by_name(checkpoint: Path, tmp_path: Path, change: str) -> None:
+def test_damaged_files_are_refused_by_name(copied: Path, change: str) -> None:
     from tpuembed_serving.core.status import StatusError
 
-    version = export(checkpoint, tmp_path / "m")
-    spoil(version, change)
+    spoil(copied, change)
     with refused(StatusError):
-        ask_server(version)
+        ask_server(copied)
 
 
-def test_commands_name_what_is_wrong(checkpoint: Path, tmp_path: Path) -> None:
-    version = export(checkpoint, tmp_path / "m")
+def test_commands_name_what_is_wrong(checkpoint: Path, copied: Path, tmp_path: Path) -> None:
+    version = copied
     done = run_command("relocate", tmp_path / "m", "/srv/models", "--json")
     files = {
         f"stack_float32_{dim}": f"/srv/models/1/variables/variables.data-0000{n}-of-00003"
@@ -242,44 +257,41 @@ def test_commands_name_what_is_wrong(checkpoint: Path, tmp_path: Path) -> None:
     )
 
 
-def test_prewarming_finds_one_bit(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
+def test_prewarming_finds_one_bit(copied: Path, tables: dict[str, Array]) -> None:
     from tpuembed_serving.core.status import Code, StatusError
 
-    version = export(checkpoint, tmp_path / "m")
     seen: list[int] = []
-    check(ask_server(version, prewarm=True, random_access=True, on_read=seen.append), tables)
+    check(ask_server(copied, prewarm=True, random_access=True, on_read=seen.append), tables)
     assert sum(seen) == sum(table.nbytes for table in tables.values())
-    path = sorted(version.glob("variables/*.data-*"))[-1]
+    path = sorted(copied.glob("variables/*.data-*"))[-1]
     content = bytearray(path.read_bytes())
     content[5] ^= 1
     path.write_bytes(content)
     with refused(StatusError) as caught:
-        ask_server(version, prewarm=True)
+        ask_server(copied, prewarm=True)
     assert caught.value.code is Code.DATA_LOSS
 
 
-def test_a_graph_of_another_export_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_graph_of_another_export_is_refused(checkpoint: Path, copied: Path, tmp_path: Path) -> None:
     from tpuembed_serving.core.status import Code, StatusError
 
-    version = export(checkpoint, tmp_path / "m")
     other = export(checkpoint, tmp_path / "n", tables=["c"])
-    shutil.copy(other / "saved_model.pb", version / "saved_model.pb")
+    shutil.copy(other / "saved_model.pb", copied / "saved_model.pb")
     with refused(StatusError) as caught:
-        ask_server(version)
+        ask_server(copied)
     assert caught.value.code is Code.DATA_LOSS
 
 
-def test_served_over_http_with_a_swap(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
-    staged = export(checkpoint, tmp_path / "m")
+def test_served_over_http_with_a_swap(exported: Path, tables: dict[str, Array], tmp_path: Path) -> None:
     served = tmp_path / "served"
     served.mkdir()
-    shutil.copytree(staged, served / "1")
+    shutil.copytree(exported, served / "1")
     with ServerProcess(served, tmp_path / "log", "--prewarm", "--random-access") as server:
         server.wait_for(1)
         body = {"inputs": dict.fromkeys(SHAPES, IDS.tolist())}
         for version in (1, 2):
             if version == 2:
-                shutil.copytree(staged, served / ".new")
+                shutil.copytree(exported, served / ".new")
                 (served / ".new").rename(served / "2")
                 server.wait_for(2)
             status, reply = server.predict(body)

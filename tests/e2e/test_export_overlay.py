@@ -12,7 +12,19 @@ import tensorflow as tf
 
 from tests.support import capi
 from tests.support.export.fakes import write_checkpoint
-from tests.support.export.overlays import CONFIG, PLAIN, Array, all_ids, answers, assert_same, changed, grown, tables
+from tests.support.export.overlays import (
+    CONFIG,
+    PLAIN,
+    ROWS_ALONE,
+    Array,
+    all_ids,
+    answers,
+    assert_same,
+    changed,
+    every_row,
+    grown,
+    tables,
+)
 from tests.support.messages import refused
 from tests.support.serving.process import ServerProcess
 from tpuembed import (
@@ -44,19 +56,26 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "storage"),
-    [*COMBINATIONS, *(pytest.param(*one, marks=pytest.mark.long) for one in OTHERS)],
+    ("layout", "storage", "deltas"),
+    [
+        *((*one, 1) for one in COMBINATIONS),
+        *(pytest.param(*one, 3, marks=pytest.mark.long) for one in (*COMBINATIONS, *OTHERS)),
+    ],
 )
-def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: str) -> None:
+def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: str, deltas: int) -> None:
+    """Rows change and are added in the first delta, and change in the others."""
     random = np.random.default_rng(len(layout) * len(storage))
     values = tables()
     options: dict[str, Any] = {"layout": layout, "storage": storage, "serving_config": CONFIG}
-    over: dict[str, Any] = {"base": "latest", "max_overlay": 3}
-    for step in range(4):
+    write_checkpoint(tmp_path / "ckpt", values)
+    assert export_saved_model(tmp_path / "ckpt", tmp_path / "m", **options).base is None
+    for delta in range(deltas):
+        values = changed(values, random, 0.3 * (delta + 1))
+        values = grown(values, random) if delta == 0 else values
         write_checkpoint(tmp_path / "ckpt", values)
-        overlay = export_saved_model(tmp_path / "ckpt", tmp_path / "m", **(over if step else {}), **options)
+        overlay = export_saved_model(tmp_path / "ckpt", tmp_path / "m", base="latest", max_overlay=3, **options)
         full = export_saved_model(tmp_path / "ckpt", tmp_path / "full", resume=False, **options)
-        assert overlay.base == (None if step == 0 else 1)
+        assert overlay.base == 1
         inputs = all_ids(values, random)
         found = answers(overlay.path, inputs)
         assert_same(found, answers(full.path, inputs))
@@ -66,27 +85,25 @@ def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: s
         compared = diff_checkpoints(overlay.path, full.path)
         assert (compared.differs, len(compared.tables)) == (False, 3)
         assert not verify_files(overlay.path).damaged
-        values = grown(values, random) if step == 1 else changed(values, random, 0.3 * step)
 
 
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_packed_and_a_server_answer_the_same(tmp_path: Path, layout: str) -> None:
     random, values = np.random.default_rng(3), tables()
-    for step in range(3):
-        write_checkpoint(tmp_path / "ckpt", values)
-        over: dict[str, Any] = {"base": "latest", "max_overlay": 3} if step else {}
-        path = export_saved_model(tmp_path / "ckpt", tmp_path / "m", layout=layout, serving_config=PLAIN, **over).path
-        full = export_saved_model(
-            tmp_path / "ckpt", tmp_path / "full", layout=layout, serving_config=PLAIN, resume=False
-        ).path
-        manifest = Manifest.read(path)
-        assert manifest
-        columns = [each.columns or 3 for each in manifest.packing.inputs]
-        ids = random.integers(0, 70, (500, sum(columns)))
-        assert_same(answers(path, {"ids": ids}, "packed"), answers(full, {"ids": ids}, "packed"))
-        values = changed(values, random, 0.2)
+    options: dict[str, Any] = {"layout": layout, "serving_config": PLAIN}
+    write_checkpoint(tmp_path / "ckpt", values)
+    export_saved_model(tmp_path / "ckpt", tmp_path / "m", **options)
+    values = changed(values, random, 0.2)
+    write_checkpoint(tmp_path / "ckpt", values)
+    path = export_saved_model(tmp_path / "ckpt", tmp_path / "m", base="latest", max_overlay=3, **options).path
+    full = export_saved_model(tmp_path / "ckpt", tmp_path / "full", resume=False, **options).path
+    manifest = Manifest.read(path)
+    assert manifest
+    columns = [each.columns or 3 for each in manifest.packing.inputs]
+    ids = random.integers(0, 70, (500, sum(columns)))
+    assert_same(answers(path, {"ids": ids}, "packed"), answers(full, {"ids": ids}, "packed"))
     with ServerProcess(tmp_path / "m", tmp_path / "log") as server:
-        server.wait_for(3)
+        server.wait_for(2)
         inputs = {name: ids.tolist() for name, ids in all_ids(values, random).items() if "tag" not in name}
         status, body = server.predict({"inputs": inputs})
         assert status == 200
@@ -95,9 +112,9 @@ def test_packed_and_a_server_answer_the_same(tmp_path: Path, layout: str) -> Non
         np.testing.assert_array_equal(np.array(value, np.float32), truth[name])
 
 
-def write(tmp_path: Path, values: Mapping[str, Array], **options: Any) -> Any:
+def write(tmp_path: Path, values: Mapping[str, Array], config: Any = ROWS_ALONE, to: str = "m", **options: Any) -> Any:
     write_checkpoint(tmp_path / "ckpt", values)
-    return export_saved_model(tmp_path / "ckpt", tmp_path / "m", serving_config=CONFIG, **options)
+    return export_saved_model(tmp_path / "ckpt", tmp_path / to, serving_config=config, **options)
 
 
 def test_only_rows_that_changed_are_written(tmp_path: Path) -> None:
@@ -134,7 +151,7 @@ def test_what_needs_a_full_version_gets_one(tmp_path: Path) -> None:
     written("max_overlay", more, base="latest")
     written("has the stacks", more, base="latest", storage="int8")
     written("'tags' has rows 0 to 69", {**more, "tags": more["tags"][:50]}, base=1)
-    written("other tables: videos", more, base=1, features=["user", "tag"])
+    written("other tables: videos", more, base=1, features=["users", "tags"])
     shutil.rmtree(tmp_path / "m" / "5" / "assets.extra")
     written("not exported by tpuembed", more, base="latest")
 
@@ -188,7 +205,7 @@ def test_verify_finds_a_flipped_bit_in_every_array(tmp_path: Path, part: str) ->
 def test_prune_keeps_the_base_and_rollback_makes_an_overlay_again(tmp_path: Path) -> None:
     values, random = tables(), np.random.default_rng(1)
     write(tmp_path, values, layout="mmap")
-    inputs = all_ids(values, random)
+    inputs = every_row(values)
     states = []
     for _ in range(3):
         values = changed(values, random, 0.05)
@@ -229,7 +246,7 @@ def test_a_whole_model_in_training(tmp_path: Path, layout: str) -> None:
     model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([scores, found["tag"]])))
     model.compile("sgd", "mse")
     random = np.random.default_rng(0)
-    for step in range(3):
+    for step in range(2):
         fed = {"user": random.integers(0, 200, 6), "tag": random.integers(0, 20, 6)}
         model.fit(fed, random.normal(size=6).astype(np.float32), verbose=0)
         over: dict[str, Any] = {"base": 1, "max_overlay": 1} if step else {}
@@ -253,15 +270,22 @@ class Scores(keras.layers.Layer):
         return tf.matmul(users, self._layer.embedding_tables[self._table], transpose_b=True)
 
 
-@pytest.mark.parametrize(("layout", "storage"), [("mmap", "int8"), ("variables", "float32")])
-def test_compact_makes_the_full_version(tmp_path: Path, layout: str, storage: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "storage", "config"),
+    [
+        pytest.param("mmap", "int8", CONFIG, id="mmap-int8-all kinds"),
+        pytest.param("variables", "float32", ROWS_ALONE, id="variables-float32-rows alone"),
+        pytest.param("variables", "float32", CONFIG, id="variables-float32-all kinds", marks=pytest.mark.long),
+    ],
+)
+def test_compact_makes_the_full_version(tmp_path: Path, layout: str, storage: str, config: Any) -> None:
     """Its data files are those of a full export, byte for byte, and the next overlays build on it."""
     random, values = np.random.default_rng(5), tables()
-    options: dict[str, Any] = {"layout": layout, "storage": storage}
+    options: dict[str, Any] = {"layout": layout, "storage": storage, "config": config}
     write(tmp_path, values, **options)
     values = grown(changed(values, random, 0.1), random)
     overlay = write(tmp_path, values, base=1, max_overlay=3, **options)
-    full = export_saved_model(tmp_path / "ckpt", tmp_path / "full", serving_config=CONFIG, **options)
+    full = write(tmp_path, values, to="full", **options)
     report = compact_version(tmp_path / "m")
     assert (report.version, report.source) == (3, 2)
     made, truth = Manifest.read(report.path), Manifest.read(full.path)
@@ -271,7 +295,7 @@ def test_compact_makes_the_full_version(tmp_path: Path, layout: str, storage: st
     for stack in made.stacks:
         assert (report.path / stack.file).read_bytes() == (full.path / stack.file).read_bytes()
     assert not verify_files(report.path).damaged
-    inputs = all_ids(values, random)
+    inputs = all_ids(values, random) if config is CONFIG else every_row(values)
     found = answers(report.path, inputs)
     assert_same(found, answers(overlay.path, inputs))
     assert_same(capi.predict(report.path, inputs), found)
@@ -298,7 +322,7 @@ def test_compact_resumes_and_refuses_damage(tmp_path: Path, monkeypatch: pytest.
     stack = next(stack for stack in manifest.stacks if stack.overlay)
     left = tmp_path / "m" / ".staging-compact-2" / "tables"
     left.mkdir(parents=True)
-    truth = export_saved_model(tmp_path / "ckpt", tmp_path / "full", serving_config=CONFIG).path
+    truth = export_saved_model(tmp_path / "ckpt", tmp_path / "full", serving_config=ROWS_ALONE).path
     whole = (truth / Manifest.read(truth).stacks[manifest.stacks.index(stack)].file).read_bytes()  # type: ignore[union-attr]
     (left / f"{stack.name}.data").write_bytes(whole[:1001])
     report = compact_version(tmp_path / "m", 2)
@@ -364,7 +388,7 @@ def test_compact_shares_blocks_with_the_base(tmp_path: Path, monkeypatch: pytest
     values["users"][random.choice(30_000, int(30_000 * share), replace=False)] += 1
     values["videos"] = np.concatenate([values["videos"], values["videos"]])
     overlay = write(tmp_path, values, base=1, max_overlay=3)
-    truth = Manifest.read(export_saved_model(tmp_path / "ckpt", tmp_path / "full", serving_config=CONFIG).path)
+    truth = Manifest.read(export_saved_model(tmp_path / "ckpt", tmp_path / "full", serving_config=ROWS_ALONE).path)
     report = compact_version(tmp_path / "m", overlay.version)
     made = Manifest.read(report.path)
     assert made
@@ -380,11 +404,11 @@ def test_compact_shares_blocks_with_the_base(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_compact_of_an_overlay_without_changes(tmp_path: Path, layout: str) -> None:
     """Its graph is that of a full version, and the files of both are not one file that is written twice."""
-    random, values = np.random.default_rng(4), tables()
+    values = tables()
     base = write(tmp_path, values, layout=layout)
     overlay = write(tmp_path, values, layout=layout, base=1)
     assert overlay.rows_changed == 0
-    inputs = all_ids(values, random)
+    inputs = every_row(values)
     found = answers(overlay.path, inputs)
     assert_same(found, answers(base.path, inputs))
     report = compact_version(tmp_path / "m")

@@ -20,7 +20,7 @@ from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 from tests.support import capi
 from tests.support.export.dying import die_at_change
 from tests.support.export.fakes import random_table, write_checkpoint
-from tests.support.export.overlays import Array, answers, assert_same, changed, grown, tables
+from tests.support.export.overlays import ROWS_ALONE, Array, answers, assert_same, changed, every_row, grown, tables
 from tests.support.serving.process import SCRIPT, Fork, ServerProcess
 from tpuembed import (
     apply_package,
@@ -44,9 +44,6 @@ LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
 # ---- many deltas
 
 
-FEATURES = {name: {"table": name, "input": "id"} for name in tables()}
-
-
 @pytest.mark.parametrize(
     ("layout", "storage", "deltas"),
     [
@@ -61,7 +58,7 @@ FEATURES = {name: {"table": name, "input": "id"} for name in tables()}
 def test_every_delta_answers_as_a_full_export(tmp_path: Path, layout: str, storage: str, deltas: int) -> None:
     """Of each delta, and of each compaction between. Rollbacks and prunes between change no later answer."""
     random, values, model_dir = np.random.default_rng(deltas), tables(), tmp_path / "m"
-    options: dict[str, Any] = {"layout": layout, "storage": storage, "serving_config": {"features": FEATURES}}
+    options: dict[str, Any] = {"layout": layout, "storage": storage, "serving_config": ROWS_ALONE}
     write_checkpoint(tmp_path / "ckpt", values)
     export_saved_model(tmp_path / "ckpt", model_dir, **options)
     done = dict.fromkeys(("grown", "rolled back", "compacted", "pruned"), 0)
@@ -74,7 +71,7 @@ def test_every_delta_answers_as_a_full_export(tmp_path: Path, layout: str, stora
         overlay = export_saved_model(tmp_path / "ckpt", model_dir, base="latest", max_overlay=9, **options)
         full = export_saved_model(tmp_path / "ckpt", tmp_path / "full", resume=False, **options)
         assert overlay.base is not None
-        inputs = {name: np.arange(max(map(len, values.values()))) % len(rows) for name, rows in values.items()}
+        inputs = every_row(values)
         found = answers(overlay.path, inputs)
         assert_same(found, answers(full.path, inputs))
         assert_same(found, capi.predict(overlay.path, inputs))
@@ -159,7 +156,7 @@ class Killed:
         self.folder, self.model_dir = folder, folder / "m"
         self._options: dict[str, Any] = {
             "layout": layout,
-            "serving_config": {"features": {"t": {"table": "t"}, "u": {"table": "u"}}},
+            "serving_config": {"features": {name: {"table": name, "input": "id"} for name in "tu"}},
             "max_overlay": 0.5,
         }
         values = {"t": random_table(rows, 32), "u": random_table(rows // 10, 8, seed=1)}

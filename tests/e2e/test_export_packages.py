@@ -29,7 +29,8 @@ from tpuembed.manifest import Manifest
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
-CONFIG = {"features": {"user": {"table": "users", "input": "id"}, "seen": {"table": "videos", "combiner": "sum"}}}
+CONFIG = {"features": {"user": {"table": "users", "input": "id"}, "seen": {"table": "videos", "input": "id"}}}
+POOLED = {"features": {"user": {"table": "users", "input": "id"}, "seen": {"table": "videos", "combiner": "sum"}}}
 KEY = b"0123456789abcdef0123456789abcdef"
 
 
@@ -37,7 +38,7 @@ class Road:
     """A trainer's MODEL_DIR, a server's with a copy of its base, and the packages between them."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self.folder, self.options = folder, options
+        self.folder, self.options = folder, {"serving_config": CONFIG, **options}
         self.trainer, self.server, self.packages = folder / "trainer", folder / "server", folder / "packages"
         self.values = {"users": random_table(300, 8), "videos": random_table(200, 4, seed=1)}
         self.export(self.trainer)
@@ -45,7 +46,7 @@ class Road:
 
     def export(self, model_dir: Path, **options: Any) -> Any:
         write_checkpoint(self.folder / "ckpt", self.values)
-        return export_saved_model(self.folder / "ckpt", model_dir, serving_config=CONFIG, **self.options, **options)
+        return export_saved_model(self.folder / "ckpt", model_dir, **self.options, **options)
 
     def change(self) -> None:
         self.values["users"][[0, 64, 299]] += 1
@@ -96,7 +97,7 @@ def test_a_version_of_a_package_has_the_exported_rows(
 
 def test_the_served_numbers_are_those_of_the_package(tmp_path: Path) -> None:
     tf = pytest.importorskip("tensorflow")
-    road = Road(tmp_path, layout="mmap")
+    road = Road(tmp_path, layout="mmap", serving_config=POOLED)
     road.package()
     for materialise in (False, True):
         target = tmp_path / f"to-{materialise}"
@@ -405,7 +406,8 @@ def test_a_package_that_gets_shorter_is_named(tmp_path: Path, road: Road, monkey
     shutil.copytree(road.packages / "2", package)
 
     def shorten(path: Path) -> Any:
-        os.truncate(path, 9)
+        if path.suffix == ".ids":  # of other files TensorFlow decides the size
+            os.truncate(path, 9)
         return open_bytes(path)
 
     monkeypatch.setattr("tpuembed.export.overlay.package.open_bytes", shorten)
@@ -505,7 +507,7 @@ def test_follow_beside_a_server(tmp_path: Path) -> None:
             for number in (2, 3, 4):
                 road.package(sign_key=tmp_path / "key", max_overlay=1)
                 server.wait_for(number)
-                status, body = server.predict({"inputs": {"user": [0, 64, 7], "seen": [[1], [2], [199]]}})
+                status, body = server.predict({"inputs": {"user": [0, 64, 7], "seen": [1, 2, 199]}})
                 assert status == 200
                 np.testing.assert_array_equal(np.float32(body["outputs"]["user"]), road.values["users"][[0, 64, 7]])
             assert run_command("rollback", road.server).returncode == 0  # takes number 5

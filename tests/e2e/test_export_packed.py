@@ -71,10 +71,16 @@ FEATURES: dict[str, Any] = {
 NAMES = {name: name.replace(" ", "/") for name in FEATURES}
 
 
+@pytest.fixture(scope="module")
+def every_kind(exports_in_this_process: None, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export of all FEATURES."""
+    features = {NAMES[name]: spec for name, spec in FEATURES.items()}
+    return _export(checkpoint, tmp_path_factory.mktemp("every_kind"), features)
+
+
 @pytest.mark.parametrize("padding", ["full", "padded", "empty"])
-def test_every_kind_of_feature_in_one_matrix(checkpoint: Any, tmp_path: Path, padding: str) -> None:
-    path = _export(checkpoint, tmp_path, {NAMES[name]: spec for name, spec in FEATURES.items()})
-    packing = _packing(path)
+def test_every_kind_of_feature_in_one_matrix(checkpoint: Any, every_kind: Path, padding: str) -> None:
+    path, packing = every_kind, _packing(every_kind)
     assert [packed.columns for packed in packing.inputs] == [1, 1, 1, None, None, None, None, None]
     rng = np.random.default_rng(0)
     inputs = {}

@@ -21,6 +21,8 @@ from tpuembed.manifest import Manifest, QuantizationEntry
 from tpuembed_cli.describe import describe as describe_command
 from tpuembed_cli.export import export as export_command
 
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
 Array = npt.NDArray[Any]
 SOURCES, STORAGES = ("float32", "bfloat16", "float16"), ("float32", "bfloat16", "float16", "int8")
 TABLES = {f"{source}_{storage}": (source, storage) for source, storage in product(SOURCES, STORAGES)}

@@ -1,9 +1,6 @@
 """Tables streamed beside a graph that TensorFlow saved: TensorFlow loads the result and answers the source's rows."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -11,14 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.export.fakes import (
-    Array,
-    random_table,
-    write_checkpoint,
-    write_large_table,
-)
+from tests.support.export.fakes import Array, random_table, write_checkpoint, write_large_table
 from tests.support.export.streamed import export
 from tests.support.export.writers import stream_tables
+from tests.support.serving.process import SCRIPT, Fork
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.stream.engines import choose_engine
@@ -36,11 +29,14 @@ def small_tables() -> dict[str, Array]:
     }
 
 
-@pytest.fixture(params=[False, True], ids=["tables only", "with a dense variable"])
-def exported(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Array], bool]:
-    tables = small_tables()
-    infos = write_checkpoint(tmp_path / "ckpt", tables)
-    path, _ = export(tmp_path / "ckpt", infos, tmp_path / "model", dense=request.param, workers=2)
+@pytest.fixture(scope="module", params=[False, True], ids=["tables only", "with a dense variable"])
+def exported(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Array], bool]:
+    """A version that no test changes, its tables, and whether it has a dense variable."""
+    folder, tables = tmp_path_factory.mktemp("exported"), small_tables()
+    infos = write_checkpoint(folder / "ckpt", tables)
+    path, _ = export(folder / "ckpt", infos, folder / "model", dense=request.param, workers=2)
     return path, tables, request.param
 
 
@@ -109,38 +105,30 @@ def test_a_checkpoint_that_tensorflow_cut_in_slices(tmp_path: Path) -> None:
         assert (tmp_path / "out" / f"{stack}.data").read_bytes() == tables[name].astype(np.float32).tobytes()
 
 
-@pytest.mark.parametrize("position", [0.0, 0.3, 0.999999])
-def test_tensorflow_notices_a_flipped_byte(tmp_path: Path, position: float) -> None:
+def test_tensorflow_notices_a_flipped_byte(tmp_path: Path) -> None:
     """So the checksum that was combined from the shards' is the one TensorFlow computes."""
     infos = write_checkpoint(tmp_path / "ckpt", {"t": random_table(3000, 8)})
     path, _ = export(tmp_path / "ckpt", infos, tmp_path / "model")
     tf.saved_model.load(str(path))
-    with open(path / "variables" / "variables.data-00001-of-00002", "r+b") as file:
-        file.seek(int(position * 3000 * 32))
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-    with pytest.raises(tf.errors.DataLossError, match=r"(?i)checksum"):
-        tf.saved_model.load(str(path))
+    data = path / "variables" / "variables.data-00001-of-00002"
+    rows = data.read_bytes()
+    for position in (0, 28_800, len(rows) - 1):
+        data.write_bytes(rows[:position] + bytes([rows[position] ^ 1]) + rows[position + 1 :])
+        with pytest.raises(tf.errors.DataLossError, match=r"(?i)checksum"):
+            tf.saved_model.load(str(path))
 
 
 def test_two_exports_at_once_get_two_versions(tmp_path: Path) -> None:
     """Each in a process of its own, started together."""
-    tables = {"t": random_table(50_000, 16)}
+    tables, config, log = {"t": random_table(50_000, 16)}, tmp_path / "config.json", tmp_path / "log"
     write_checkpoint(tmp_path / "ckpt", tables)
-    script = (
-        "import sys; from pathlib import Path; from tests.support.export.streamed import export;"
-        "from tests.support.export.fakes import FakeCheckpoint;"
-        f"prefix = Path({str(tmp_path / 'ckpt')!r}); model_dir = Path({str(tmp_path / 'model')!r});"
-        "print(export(prefix, FakeCheckpoint(str(prefix)).tables(), model_dir)[0].name)"
-    )
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", script]
-    running = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    versions = sorted(process.communicate(timeout=120)[0].strip() for process in running)
-    assert versions == ["1", "2"]
+    log.touch()
+    config.write_text(json.dumps({"features": {"t": {"table": "t", "input": "id"}}}))
+    command = [str(SCRIPT), "export", str(tmp_path / "ckpt"), str(tmp_path / "model"), "--serving-config", str(config)]
+    running = [Fork(command, log) for _ in range(2)]
+    assert [process.wait(240) for process in running] == [0, 0], log.read_text()
     assert sorted(child.name for child in (tmp_path / "model").iterdir()) == ["1", "2"]
-    for version in versions:
+    for version in "12":
         data = tmp_path / "model" / version / "variables" / "variables.data-00001-of-00002"
         assert data.read_bytes() == tables["t"].tobytes()
 

@@ -71,7 +71,8 @@ def test_the_wheel_has_the_three_packages_and_nothing_else(wheel: Path) -> None:
 
 def test_without_a_compiler_the_wheel_is_pure(tmp_path: Path, dist: Path) -> None:
     command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
-    shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "dist", "build", "tests", LIBRARY))
+    others = shutil.ignore_patterns(".*", "dist", "build", "tests", "__pycache__", LIBRARY)
+    shutil.copytree(ROOT, tmp_path / "source", ignore=others)
     command[-1] = str(tmp_path / "source")
     environment = {**os.environ, "CC": "no-such-compiler"}
     built = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.tpu import slow
@@ -42,8 +43,9 @@ def main() -> int:
             print(f"another proof runs in {ROOT}: wait for its end")
             return 1
         try:
-            for environment in ENVIRONMENTS:
-                print(f"{environment.name}: {'made' if ensure(environment) else 'was there'}", flush=True)
+            with ThreadPoolExecutor(len(ENVIRONMENTS)) as pool:  # pip unpacks and hashes with one core
+                for environment, made in zip(ENVIRONMENTS, pool.map(ensure, ENVIRONMENTS), strict=True):
+                    print(f"{environment.name}: {'made' if made else 'was there'}", flush=True)
         except EnvironmentUnavailableError as error:
             return _skipped(str(error))
         except DamagedEnvironmentError as error:
