@@ -114,6 +114,43 @@ def _training() -> Iterator[str]:
         "sizes of the table: Adam needs 3 and Adagrad 2 for the table and its slots. It is not measured for small tables.\n"
     )
     yield from _tracking()
+    yield from _names()
+
+
+def _names() -> Iterator[str]:
+    found = _result("names")
+    if found:
+        peers = ("int64 names", "string names", "growing string names", "keras StringLookup")
+        yield f"## A training step with names, {found['rows']:,} rows, Adam, width {found['dim']} (`benchmarks/names.py`)\n"
+        cases = {name: one for name, one in found.items() if name.endswith(" ids")}
+        rows = [
+            (f"{int(name.removesuffix(' ids')):,}", one["ids ms"], *(f"{one[f'{peer} / ids']:.2f}" for peer in peers))
+            for name, one in cases.items()
+        ]
+        yield _table(("ids of a step", "row numbers, ms", *(f"{peer} / row numbers" for peer in peers)), rows)
+        yield "The last column has Keras' lookup before a layer of row numbers. All names of the steps are known.\n"
+    found = _result("vocabularies")
+    if not found:
+        return
+    yield "## Names in a SavedModel, in a fresh process with one thread (`benchmarks/vocabularies.py`)\n"
+    rows = [
+        (
+            f"{int(case.removesuffix(' names')):,}",
+            name,
+            f"{one['load s']:.2f}",
+            f"{one['load CPU s']:.2f}",
+            *(_number(one[key]) for key in ("private MiB", "ns per name", "MiB on disk")),
+        )
+        for case, by_name in found.items()
+        if case.endswith(" names")
+        for name, one in by_name.items()
+        if isinstance(one, dict)
+    ]
+    yield _table(("names", "", "load, s", "CPU of the load, s", "private MiB", "ns a name", "MiB on the disk"), rows)
+    yield (
+        "The export maps its files, so processes and versions share their memory, and a load reads nothing. Small vocabularies are "
+        "found faster in TensorFlow's hash tables.\n"
+    )
 
 
 def _tracking() -> Iterator[str]:

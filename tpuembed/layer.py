@@ -130,11 +130,19 @@ class TPUEmbedding(keras.layers.Layer):
     def _create_vocabularies(self, updates: Any) -> None:
         vocabularies = shared_vocabularies(self._parts.layer_options.features)
         self._vocabularies = None
+        self._note_names()
         if not vocabularies or isinstance(self._parts.backend, DeferredBackend):
             return
         check_names_can_arrive(vocabularies, self._parts.takes_rows)
         capacities = {table.name: table.vocabulary_size for table in self._parts.layer_options.tables}
         self._vocabularies = LayerVocabularies(vocabularies, capacities, updates, self._reset_rows)
+
+    def _note_names(self) -> None:
+        """Tell the exporter which tables need names, before it makes a graph."""
+        backend = self._parts.backend
+        if isinstance(backend, DeferredBackend) and not self._parts.takes_rows:
+            for table, vocabulary in self.vocabularies.items():
+                backend.note_names(vocabulary, table)
 
     def _create_weights(self, updates: Any) -> None:
         """Create the weights in the constructor. Keras builds symbolically, and a checkpoint restored before that would be lost."""
@@ -286,6 +294,7 @@ class TPUEmbedding(keras.layers.Layer):
         own = self._parts
         self._parts = dataclasses.replace(own, backend=DeferredBackend(own.layer_options.tables, source))
         try:
+            self._note_names()
             yield
         finally:
             self._parts = own

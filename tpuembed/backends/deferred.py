@@ -41,6 +41,10 @@ class DeferredBackend(TableStore):
             flat = [feature.flatten() for feature in features]
             return self._source.lookup(flat, [feature.table for feature in features])
 
+    def note_names(self, vocabulary: Vocabulary, table: str) -> None:
+        """Record that features of `table` take names, those of `vocabulary` or of the checkpoint."""
+        self._source.name_arrays(table, vocabulary)
+
     def rows_of(self, vocabulary: Vocabulary, table: str, names: Tensor, padded: bool) -> Tensor:
         """Return the row of each name in the exported vocabulary of `table`, int64 [n]."""
         names = as_names(f"table {table!r}", names, vocabulary.dtype)

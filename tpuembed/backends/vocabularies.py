@@ -106,6 +106,10 @@ class LayerVocabularies(SavedNode):
         if len(freed):
             self._reset(table, freed)
 
+    def names_grew(self, table: str) -> None:
+        """Follow training that gave names of `table` rows."""
+        self.copies[table].lacks_names()
+
     def rows_of(self, table: str, names: Tensor, padded: bool, training: bool | None) -> Tensor:
         """Return the row of each name, int64 [n]. See `tpuembed.lookup.names.row_numbers`.
 
@@ -121,14 +125,20 @@ class LayerVocabularies(SavedNode):
         """Return the vocabulary of `table`, as it is saved."""
         return self.copies[table].vocabulary.to_bytes()
 
-    def load(self, table: str, content: bytes, where: str) -> None:
-        """Replace the names of a vocabulary by saved ones. `where` begins the messages of errors.
+    def load(self, contents: Mapping[str, bytes], where: str) -> None:
+        """Replace the names of vocabularies by saved ones, {table: bytes}. `where` begins the messages of errors.
 
         Raises:
-            CheckpointCorruptError: `content` is damaged.
-            CheckpointMismatchError: the saved vocabulary has another type or other buckets, or needs more rows.
+            CheckpointCorruptError: one is damaged.
+            CheckpointMismatchError: a saved vocabulary has another type or other buckets, or needs more rows. No name has
+                changed then.
         """
-        self.copies[table].load(content, where)
+        saved = {
+            table: self.copies[table].checked(content, f"{where}: the vocabulary of table {table!r}")
+            for table, content in contents.items()
+        }
+        for table, vocabulary in saved.items():
+            self.copies[table].vocabulary.assign(vocabulary)
 
     def variables(self) -> dict[str, Any]:
         """Return the variables of the graph's copies, for SavedModels of the live layer. The copies are made complete."""
@@ -145,8 +155,7 @@ class LayerVocabularies(SavedNode):
         return {table: _saved(copy.vocabulary) for table, copy in self.copies.items()}
 
     def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
-        for table, content in restored.items():
-            self.load(table, content.numpy().tobytes(), f"the checkpoint's vocabulary of table {table!r}")
+        self.load({table: content.numpy().tobytes() for table, content in restored.items()}, "checkpoint")
         return tf.no_op()
 
 
@@ -186,7 +195,17 @@ class _Copy:
         with self._lock:
             self._refresh()
 
-    def load(self, content: bytes, where: str) -> None:
+    def lacks_names(self) -> None:
+        """Note that the vocabulary has names that are not in the copy. Copy it anew if they are many."""
+        with self._lock:
+            waiting = len(self.vocabulary) - self._names
+            if waiting > max(_LEAST_WAITING, _WAITING * self._names):
+                self._refresh()
+            elif waiting:
+                _assign(self._state, [self._salt, 0])
+
+    def checked(self, content: bytes, where: str) -> Vocabulary:
+        """Return the saved vocabulary of `content`. See `LayerVocabularies.load`."""
         saved, own = Vocabulary.from_bytes(content, where), self.vocabulary
         for option in ("dtype", "oov_buckets"):
             if getattr(saved, option) != getattr(own, option):
@@ -198,10 +217,15 @@ class _Copy:
             raise CheckpointMismatchError(
                 f"{where}: it needs {saved.rows} rows, and the layer's table has {self._capacity}. Make vocabulary_size larger."
             )
-        own.assign(saved)  # it calls names_changed
+        return saved
 
     def rows_of(self, names: Tensor, padded: bool, training: bool) -> Tensor:
         vocabulary = self.vocabulary
+        if not len(vocabulary) and not vocabulary.grows:
+            raise ConfigError(
+                f"table {self._table!r}: its vocabulary has no names, so all names would be unknown. Restore a checkpoint that "
+                "has them, or give them to the tpuembed.Vocabulary."
+            )
         names = as_names(f"table {self._table!r}", names, vocabulary.dtype)
         numbers = self._find(names)
         rows = row_numbers(names, numbers, vocabulary.oov_buckets, padded)
@@ -240,14 +264,6 @@ class _Copy:
     def _grow(self, asked: _Array, known: _Array, update: int, padded: bool) -> _Array:
         found = self.vocabulary.grow(asked, room=self._capacity, update=update, padded=padded)
         self.vocabulary.seen(known, update=update)
-        waiting = len(self.vocabulary) - self._names
-        if waiting:
-            with self._lock:
-                waiting = len(self.vocabulary) - self._names
-                if waiting > max(_LEAST_WAITING, _WAITING * self._names):
-                    self._refresh()
-                else:
-                    _assign(self._state, [self._salt, 0])
         return _outside(found)
 
     def _look_up(self, asked: _Array, padded: bool) -> _Array:

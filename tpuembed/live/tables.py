@@ -19,6 +19,7 @@ from tpuembed.export.stream.shard import Source
 from tpuembed.layer import TPUEmbedding
 from tpuembed.row_history import RowHistory
 from tpuembed.table_access import LiveTables
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["LiveCheckpoint", "embedding_layers", "live_checkpoint", "registered"]
 
@@ -72,6 +73,7 @@ class LiveCheckpoint(Checkpoint):
         self._states = _states(self._live)
         self._stamps = {name: live.stamps for live in self._live for name in live.states}
         self._tables = {name: _info(name, state) for name, state in sorted(self._states.items())}
+        self._vocabularies = {name: its for layer in layers for name, its in layer.vocabularies.items()}
         self.layer_config = layers[0].checkpoint_config() if len(layers) == 1 else None
         for live in self._live:
             live.fetch()
@@ -86,6 +88,11 @@ class LiveCheckpoint(Checkpoint):
     def read_numbers(self, table: str, numbers: Array, out: Array) -> None:
         """See Checkpoint.read_numbers."""
         gather_rows(self._states[table].variable, numbers, out)
+
+    def vocabulary(self, table: str) -> Vocabulary | None:
+        """Return the vocabulary of the layer's table itself, no copy."""
+        self._check(table, None)
+        return self._vocabularies.get(table)
 
     def row_history(self, table: str) -> RowHistory | None:
         """See Checkpoint.row_history."""

@@ -103,8 +103,8 @@ class Vocabularies(Protocol):
     def to_bytes(self, table: str) -> bytes:
         """Return the vocabulary of `table`."""
 
-    def load(self, table: str, content: bytes, where: str) -> None:
-        """Replace the vocabulary of `table`."""
+    def load(self, contents: Mapping[str, bytes], where: str) -> None:
+        """Replace vocabularies, {table: bytes}."""
 
 
 def save_vocabularies(store: Any, vocabularies: Vocabularies) -> None:
@@ -119,11 +119,9 @@ def load_vocabularies(store: Any, layer: str, vocabularies: Vocabularies) -> Non
     Raises:
         CheckpointCorruptError, CheckpointMismatchError: as `LayerVocabularies.load`.
     """
-    for table in vocabularies.copies:
-        name = _VOCABULARY + _saved(table)
-        if name in store.keys():  # noqa: SIM118 - an h5 store
-            where = f"layer {layer!r}: the file's vocabulary of table {table!r}"
-            vocabularies.load(table, np.asarray(store[name]).tobytes(), where)
+    names = {table: _VOCABULARY + _saved(table) for table in vocabularies.copies}
+    found = {table: np.asarray(store[name]).tobytes() for table, name in names.items() if name in store.keys()}  # noqa: SIM118
+    vocabularies.load(found, f"layer {layer!r}: the file")
 
 
 def _saved(name: str) -> str:

@@ -38,6 +38,9 @@ class Follower(Protocol):
     def names_changed(self, table: str, freed: _Integers) -> None:
         """Follow a change of the names of `table`. `freed` are rows, int64 [n], whose names were evicted."""
 
+    def names_grew(self, table: str) -> None:
+        """Follow training that gave names of `table` rows."""
+
 
 class Vocabulary:
     """The names of a table's rows, in the order of the rows.
@@ -227,9 +230,13 @@ class Vocabulary:
             found, is_name = self._find(batch, keys), np.ones(len(keys), bool)
             if padded:
                 is_name = ~self._names.is_padding(batch)
-            missing = np.flatnonzero(is_name & (found == NONE))
+            missing, before = np.flatnonzero(is_name & (found == NONE)), len(self)
             self._admit(batch, keys, found, missing, min(room - self.oov_buckets, MOST_NAMES), self.min_count)
             self._mark(found[is_name & (found != NONE)], update)
+            has_grown = len(self) > before
+        if has_grown:
+            for follower, table in self._living():
+                follower.names_grew(table)
         return self._rows(batch, found, padded).reshape(shape)
 
     # ---- how often, and when, names were seen
@@ -378,6 +385,8 @@ class Vocabulary:
 
     def same_names(self, other: "Vocabulary") -> bool:
         """Return True if both have the same names at the same rows."""
+        if other is self:
+            return True
         if (self.dtype, self.oov_buckets, self.rows, len(self)) != (
             other.dtype,
             other.oov_buckets,
@@ -420,19 +429,18 @@ class Vocabulary:
             return self._salt, self._index.keys.copy(), self._index.rows.copy()
 
     def watch(self, follower: "Follower", table: str) -> None:
-        """Call `follower.names_changed(table, freed rows)` after names were added, evicted or replaced from outside of training.
-
-        The vocabulary does not keep `follower` in memory.
-        """
+        """Call `follower` after names were added, evicted or replaced. The vocabulary does not keep it in memory."""
         with self._lock:
             self._followers = [(ref, its) for ref, its in self._followers if ref() is not None]
             self._followers.append((weakref.ref(follower), table))
 
+    def _living(self) -> list[tuple[Follower, str]]:
+        found = [(ref(), table) for ref, table in self._followers]
+        return [(follower, table) for follower, table in found if follower is not None]
+
     def _tell(self, freed: _Integers) -> None:
-        for ref, table in self._followers:
-            follower = ref()
-            if follower is not None:
-                follower.names_changed(table, freed)
+        for follower, table in self._living():
+            follower.names_changed(table, freed)
 
     def check_padding(self, where: str) -> None:
         """Raise ConfigError if a name is the padding of lists: "" or -1. `where` begins the message."""

@@ -305,6 +305,47 @@ def test_names_that_are_added_by_hand_are_found() -> None:
     assert look_up(inputs)["one"].numpy().all()
 
 
+def test_a_second_layer_sees_what_the_first_one_added() -> None:
+    vocabulary = Vocabulary(grows=True)
+    one, other = make(vocabulary, "zeros"), make(vocabulary, "zeros")
+    inputs = {"bag": tf.ragged.constant([["a"]]), "one": tf.constant(["b"]), "ids": tf.constant([0])}
+    look_up = tf.function(other)
+    assert not look_up(inputs)["one"].numpy().any()
+    step(one, inputs)
+    assert look_up(inputs)["one"].numpy().all()
+    vocabulary.grow(["c"], room=ROWS, update=2)
+    assert other(inputs | {"one": tf.constant(["c"])})["one"].numpy().all()
+
+
+def test_a_clone_without_names_is_refused() -> None:
+    made, _ = model(Vocabulary(["a", "b"], oov_buckets=1))
+    clone = keras.models.clone_model(made)
+    with refused(ConfigError):
+        clone.get_layer("embedding")(
+            {"bag": tf.ragged.constant([["a"]]), "one": tf.constant(["b"]), "ids": tf.constant([0])}
+        )
+
+
+def test_a_refused_file_changes_no_names(tmp_path: Path) -> None:
+    def two(buckets: int, *names: str) -> TPUEmbedding:
+        features = {
+            name: FeatureConfig(TableConfig(9, DIM, name), vocabulary=Vocabulary(names, oov_buckets=own))
+            for name, own in (("a", 1), ("b", buckets))
+        }
+        return TPUEmbedding(features, "sgd", name="embedding")
+
+    def saved(layer: TPUEmbedding) -> dict[str, Any]:
+        store: dict[str, Any] = {}
+        layer.save_own_variables(store)
+        return store
+
+    layer = two(2, "x", "y")
+    with refused(CheckpointMismatchError):
+        layer.load_own_variables(saved(two(1, "p", "q")))
+    for vocabulary in layer.vocabularies.values():
+        assert vocabulary.get_vocabulary()[-2:] == ["x", "y"]
+
+
 def test_rare_names_wait_in_their_buckets() -> None:
     vocabulary = Vocabulary(oov_buckets=1, grows=True, min_count=3)
     layer = make(vocabulary)

@@ -52,7 +52,7 @@ class StackedTables:
         self.vocabularies: dict[str, Vocabulary] = {}
         self.were_asked_for = False
         self._saved = saved
-        self._names: Mapping[str, TableNames] = {}
+        self._names: Mapping[str, TableNames] | None = None
         self._constants: dict[str, TableNames] = {}
         self._available = available
         self._places: dict[str, tuple[StackPlan, Placement]] = {}
@@ -115,7 +115,11 @@ class StackedTables:
             if table not in self._constants:
                 self._constants[table] = constant_names(vocabulary)
             return self._constants[table]
-        return self._names[table] if self._names else stand_in_names()
+        if self._names is None:
+            return stand_in_names()
+        if table not in self._names:
+            raise ExportError(f"table {table!r}: its names were not written before the graph that finds them was made.")
+        return self._names[table]
 
     def place(self, table: str) -> tuple[str, Placement]:
         """Return the stack of a table, and its placement there."""
