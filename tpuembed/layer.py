@@ -22,11 +22,11 @@ from tpuembed.backends.tf_config import (
     sparse_core_config_from_dict,
     sparse_core_config_to_dict,
 )
-from tpuembed.backends.vocabularies import LayerVocabularies, check_names_can_arrive, shared_vocabularies
 from tpuembed.config import FeatureConfig, TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import ConfigError, UnknownTableError
+from tpuembed.layer_vocabularies import LayerVocabularies, check_names_can_arrive, shared_vocabularies
 from tpuembed.lookup import Ids, as_tensors, ids_of
 from tpuembed.row_stamps import RowStamps, WatchedVariable
 from tpuembed.runtime.table_scope import TableSource

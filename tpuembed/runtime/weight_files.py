@@ -92,7 +92,7 @@ def load_stamps(store: Any, tables: Iterable[str], write: Callable[[str, int, An
 
 
 class Vocabularies(Protocol):
-    """The vocabularies of a layer: `tpuembed.backends.vocabularies.LayerVocabularies`.
+    """The vocabularies of a layer: `tpuembed.layer_vocabularies.LayerVocabularies`.
 
     Attributes:
         copies: has the names of their tables.

@@ -14,7 +14,7 @@ from tpuembed.errors import ConfigError
 from tpuembed.vocabulary.fingerprint import fingerprints, hashes
 from tpuembed.vocabulary.text import SLACK, GrowingArray, Texts
 
-__all__ = ["Batch", "DType", "IntegerNames", "Names", "TextNames", "names_of"]
+__all__ = ["Batch", "DType", "IntegerNames", "NameStore", "TextNames", "names_of"]
 
 _Integers = npt.NDArray[np.int64]
 Batch = Any
@@ -25,7 +25,7 @@ _MOST_BYTES: Final = 2**32 - 1
 _COMPACT_BYTES: Final = 1 << 16
 
 
-class Names(abc.ABC):
+class NameStore(abc.ABC):
     """The names of numbers 0, 1, 2 and so on. Some numbers may have none.
 
     Attributes:
@@ -87,7 +87,7 @@ class Names(abc.ABC):
         """Take the names of a batch in the place of all. Its arrays may be kept."""
 
 
-class TextNames(Names):
+class TextNames(NameStore):
     """Names of any bytes: 12 bytes a name, and its own.
 
     The bytes of names that are dropped stay until they are half of all.
@@ -169,7 +169,7 @@ class TextNames(Names):
         self._lengths.replace(batch.lengths, len(batch))
 
 
-class IntegerNames(Names):
+class IntegerNames(NameStore):
     """Names that are int64."""
 
     oov_name = -1
@@ -240,7 +240,7 @@ class IntegerNames(Names):
         self._values.replace(batch, len(batch))
 
 
-def names_of(dtype: DType) -> Names:
+def names_of(dtype: DType) -> NameStore:
     """Return no names yet, of this type."""
     return TextNames() if dtype == "string" else IntegerNames()
 

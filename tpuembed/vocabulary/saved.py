@@ -167,7 +167,7 @@ def parse(content: bytes) -> SavedNames:
     expected = 4 * free + own + 8 * names * is_counted
     if len(body) != expected:
         raise ValueError(f"it has {len(body)} bytes, and its header says {expected}")
-    read = _Body(body)
+    read = _Arrays(body)
     holes = _numbers("free", read.take("<u4", free), names + free)
     texts: Any
     if is_text:
@@ -187,7 +187,7 @@ def parse(content: bytes) -> SavedNames:
     return SavedNames(fields["options"], texts, holes, fields["update"], counts, last_seen)
 
 
-class _Body:
+class _Arrays:
     """The arrays after the header, one after the other."""
 
     def __init__(self, body: memoryview) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
 from tpuembed.vocabulary.files import integers_in, lines_of
 from tpuembed.vocabulary.index import NONE, Index
-from tpuembed.vocabulary.name_arrays import Batch, DType, Names, names_of
+from tpuembed.vocabulary.name_arrays import Batch, DType, NameStore, names_of
 from tpuembed.vocabulary.saved import MAGIC, MOST_NAMES, SavedNames, check_version, chunks, parse
 from tpuembed.vocabulary.sketch import MOST, Sketch
 from tpuembed.vocabulary.text import GrowingArray
@@ -724,7 +724,7 @@ def _repeated(keys: _Integers) -> _Integers:
     return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
 
 
-def _numbered(names: Names, batch: Batch, keys: _Integers) -> tuple[_Integers, _Integers]:
+def _numbered(names: NameStore, batch: Batch, keys: _Integers) -> tuple[_Integers, _Integers]:
     """Return the number of each name among the different ones, by first place, and that first place of each."""
     _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     if not names.equal(batch, names.take(batch, first[inverse])).all():  # two names with one key

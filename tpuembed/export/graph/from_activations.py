@@ -36,7 +36,7 @@ class _RefusalError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Lookup:
+class _LookedUp:
     """A lookup of a trace: the entry of the manifest, and the activation."""
 
     entry: ActivationEntry
@@ -57,7 +57,7 @@ def trace_from_activations(model: "KerasModel", tables: StackedTables) -> tuple[
 # ---- what is looked up
 
 
-def _traced_lookups(model: "KerasModel", tables: StackedTables) -> list[_Lookup]:
+def _traced_lookups(model: "KerasModel", tables: StackedTables) -> list[_LookedUp]:
     """Return the lookups of a trace of `serving_default`, which is thrown away.
 
     Raises:
@@ -96,7 +96,7 @@ def _names(entry: ActivationEntry) -> list[str]:
     return [entry.name, *([f"{entry.name}_weights"] if entry.weighted else [])]
 
 
-def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[str, Any]) -> _Lookup:
+def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[str, Any]) -> _LookedUp:
     """Return a lookup of inputs of the signature. See `_traced_lookups`."""
     config, table = ids.config, ids.config.table
     name = _name_of(ids)
@@ -149,7 +149,7 @@ def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[
         ids=source,
         weights=weights,
     )
-    return _Lookup(entry, activation)
+    return _LookedUp(entry, activation)
 
 
 def _name_of(ids: Ids) -> str:
@@ -206,7 +206,7 @@ def _keeps_ids(cast: Any, is_list: bool, fails_outside: bool, rows: int) -> bool
 # ---- the function
 
 
-def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequence[_Lookup]) -> Function:
+def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequence[_LookedUp]) -> Function:
     """Return the function of activations.
 
     Raises:

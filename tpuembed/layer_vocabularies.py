@@ -94,7 +94,8 @@ class LayerVocabularies(SavedNode):
             reset: called with a table and rows of it, int64 [n], whose names were evicted. Gives them their initial values.
         """
         self.copies = {
-            table: _Copy(table, vocabulary, capacities[table], updates) for table, vocabulary in vocabularies.items()
+            table: _GraphCopy(table, vocabulary, capacities[table], updates)
+            for table, vocabulary in vocabularies.items()
         }
         self._reset = reset
         for table, vocabulary in vocabularies.items():
@@ -165,7 +166,7 @@ def _saved(vocabulary: Vocabulary) -> Tensor:
     return content
 
 
-class _Copy:
+class _GraphCopy:
     """The index of one vocabulary in a variable, int64 [buckets, 2 * WAYS]: the keys of a bucket, then their numbers.
 
     One variable, so that a reader in another thread never sees new keys with old numbers. A second one has the number of the salt,
