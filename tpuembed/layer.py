@@ -152,6 +152,8 @@ class TPUEmbedding(keras.layers.Layer):
             self._parts.checkpoint_config(), states, backend.checkpoint_children(), backend.layouts(), updates
         )
         self._tpu_embedding.restore_rows = self.restore_saved
+        if self._vocabularies is not None:
+            self._tpu_embedding.check_saved = self._vocabularies.check_saved
         trained_here = any(state.optimizer is not None for state in states)
         self._row_stamps = (
             RowStamps(backend.states, updates) if self._parts.layer_options.track_rows and states else None

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from tpuembed.backends.checkpoint_keys import saved_attributes, saved_keys
 from tpuembed.backends.table_rows import copies
 from tpuembed.backends.tf_config import SavedNode, local
 from tpuembed.backends.tf_tpu import is_tpu_strategy
@@ -19,13 +20,15 @@ from tpuembed.config import FeatureConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.lookup.names import as_names, key_places, name_keys, row_numbers
 from tpuembed.lookup.ranges import NOWHERE
-from tpuembed.vocabulary import UNKNOWN, WAYS, Vocabulary
+from tpuembed.vocabulary import UNKNOWN, WAYS, Vocabulary, attribute_of
 
 __all__ = ["LayerVocabularies", "check_names_can_arrive", "shared_vocabularies"]
 
 Tensor = Any
 _Array = npt.NDArray[Any]
 
+_NODE: Final = "_vocabularies"
+"""The name of the node below the layer."""
 _WAITING: Final = 0.1
 """The share of a vocabulary's names that its copy may lack."""
 _LEAST_WAITING: Final = 1000
@@ -134,12 +137,36 @@ class LayerVocabularies(SavedNode):
             CheckpointMismatchError: a saved vocabulary has another type or other buckets, or needs more rows. No name has
                 changed then.
         """
-        saved = {
+        for table, vocabulary in self._checked(contents, where).items():
+            self.copies[table].vocabulary.assign(vocabulary)
+
+    def _checked(self, contents: Mapping[str, bytes], where: str) -> dict[str, Vocabulary]:
+        return {
             table: self.copies[table].checked(content, f"{where}: the vocabulary of table {table!r}")
             for table, content in contents.items()
         }
-        for table, vocabulary in saved.items():
-            self.copies[table].vocabulary.assign(vocabulary)
+
+    def check_saved(self, path: str) -> None:
+        """Raise an error if TensorFlow would fail on the vocabularies of the checkpoint at `path`, after it restored rows.
+
+        Vocabularies of one name in several layers of a checkpoint are not compared: only TensorFlow knows which is whose.
+
+        Raises:
+            CheckpointMismatchError, CheckpointCorruptError: as `load`, or the checkpoint has those of some tables alone.
+        """
+        keys = saved_keys(path)
+        found = {table: saved_attributes(keys, _NODE, attribute_of(table)) for table in self.copies}
+        if any(len(those) > 1 for those in found.values()):
+            return
+        lacking = [table for table, those in found.items() if not those]
+        if lacking and len(lacking) < len(found):
+            raise CheckpointMismatchError(
+                f"checkpoint {path}: it has no vocabulary of table {lacking[0]!r}, and those of other tables. Restore the tables "
+                "with restore_tables."
+            )
+        reader = tf.train.load_checkpoint(path)
+        contents = {table: reader.get_tensor(those[0]).tobytes() for table, those in found.items() if those}
+        self._checked(contents, f"checkpoint {path}")
 
     def variables(self) -> dict[str, Any]:
         """Return the variables of the graph's copies, for SavedModels of the live layer. The copies are made complete."""
@@ -153,10 +180,10 @@ class LayerVocabularies(SavedNode):
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         # As operations: asynchronous saves run them in a graph.
-        return {table: _saved(copy.vocabulary) for table, copy in self.copies.items()}
+        return {attribute_of(table): _saved(copy.vocabulary) for table, copy in self.copies.items()}
 
     def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
-        self.load({table: content.numpy().tobytes() for table, content in restored.items()}, "checkpoint")
+        self.load({table: restored[attribute_of(table)].numpy().tobytes() for table in self.copies}, "checkpoint")
         return tf.no_op()
 
 

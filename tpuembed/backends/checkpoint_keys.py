@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import tensorflow as tf
 
-__all__ = ["children_of", "saved_keys", "tables_with_keras_slots"]
+__all__ = ["children_of", "saved_attributes", "saved_keys", "tables_with_keras_slots"]
 
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _OPTIMIZER_SLOT = "/.OPTIMIZER_SLOT/"
@@ -36,6 +36,12 @@ def children_of(keys: Iterable[str], path: str) -> set[str]:
     """Return the names of the checkpoint's children of any object whose path ends with `path`."""
     below = re.compile(rf"(?:^|/){re.escape(path)}/([^/]+)/")
     return {_unescaped(match[1]) for key in keys if (match := below.search(key))}
+
+
+def saved_attributes(keys: Iterable[str], node: str, attribute: str) -> list[str]:
+    """Return the keys of `attribute` of the checkpoint's nodes called `node`."""
+    end = f"{node}/.ATTRIBUTES/{attribute}"
+    return [key for key in keys if key == end or key.endswith(f"/{end}")]
 
 
 def _escaped(name: str) -> str:

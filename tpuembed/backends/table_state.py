@@ -229,6 +229,7 @@ class TablesNode(SavedNode):
         self._rows_lie_elsewhere = False
         self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None
         self.restoring: Callable[[], None] = lambda: None
+        self.check_saved: Callable[[str], None] = lambda _: None
         self.updates = updates
         for name, child in children.items():
             self._track_trackable(child, name)
@@ -240,6 +241,7 @@ class TablesNode(SavedNode):
         shapes. TensorFlow would restore them permuted. TensorFlow would also leave out slots that a Keras optimizer
         saved. Both are restored here.
         """
+        self.check_saved(path)
         self._rows_lie_elsewhere = saved_layouts(path) != self._layouts
         tables = self._tables if self._rows_lie_elsewhere else tables_with_keras_slots(saved_keys(path), self._slots)
         if tables and self.restore_rows is not None:

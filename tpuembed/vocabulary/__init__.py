@@ -6,7 +6,18 @@
 from tpuembed.vocabulary.fingerprint import BUCKETS
 from tpuembed.vocabulary.index import MIX, WAYS
 from tpuembed.vocabulary.moves import NamesPlan
-from tpuembed.vocabulary.saved import VocabularyHeader
+from tpuembed.vocabulary.saved import VocabularyHeader, attribute_of
 from tpuembed.vocabulary.vocabulary import PADDING, UNKNOWN, Vocabulary, salt_text
 
-__all__ = ["BUCKETS", "MIX", "PADDING", "UNKNOWN", "WAYS", "NamesPlan", "Vocabulary", "VocabularyHeader", "salt_text"]
+__all__ = [
+    "BUCKETS",
+    "MIX",
+    "PADDING",
+    "UNKNOWN",
+    "WAYS",
+    "NamesPlan",
+    "Vocabulary",
+    "VocabularyHeader",
+    "attribute_of",
+    "salt_text",
+]

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, reason
 from tpuembed.vocabulary.text import SLACK, Texts
 
-__all__ = ["MAGIC", "MOST_NAMES", "SavedNames", "VocabularyHeader", "check_version", "chunks", "parse"]
+__all__ = ["MAGIC", "MOST_NAMES", "SavedNames", "VocabularyHeader", "attribute_of", "check_version", "chunks", "parse"]
 
 _Integers = npt.NDArray[np.int64]
 
@@ -59,6 +59,14 @@ class SavedNames:
         alive = np.ones(len(self.names) + len(self.free), bool)
         alive[self.free] = False
         return np.flatnonzero(alive)
+
+
+def attribute_of(table: str) -> str:
+    """Return the name of the attribute that has the vocabulary of `table` in a TensorFlow checkpoint.
+
+    TensorFlow does not find an attribute again whose name has "." or "/".
+    """
+    return table.replace("%", "%25").replace(".", "%2E").replace("/", "%2F")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.support.layer.restored import Tables, layer_for
 from tpuembed import TPUEmbedding
 from tpuembed.backends.tf_config import SavedNode
-from tpuembed.vocabulary import Vocabulary
+from tpuembed.vocabulary import Vocabulary, attribute_of
 
 __all__ = ["named_layer", "write_named", "write_named_weights"]
 
@@ -21,7 +21,7 @@ class _Vocabularies(SavedNode):
         self._contents = contents
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
-        return {table: tf.constant(np.frombuffer(content, np.uint8)) for table, content in self._contents.items()}
+        return {attribute_of(table): tf.constant(np.frombuffer(one, np.uint8)) for table, one in self._contents.items()}
 
     def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
         return tf.no_op()

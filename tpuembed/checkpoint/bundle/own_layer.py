@@ -20,6 +20,7 @@ from tpuembed.errors import CheckpointCorruptError
 from tpuembed.row_history import RowHistory
 from tpuembed.tensor_bundle import Bundle
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
+from tpuembed.vocabulary import attribute_of
 
 __all__ = [
     "CONFIG_ATTRIBUTE",
@@ -185,7 +186,7 @@ def own_layer_vocabularies(
         number, config = layer.children.get(_VOCABULARIES), configs.get(layer.children.get(_TABLES, -1))
         if number is None or config is None:
             continue
-        tables = {_escaped(table): table for table in config["tables"]}
+        tables = {attribute_of(table): table for table in config["tables"]}
         for name, attribute in graph.nodes[number].attributes.items():
             table, key = tables.get(name), attribute.checkpoint_key
             entry = bundle.entries.get(key)
@@ -196,11 +197,6 @@ def own_layer_vocabularies(
                 raise _corrupt(bundle, f"the vocabulary of table {table!r} ({key}) is {shown}")
             found[table] = key
     return found
-
-
-def _escaped(name: str) -> str:
-    """Return the name of an attribute as TensorFlow writes it. Source: escape_local_name in trackable/trackable_utils.py."""
-    return name.replace(".", "..").replace("/", ".S")
 
 
 def _stacked_tables(
