@@ -22,7 +22,7 @@ from tpuembed.lookup.names import as_names, key_places, name_keys, row_numbers
 from tpuembed.lookup.ranges import NOWHERE
 from tpuembed.vocabulary import UNKNOWN, WAYS, Vocabulary, attribute_of
 
-__all__ = ["LayerVocabularies", "check_names_can_arrive", "shared_vocabularies"]
+__all__ = ["LayerVocabularies", "check_names_can_arrive", "check_shared", "shared_vocabularies"]
 
 Tensor = Any
 _Array = npt.NDArray[Any]
@@ -56,6 +56,24 @@ def shared_vocabularies(features: Sequence[tuple[str, FeatureConfig]]) -> dict[s
                 f"tables {table!r} and {others[0]!r} have one vocabulary, and it grows. Give each table its own."
             )
     return found
+
+
+def check_shared(where: str, own: Mapping[str, Vocabulary], saved: Mapping[str, Vocabulary]) -> None:
+    """Raise CheckpointMismatchError if tables with one vocabulary would get different names.
+
+    Args:
+        where: begins the message.
+        own: {table: its vocabulary}.
+        saved: {table: the names that it gets}.
+    """
+    first: dict[int, str] = {}
+    for table, names in saved.items():
+        other = first.setdefault(id(own[table]), table)
+        if not names.same_names(saved[other]):
+            raise CheckpointMismatchError(
+                f"{where}: tables {other!r} and {table!r} have different names there, and one vocabulary in the layer. Give each "
+                "table a tpuembed.Vocabulary of its own."
+            )
 
 
 def check_names_can_arrive(vocabularies: Mapping[str, Vocabulary], takes_rows: bool) -> None:
@@ -102,7 +120,7 @@ class LayerVocabularies(SavedNode):
         }
         self._reset = reset
         for table, vocabulary in vocabularies.items():
-            vocabulary.watch(self, table)
+            vocabulary.watch(self, table, capacities[table])
 
     def names_changed(self, table: str, freed: _Array) -> None:
         """Follow a change of the names of `table` from outside of training. `freed` are rows, int64 [n], that lost their names."""
@@ -141,10 +159,12 @@ class LayerVocabularies(SavedNode):
             self.copies[table].vocabulary.assign(vocabulary)
 
     def _checked(self, contents: Mapping[str, bytes], where: str) -> dict[str, Vocabulary]:
-        return {
+        found = {
             table: self.copies[table].checked(content, f"{where}: the vocabulary of table {table!r}")
             for table, content in contents.items()
         }
+        check_shared(where, {table: copy.vocabulary for table, copy in self.copies.items()}, found)
+        return found
 
     def check_saved(self, path: str) -> None:
         """Raise an error if TensorFlow would fail on the vocabularies of the checkpoint at `path`, after it restored rows.

@@ -97,7 +97,7 @@ class Vocabulary:
         self.grows = grows
         self.min_count = int(min_count)
         self._lock = threading.RLock()
-        self._followers: list[tuple[weakref.ref[Follower], str]] = []
+        self._followers: list[tuple[weakref.ref[Follower], str, int]] = []
         self._free: _Integers
         self._sketch: Sketch | None = None
         self._clear()
@@ -195,14 +195,22 @@ class Vocabulary:
         """Return the row of each name, as `lookup` does. Unknown names get free rows, and then the next rows.
 
         They get them in the order of their first place.
+
+        Raises:
+            ConfigError: a name has another type, or the names are more than the rows of a layer's table. None is added then.
         """
         shape, batch = self._names.flat(names)
         with self._lock:
             keys = self._keys(batch)
             found = self._find(batch, keys)
-            self._admit(batch, keys, found, np.flatnonzero(found == NONE), MOST_NAMES, 1)
-            if (found == NONE).any():
-                raise _too_many(MOST_NAMES + 1)
+            missing, room = np.flatnonzero(found == NONE), self._room(MOST_NAMES)
+            new = len(_numbered(self._names, self._names.take(batch, missing), keys[missing])[1]) if len(missing) else 0
+            if len(self) + new > room:
+                raise ConfigError(
+                    f"vocabulary: {new} new names and {len(self)} others are more than the {room} rows that names can have in the "
+                    "table. Make vocabulary_size larger, or evict names."
+                )
+            self._admit(batch, keys, found, missing, room, 1)
         self._tell(np.zeros(0, np.int64))
         return (found + self.oov_buckets).reshape(shape)
 
@@ -231,7 +239,7 @@ class Vocabulary:
             if padded:
                 is_name = ~self._names.is_padding(batch)
             missing, before = np.flatnonzero(is_name & (found == NONE)), len(self)
-            self._admit(batch, keys, found, missing, min(room - self.oov_buckets, MOST_NAMES), self.min_count)
+            self._admit(batch, keys, found, missing, self._room(room - self.oov_buckets), self.min_count)
             self._mark(found[is_name & (found != NONE)], update)
             has_grown = len(self) > before
         if has_grown:
@@ -428,15 +436,23 @@ class Vocabulary:
         with self._lock:
             return self._salt, self._index.keys.copy(), self._index.rows.copy()
 
-    def watch(self, follower: "Follower", table: str) -> None:
-        """Call `follower` after names were added, evicted or replaced. The vocabulary does not keep it in memory."""
+    def watch(self, follower: "Follower", table: str, rows: int) -> None:
+        """Call `follower` after names were added, evicted or replaced. The vocabulary does not keep it in memory.
+
+        Names get no rows beyond the `rows` of its table.
+        """
         with self._lock:
-            self._followers = [(ref, its) for ref, its in self._followers if ref() is not None]
-            self._followers.append((weakref.ref(follower), table))
+            self._followers = [each for each in self._followers if each[0]() is not None]
+            self._followers.append((weakref.ref(follower), table, rows))
 
     def _living(self) -> list[tuple[Follower, str]]:
-        found = [(ref(), table) for ref, table in self._followers]
+        found = [(ref(), table) for ref, table, _ in self._followers]
         return [(follower, table) for follower, table in found if follower is not None]
+
+    def _room(self, most: int) -> int:
+        """Return how many names may have rows: `most`, or fewer, if a follower's table is smaller."""
+        rows = [rows - self.oov_buckets for ref, _, rows in self._followers if ref() is not None]
+        return min(most, MOST_NAMES, *rows)
 
     def _tell(self, freed: _Integers) -> None:
         for follower, table in self._living():
@@ -473,6 +489,8 @@ class Vocabulary:
         if unknown:
             raise ConfigError(f"{where}: vocabulary has no option {min(map(str, unknown))!r}. Remove it.")
         fields = {key: value for key, value in options.items() if key != "file"}
+        if not isinstance(options.get("file", ""), str | Path):
+            raise ConfigError(f"{where}: the file of its vocabulary must be a path, got {options['file']!r}.")
         return cls(**fields) if "file" not in options else cls.from_file(options["file"], **fields)
 
     # ---- saving

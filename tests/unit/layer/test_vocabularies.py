@@ -340,6 +340,36 @@ def test_a_checkpoint_with_the_names_of_some_tables_is_refused(tmp_path: Path) -
     tf.train.Checkpoint(layer=two(a=["p"], b=None)).restore(path)
 
 
+def test_tables_of_one_vocabulary_get_one_set_of_names(tmp_path: Path) -> None:
+    def two(one: Vocabulary, other: Vocabulary) -> TPUEmbedding:
+        given = {"a": one, "b": other}
+        features = {name: FeatureConfig(TableConfig(9, DIM, name), vocabulary=its) for name, its in given.items()}
+        return TPUEmbedding(features, "sgd", name="embedding")
+
+    path = tf.train.Checkpoint(layer=two(Vocabulary(["x", "y"]), Vocabulary(["y", "x"]))).save(str(tmp_path / "ckpt"))
+    shared = Vocabulary()
+    layer = two(shared, shared)
+    before = tables(layer)
+    with refused(CheckpointMismatchError):
+        tf.train.Checkpoint(layer=layer).restore(path)
+    with refused(CheckpointMismatchError):
+        layer.restore_tables(path)
+    np.testing.assert_equal(tables(layer), before)
+    assert not len(shared)
+
+
+def test_names_that_are_added_by_hand_fit_into_the_table() -> None:
+    vocabulary = Vocabulary(["a"], oov_buckets=1, grows=True)
+    layers = [make(vocabulary), make(vocabulary)]
+    vocabulary.add(["b", "a", "b"])
+    with refused(ConfigError):
+        vocabulary.add([str(number) for number in range(ROWS)])
+    assert vocabulary.get_vocabulary() == ["[UNK]", "a", "b"]
+    vocabulary.grow([str(number) for number in range(ROWS)], room=10 * ROWS, update=1)
+    assert vocabulary.rows == ROWS
+    assert layers
+
+
 def test_a_refused_file_changes_no_names(tmp_path: Path) -> None:
     def two(buckets: int, *names: str) -> TPUEmbedding:
         features = {
