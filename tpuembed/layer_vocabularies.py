@@ -20,7 +20,7 @@ from tpuembed.config import FeatureConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.lookup.names import as_names, key_places, name_keys, row_numbers
 from tpuembed.lookup.ranges import NOWHERE
-from tpuembed.vocabulary import UNKNOWN, WAYS, Vocabulary, attribute_of
+from tpuembed.vocabulary import UNKNOWN, WAYS, Vocabulary, VocabularyHeader, attribute_of
 
 __all__ = ["LayerVocabularies", "check_names_can_arrive", "check_shared", "shared_vocabularies"]
 
@@ -159,10 +159,11 @@ class LayerVocabularies(SavedNode):
             self.copies[table].vocabulary.assign(vocabulary)
 
     def _checked(self, contents: Mapping[str, bytes], where: str) -> dict[str, Vocabulary]:
-        found = {
-            table: self.copies[table].checked(content, f"{where}: the vocabulary of table {table!r}")
-            for table, content in contents.items()
-        }
+        found = {}
+        for table, content in contents.items():
+            what = f"{where}: the vocabulary of table {table!r}"
+            found[table] = Vocabulary.from_bytes(content, what)
+            self.copies[table].check(found[table], what)
         check_shared(where, {table: copy.vocabulary for table, copy in self.copies.items()}, found)
         return found
 
@@ -172,7 +173,7 @@ class LayerVocabularies(SavedNode):
         Vocabularies of one name in several layers of a checkpoint are not compared: only TensorFlow knows which is whose.
 
         Raises:
-            CheckpointMismatchError, CheckpointCorruptError: as `load`, or the checkpoint has those of some tables alone.
+            CheckpointMismatchError: as `load`, or the checkpoint has those of some tables alone.
         """
         keys = saved_keys(path)
         found = {table: saved_attributes(keys, _NODE, attribute_of(table)) for table in self.copies}
@@ -184,9 +185,14 @@ class LayerVocabularies(SavedNode):
                 f"checkpoint {path}: it has no vocabulary of table {lacking[0]!r}, and those of other tables. Restore the tables "
                 "with restore_tables."
             )
-        reader = tf.train.load_checkpoint(path)
-        contents = {table: reader.get_tensor(those[0]).tobytes() for table, those in found.items() if those}
-        self._checked(contents, f"checkpoint {path}")
+        reader, where = tf.train.load_checkpoint(path), f"checkpoint {path}"
+        contents = {table: reader.get_tensor(those[0]) for table, those in found.items() if those}
+        for table, content in contents.items():
+            what = f"{where}: the vocabulary of table {table!r}"
+            first = content[: VocabularyHeader.MOST_BYTES].tobytes()
+            self.copies[table].check(VocabularyHeader.from_bytes(first, what), what)
+        if len({id(copy.vocabulary) for copy in self.copies.values()}) < len(self.copies):
+            self._checked({table: content.tobytes() for table, content in contents.items()}, where)
 
     def variables(self) -> dict[str, Any]:
         """Return the variables of the graph's copies, for SavedModels of the live layer. The copies are made complete."""
@@ -252,9 +258,9 @@ class _GraphCopy:
             elif waiting:
                 _assign(self._state, [self._salt, 0])
 
-    def checked(self, content: bytes, where: str) -> Vocabulary:
-        """Return the saved vocabulary of `content`. See `LayerVocabularies.load`."""
-        saved, own = Vocabulary.from_bytes(content, where), self.vocabulary
+    def check(self, saved: Vocabulary | VocabularyHeader, where: str) -> None:
+        """Raise CheckpointMismatchError if a saved vocabulary has another type or other buckets, or needs more rows."""
+        own = self.vocabulary
         for option in ("dtype", "oov_buckets"):
             if getattr(saved, option) != getattr(own, option):
                 raise CheckpointMismatchError(
@@ -265,7 +271,6 @@ class _GraphCopy:
             raise CheckpointMismatchError(
                 f"{where}: it needs {saved.rows} rows, and the layer's table has {self._capacity}. Make vocabulary_size larger."
             )
-        return saved
 
     def rows_of(self, names: Tensor, padded: bool, training: bool) -> Tensor:
         vocabulary = self.vocabulary
