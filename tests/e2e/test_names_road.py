@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_model, export_saved_model
+from tpuembed import (
+    FeatureConfig,
+    TableConfig,
+    TPUEmbedding,
+    Vocabulary,
+    carry_checkpoint,
+    export_model,
+    export_saved_model,
+)
 from tpuembed.manifest import Manifest
 
 Array = np.ndarray[Any, Any]
@@ -105,6 +113,45 @@ def test_deltas_of_a_live_layer_follow_growth_and_evictions(layout: str, tmp_pat
         assert report.base is not None
         check(folder / str(number), model, whole=True)
     assert len(vocabulary) < len(NAMES)
+
+
+@pytest.mark.parametrize("how", ["carry", "by name", "by number, with one name more"])
+def test_names_that_move_keep_their_counts(how: str, tmp_path: Path) -> None:
+    model = build()
+    for seed in range(6):
+        train(model, NAMES[:4] if seed % 2 else NAMES[:8], seed)
+    old = model.get_layer("embedding").vocabularies["users"]
+    path = tf.train.Checkpoint(layer=model.get_layer("embedding")).save(str(tmp_path / "ckpt"))
+    names = [name for name in old.names(range(2, old.rows)) if name is not None]
+    new = Vocabulary([*names, b"more"] if "number" in how else [b"more", *reversed(names)], oov_buckets=2, grows=True)
+    other = build().get_layer("embedding")
+    vocabulary = other.vocabularies["users"]
+    if how == "carry":
+        carry_checkpoint(path, new, tmp_path / "carried")
+        tf.train.Checkpoint(layer=other).restore(str(tmp_path / "carried"))
+    else:
+        vocabulary.assign(new)
+        other.restore_tables(
+            path, by="name" if how == "by name" else "number", **({"resize": True} if how == "by name" else {})
+        )
+    for name in names:
+        row, before = vocabulary.lookup([name])[0], old.lookup([name])[0]
+        assert vocabulary.counts[row] == old.counts[before] > 0
+        assert vocabulary.last_seen[row] == old.last_seen[before] > 0
+    more = vocabulary.lookup([b"more"])[0]
+    assert (vocabulary.counts[more], vocabulary.last_seen[more]) == (0, 6)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_exports_after_the_first_name_was_evicted(whole: bool, tmp_path: Path) -> None:
+    model = build()
+    layer = model.get_layer("embedding")
+    train(model, NAMES[:10], 0)
+    for seed in range(1, 4):
+        train(model, NAMES[10:20], seed)
+    assert layer.vocabularies["users"].evict(not_seen_for=2)[0] == 2
+    export_model(model if whole else layer, tmp_path / "models")
+    check(tmp_path / "models" / "1", model, whole)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -1,17 +1,18 @@
 """Plans a restore by name from the vocabularies of a layer and of a checkpoint."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from tpuembed.backends.tf_config import local
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.layer_vocabularies import check_shared
 from tpuembed.table_access import LiveTables
 from tpuembed.vocabulary import NamesPlan, Vocabulary
 
-__all__ = ["live_vocabularies", "names_by_number", "plan_names"]
+__all__ = ["continue_counts", "live_vocabularies", "names_by_number", "plan_names"]
 
 Array = np.ndarray[Any, Any]
 
@@ -69,6 +70,24 @@ def names_by_number(
             )
     check_shared(f"checkpoint {checkpoint.path}", vocabularies, found)
     return found
+
+
+def continue_counts(
+    checkpoint: Checkpoint,
+    live: LiveTables,
+    plans: Iterable[Any],
+    vocabularies: Mapping[str, Vocabulary],
+    replaced: Collection[str],
+) -> None:
+    """Give vocabularies that kept their own names the counts and last updates of the names that the checkpoint has.
+
+    `replaced` are the tables whose names were replaced by the checkpoint's.
+    """
+    for plan in plans:
+        own = vocabularies.get(plan.table)
+        saved = None if own is None or plan.table in replaced or not own.grows else checkpoint.vocabulary(plan.source)
+        if own is not None and saved is not None:
+            own.continue_counts(saved, int(local(live.updates).numpy()))
 
 
 def _moved(vocabulary: Vocabulary, other: Vocabulary) -> Array:

@@ -100,6 +100,7 @@ class Vocabulary:
         self._followers: list[tuple[weakref.ref[Follower], str, int]] = []
         self._free: _Integers
         self._sketch: Sketch | None = None
+        self._update = 0
         self._clear()
         self._fill(self._names.batch(names))
 
@@ -291,6 +292,31 @@ class Vocabulary:
         self._check_grows("last_seen")
         with self._lock:
             return np.concatenate([np.full(self.oov_buckets, _NEVER, np.int32), self._last_seen.values])
+
+    def continue_counts(self, old: "Vocabulary", update: int) -> None:
+        """Take the counts and last updates of names from `old`, whose rows they got. A new name was last seen in `update`.
+
+        Nothing changes if the vocabulary does not grow. If `old` did not, its names too were last seen in `update`.
+        """
+        if not self.grows:
+            return
+        rows = old.rows_in(self)
+        kept = np.flatnonzero(rows >= self.oov_buckets)
+        kept = kept[kept >= old.oov_buckets]
+        with self._lock:
+            self._update = min(max(int(update), old._update), _MOST_UPDATE)
+            self._counts.values[:], self._last_seen.values[:] = 0, self._update
+            self._last_seen.values[self._free] = _NEVER
+            if old.grows:
+                numbers = rows[kept] - self.oov_buckets
+                self._counts.values[numbers] = old.counts[kept]
+                self._last_seen.values[numbers] = old.last_seen[kept]
+
+    def first_row(self, start: int, stop: int) -> int | None:
+        """Return the first row of [start, stop) that has a name, or None."""
+        rows = np.arange(max(start, self.oov_buckets), min(stop, self.rows))
+        named = rows[~np.isin(rows, self.free_rows)]
+        return int(named[0]) if len(named) else None
 
     def evict(
         self, *, not_seen_for: int | None = None, min_count: int | None = None, update: int | None = None

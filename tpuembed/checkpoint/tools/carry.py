@@ -114,6 +114,7 @@ def carry_checkpoint(
                 f"checkpoint {checkpoint.path}: names of table {name!r} are {old.dtype}, and those of the new vocabulary are "
                 f"{new.dtype}. Give names of one dtype."
             )
+        new.continue_counts(old, checkpoint.update_counts().get(name, 0))
         carried = _Carried(checkpoint, name, NamesPlan.of(old, new), new, initializer)
         target.parent.mkdir(parents=True, exist_ok=True)
         _write(carried, target, on_progress)
