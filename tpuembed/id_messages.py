@@ -37,7 +37,7 @@ _DIGITS: Final = len(str(-(2**63))) + len(OF_ROW) + len(str(2**31))
 def outside_message(feature: str, span: Span, found: int, row: int) -> str:
     """Return the message for the id `found` of the batch row `row`, which is outside `span`."""
     before, after = outside_texts(feature, span)
-    return f"{before}{UNKNOWN_NAME if found == NOWHERE else found}{OF_ROW}{row}{after}"
+    return f"{before}{found}{OF_ROW}{row}{after}"
 
 
 def outside_texts(feature: str, span: Span) -> tuple[str, str]:

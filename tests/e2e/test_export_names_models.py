@@ -11,9 +11,7 @@ import tensorflow as tf
 from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model
 from tpuembed.checkpoint.tools import verify_files
-from tpuembed.lookup.names import find_names, row_numbers
 from tpuembed.manifest import Manifest
-from tpuembed.runtime.table_scope import current_source
 from tpuembed_serving.tensorflow import session as runtime
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
@@ -23,30 +21,11 @@ ITEMS = Vocabulary(range(2**53, 2**53 + 30), dtype="int64")
 SIZES = {"users": (40, 4), "items": (30, 4)}
 
 
-@keras.saving.register_keras_serializable("names_tests")
-class Rows(keras.layers.Layer):
-    """Row numbers of names, as a layer finds them in an export."""
-
-    def __init__(self, table: str, vocabulary: Vocabulary, **options: Any) -> None:
-        super().__init__(**options)
-        self._source, self._of = current_source(), (table, vocabulary)
-
-    def compute_output_spec(self, names: Any) -> Any:
-        return keras.KerasTensor(names.shape, "int64")
-
-    def call(self, names: Any) -> Any:
-        table, vocabulary = self._of
-        if self._source is None:
-            return tf.zeros(tf.shape(names), tf.int64)
-        numbers = find_names(names, self._source.name_arrays(table, vocabulary))
-        return row_numbers(names, numbers, vocabulary.oov_buckets, padded=False)
-
-
 def model() -> Any:
     user, item = keras.Input((), dtype="string", name="user"), keras.Input((), dtype="int64", name="item")
-    features = {name: FeatureConfig(TableConfig(*size, name)) for name, size in SIZES.items()}
-    rows = {"users": Rows("users", USERS)(user), "items": Rows("items", ITEMS)(item)}
-    found = TPUEmbedding(features, optimizer="sgd")(rows)
+    names = {"users": USERS, "items": ITEMS}
+    features = {name: FeatureConfig(TableConfig(*size, name), vocabulary=names[name]) for name, size in SIZES.items()}
+    found = TPUEmbedding(features, optimizer="sgd")({"users": user, "items": item})
     return keras.Model({"user": user, "item": item}, {"score": keras.ops.sum(found["users"] * found["items"], -1)})
 
 

@@ -29,6 +29,7 @@ class FlatIds:
         feature: the feature's name, for messages.
         policy: the policy for an id outside the table: "error", "zeros", or the row to take instead.
         row_shape: int64 [r], the shape of the activations by example. None if it equals `shape`.
+        has_names: True if the ids were made of names.
     """
 
     ids: Tensor
@@ -40,6 +41,7 @@ class FlatIds:
     feature: str = ""
     policy: str | int = "error"
     row_shape: Tensor | None = None
+    has_names: bool = False
 
     def ranged(self, span: Span) -> RangedIds:
         """Return the ids with the range [start, stop) of their table, to check."""
@@ -49,6 +51,7 @@ class FlatIds:
             droppable=self.droppable,
             row_of=self._rows_of_batch,
             is_escaped=self.droppable,
+            has_names=self.has_names,
         )
 
     def within(self, span: Span) -> "FlatIds":

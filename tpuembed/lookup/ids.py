@@ -127,6 +127,7 @@ class Ids(abc.ABC):
             row_shape=shape if layout.is_reshaped else None,
             feature=self.path or self.config.name or self.table,
             policy=policy,
+            has_names=self.config.vocabulary is not None,
         )
 
     def known_shape(self) -> Shape:

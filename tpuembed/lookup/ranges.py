@@ -105,6 +105,7 @@ class RangedIds:
         droppable: True if an id may be DROPPED.
         row_of: returns the batch row of each id, int64 [n]. It is called where a message is made.
         is_escaped: True if ESCAPED stands for -1.
+        has_names: True if the ids were made of names, so that NOWHERE stands for an unknown one.
     """
 
     ids: Tensor
@@ -113,6 +114,7 @@ class RangedIds:
     droppable: bool = False
     row_of: Callable[[], Tensor] = lambda: tf.constant([], tf.int64)
     is_escaped: bool = False
+    has_names: bool = False
 
     def inside(self) -> Tensor:
         """Return a bool tensor, True for ids of their table, and for DROPPED ones."""
@@ -199,7 +201,7 @@ def _outside_message(groups: Sequence[RangedIds]) -> Tensor:
     It uses few operations, because TensorFlow optimizes them all at a model's first request.
     """
     first_feature = np.cumsum([0, *(len(group.ranges.features) for group in groups)])
-    outside, ids, features, rows = [], [], [], []
+    outside, ids, features, rows, named = [], [], [], [], []
     for group, start in zip(groups, first_feature.tolist(), strict=False):
         numbers = group.spread(np.arange(start, start + len(group.ranges.features), dtype=np.int64))
         outside.append(tf.reshape(~group.inside(), [-1]))
@@ -207,13 +209,14 @@ def _outside_message(groups: Sequence[RangedIds]) -> Tensor:
         ids.append(tf.reshape(shown if group.is_escaped else group.ids, [-1]))
         features.append(tf.reshape(tf.broadcast_to(numbers, tf.shape(group.ids)), [-1]))
         rows.append(group.row_of())
+        named.append(tf.fill([tf.size(group.ids)], group.has_names))
     first = tf.where(tf.concat(outside, 0))[0, 0]
-    which, found, row = (tf.gather(tf.concat(parts, 0), first) for parts in (features, ids, rows))
+    which, found, row, is_name = (tf.gather(tf.concat(parts, 0), first) for parts in (features, ids, rows, named))
     texts = [pair for group in groups for pair in map(outside_texts, group.ranges.features, group.ranges.spans)]
     before, after = zip(*texts, strict=True)
     parts = [
         tf.gather(before, which, name=NOT_FOR_XLA),
-        tf.where(tf.equal(found, NOWHERE), UNKNOWN_NAME, tf.strings.as_string(found)),
+        tf.where(is_name & tf.equal(found, NOWHERE), UNKNOWN_NAME, tf.strings.as_string(found)),
         OF_ROW,
         tf.strings.as_string(row),
     ]
