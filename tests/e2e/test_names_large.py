@@ -27,7 +27,7 @@ from tpuembed import Vocabulary, export_saved_model
 from tpuembed.config import ServingConfig, ServingFeature
 
 folder, count = sys.argv[1], int(sys.argv[2])
-table = tf.Variable(np.arange(count + 1, dtype=np.float32)[:, None], name="table")
+table = tf.Variable(np.arange(count + 1).astype(np.float32)[:, None], name="table")
 tf.train.Checkpoint(table=table).write(folder + "/ckpt")
 del table
 started = time.perf_counter()
@@ -74,7 +74,7 @@ def test_names_of_a_file_are_exported_and_served(tmp_path: Path) -> None:
         status, answer = server.predict({"instances": instances})
         took["server's own bytes"] = resident_bytes(server.process.pid, "RssAnon")
     assert status == 200
-    truth = np.array(asked, np.float32) + np.float32(1)
+    truth = (np.array(asked, np.int64) + 1).astype(np.float32)
     assert np.ravel(answer["predictions"]).tolist() == [*truth.tolist(), 0.0]
     assert took["server's own bytes"] < 1e9
     print(json.dumps(took))
