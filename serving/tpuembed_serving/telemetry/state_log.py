@@ -46,6 +46,8 @@ class StateLog:
                 self._known[key] = now
                 self._log(key, now, before)
             for key in self._known.keys() - found.keys():
+                if self._known[key].state <= State.LOADING:
+                    continue  # a worker that listens since now does not know of the load yet
                 del self._known[key]
                 self._started.pop(key, None)
         self._is_ready = ready

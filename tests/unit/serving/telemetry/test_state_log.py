@@ -78,6 +78,13 @@ def test_a_worker_that_is_behind_says_nothing_again(log: Log) -> None:
     assert log.note(one(State.AVAILABLE)) == []
 
 
+def test_a_worker_that_does_not_know_of_a_load_yet_changes_nothing(log: Log) -> None:
+    log.note(one(State.LOADING))
+    assert log.note() == []
+    assert log.note(one(State.LOADING)) == []
+    assert len(log.note(one(State.AVAILABLE))) == 1
+
+
 def test_another_folder_of_the_same_model_is_another_version(log: Log) -> None:
     log.note(one(State.LOADING))
     log.note(one(State.AVAILABLE))
