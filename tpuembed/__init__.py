@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tpuembed.layer import TPUEmbedding
     from tpuembed.live import export_model
     from tpuembed.live.callback import ExportCallback
+    from tpuembed.retrieval.export import export_retrieval
     from tpuembed.restore import RestoreReport, restore_tables
     from tpuembed.runtime.tpu import TpuEnvironment, configure_tpu
     from tpuembed.vocabulary import Vocabulary
@@ -67,6 +68,7 @@ _HOME = {
     "compact_version": "tpuembed.export",
     "configure_tpu": "tpuembed.runtime.tpu",
     "export_model": "tpuembed.live",
+    "export_retrieval": "tpuembed.retrieval.export",
     "export_saved_model": "tpuembed.export",
     "input_options": "tpuembed.backends.input_pipeline",
     "list_versions": "tpuembed.export",
@@ -101,6 +103,7 @@ __all__ = [
     "compact_version",
     "configure_tpu",
     "export_model",
+    "export_retrieval",
     "export_saved_model",
     "input_options",
     "list_versions",

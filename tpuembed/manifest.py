@@ -38,6 +38,7 @@ __all__ = [
     "PackedOutput",
     "Packing",
     "QuantizationEntry",
+    "RetrievalEntry",
     "StackEntry",
     "TableEntry",
     "TensorSpec",
@@ -59,6 +60,8 @@ OVERLAY_FORMAT: Final = 2
 """The format number of a version that has a base."""
 NAMES_FORMAT: Final = 3
 """The format number of a version with features that take names. An older server would look names up as row numbers."""
+RETRIEVAL_FORMAT: Final = 4
+"""The format number of a version with an index of candidates. Older tools would not keep its arrays."""
 LAYOUTS: Final = ("variables", "mmap")
 """How a server gets the tables: loaded into variables, or mapped from their files."""
 
@@ -321,6 +324,57 @@ class NamesEntry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RetrievalEntry:
+    """The index of candidates that the signatures of a retrieval export search.
+
+    A candidate has a place in the index, and its vector is that row of `table`. Places are in blocks of `block_rows`.
+
+    Attributes:
+        table: name of the table.
+        candidates: how many there are.
+        k: how many a request gets.
+        metric: "dot", or "cosine" if the vectors have the length 1, and queries are divided by their length.
+        index: "exact", or "ivf" if the candidates are in partitions, of which a search reads `nprobe`.
+        ids: the type of the candidates' ids: "int64" or "string".
+        has_tags: whether a candidate has tags.
+        block_rows: rows of a block.
+        partitions, nprobe: of an index "ivf".
+        recall: (nprobe, the share of the `k` best candidates that a search of so many partitions finds, on average).
+        measured_on: what the recall was measured with: "queries", "rows" of the query's table, or "candidates". Empty for an
+            exact index.
+        min_recall: that nprobe was chosen for.
+        arrays: in layout mmap, by name, each a whole file of this version: `ids`, int64 [places], which has -1 at a place of
+            padding. Of strings it has numbers n, and string n is the bytes from offsets[n] to offsets[n + 1] of `names`: `offsets`,
+            int64 [candidates + 1], and `names`, uint8. With tags `tags`, int64 [places], the bits of a uint64. Of an index "ivf"
+            `centroids`, float32 [partitions, dim], and `first_blocks`, int64 [partitions + 1]: the blocks of partition p are those
+            from first_blocks[p] to before first_blocks[p + 1]. In layout variables they are variables, and this is empty.
+    """
+
+    table: str
+    candidates: int
+    k: int
+    metric: str
+    index: str
+    ids: str
+    has_tags: bool
+    block_rows: int
+    partitions: int = 0
+    nprobe: int = 0
+    recall: tuple[tuple[int, float], ...] = ()
+    measured_on: str = ""
+    min_recall: float | None = None
+    arrays: Mapping[str, ArrayEntry] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_integers(self, candidates=1, k=1, block_rows=1, partitions=0, nprobe=0)
+        for field, known in (("metric", ("dot", "cosine")), ("index", ("exact", "ivf")), ("ids", ("int64", "string"))):
+            if getattr(self, field) not in known:
+                raise ConfigError(f"retrieval: {field} must be one of {', '.join(known)}, got {getattr(self, field)!r}.")
+        if self.index == "ivf" and not 1 <= self.nprobe <= self.partitions:
+            raise ConfigError(f"retrieval: nprobe must be from 1 to {self.partitions}, got {self.nprobe}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlayEntry:
     """The rows of a stack that are not those of its base.
 
@@ -472,6 +526,7 @@ class Manifest:
         base: the version whose files this one links, with overlays for the rows that differ; None if all is its own.
         histories: of the tables whose rows are tracked, by table.
         names: of the tables that features look up in by name.
+        retrieval: the index of candidates; None if the export is no retrieval.
     """
 
     tool_version: str
@@ -492,6 +547,7 @@ class Manifest:
     base: BaseEntry | None = None
     histories: Mapping[str, HistoryEntry] = dataclasses.field(default_factory=dict)
     names: tuple[NamesEntry, ...] = ()
+    retrieval: RetrievalEntry | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -500,14 +556,17 @@ class Manifest:
         _check_arrays(self.arrays, mapped=self.layout == "mmap")
         _check_tables(self.tables, self.stacks)
         _check_activations(self.from_activations, self.signatures)
+        if self.retrieval is not None:
+            _check_retrieval(self.retrieval, self.tables, self.stacks)
         for file in self.files:
             _check_inside(file)
 
     @property
     def arrays(self) -> tuple[ArrayEntry, ...]:
-        """Return the arrays of all stacks, and of the indices of names."""
+        """Return the arrays of all stacks, of the indices of names, and of the index of candidates."""
         of_stacks = tuple(array for stack in self.stacks for array in stack.arrays)
-        return *of_stacks, *(array for entry in self.names for array in entry.arrays)
+        of_index = () if self.retrieval is None else self.retrieval.arrays.values()
+        return *of_stacks, *(array for entry in self.names for array in entry.arrays), *of_index
 
     def table_files(self) -> dict[str, int]:
         """Return the bytes of each data file of the stacks and of names, by its path inside the version directory."""
@@ -527,7 +586,9 @@ class Manifest:
         """Write the manifest into `version_dir`, and create its folder."""
         path = version_dir / MANIFEST_PATH
         path.parent.mkdir(parents=True, exist_ok=True)
-        number = NAMES_FORMAT if self.names else FORMAT if self.base is None else OVERLAY_FORMAT
+        number = FORMAT if self.base is None else OVERLAY_FORMAT
+        number = NAMES_FORMAT if self.names else number
+        number = RETRIEVAL_FORMAT if self.retrieval is not None else number
         text = json.dumps({"format": number, **dataclasses.asdict(self)}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
 
@@ -557,8 +618,8 @@ class Manifest:
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
-        if value["format"] not in (FORMAT, OVERLAY_FORMAT, NAMES_FORMAT):
-            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT} to {NAMES_FORMAT}")
+        if value["format"] not in (FORMAT, OVERLAY_FORMAT, NAMES_FORMAT, RETRIEVAL_FORMAT):
+            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT} to {RETRIEVAL_FORMAT}")
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
         value["stacks"] = tuple(_stack(entry) for entry in value["stacks"])
         value["errors"] = {name: dict(entry) for name, entry in value.get("errors", {}).items()}
@@ -569,6 +630,8 @@ class Manifest:
         value["vocabularies"] = tuple(_entry(VocabularyEntry, entry) for entry in value.get("vocabularies", ()))
         value["histories"] = {name: _history(entry) for name, entry in value.get("histories", {}).items()}
         value["names"] = tuple(_names(entry) for entry in value.get("names", ()))
+        retrieval = value.get("retrieval")
+        value["retrieval"] = None if retrieval is None else _retrieval(retrieval)
         if "packing" in value:
             value["packing"] = _packing(value["packing"])
         if "from_activations" in value:
@@ -602,6 +665,12 @@ def _stack(value: Mapping[str, Any]) -> StackEntry:
 
 def _names(value: Mapping[str, Any]) -> NamesEntry:
     return _entry(NamesEntry, {**value, "arrays": tuple(_entry(ArrayEntry, one) for one in value["arrays"])})
+
+
+def _retrieval(value: Mapping[str, Any]) -> RetrievalEntry:
+    arrays = {name: _entry(ArrayEntry, one) for name, one in value["arrays"].items()}
+    recall = tuple((int(nprobe), float(share)) for nprobe, share in value["recall"])
+    return _entry(RetrievalEntry, {**value, "arrays": arrays, "recall": recall})
 
 
 def _history(value: Mapping[str, Any]) -> HistoryEntry:
@@ -703,6 +772,34 @@ def _check_activations(
                 raise ConfigError(
                     f"from_activations: feature {one.name!r} has input {name!r} of {signature}, which does not exist."
                 )
+
+
+def _check_retrieval(entry: RetrievalEntry, tables: Iterable[TableEntry], stacks: Iterable[StackEntry]) -> None:
+    """Raise ConfigError unless the candidates are all rows of a stack, and each array of the index has its size."""
+    table = next((table for table in tables if table.name == entry.table), None)
+    stack = next((stack for stack in stacks if table is not None and stack.name == table.stack), None)
+    if table is None or stack is None or table.rows != stack.rows or stack.rows % entry.block_rows:
+        raise ConfigError(
+            f"retrieval: table {entry.table!r} does not have a stack of its own, of whole blocks of {entry.block_rows} rows."
+        )
+    if not entry.arrays:
+        return
+    shapes = {"ids": (stack.rows, 8)}
+    shapes |= {"tags": (stack.rows, 8)} if entry.has_tags else {}
+    if entry.index == "ivf":
+        shapes |= {"centroids": (entry.partitions, 4 * table.dim), "first_blocks": (entry.partitions + 1, 8)}
+    if entry.ids == "string":
+        shapes |= {"offsets": (entry.candidates + 1, 8), "names": (entry.arrays["names"].rows, 1)}
+    if shapes.keys() != entry.arrays.keys():
+        raise ConfigError(
+            f"retrieval: an index with these options has the arrays {', '.join(sorted(shapes))}, not {', '.join(sorted(entry.arrays))}."
+        )
+    for name, (rows, row_bytes) in shapes.items():
+        array = entry.arrays[name]
+        if (array.rows, array.size) != (rows, rows * row_bytes):
+            raise ConfigError(
+                f"retrieval: {name} takes {rows} rows, {rows * row_bytes} bytes, not {array.rows} rows, {array.size} bytes."
+            )
 
 
 def _check_filled(stack: StackEntry, tables: Iterable[TableEntry]) -> None:

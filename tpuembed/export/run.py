@@ -52,6 +52,7 @@ def make_plan(checkpoint: Checkpoint, request: ExportRequest, options: ExportOpt
         quantization=request.quantization,
         row_ranges=options.rows,
         whole=request.whole_tables,
+        alone=request.index_tables,
         layout=options.layout,
         max_memory_bytes=options.max_memory_bytes,
         workers=default_workers(options.engine) if options.workers is None else options.workers,

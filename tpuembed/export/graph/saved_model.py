@@ -24,7 +24,15 @@ from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.graph.table_names import make_names
 from tpuembed.export.graph.warmup import write_warmup
 from tpuembed.export.plan.plan import ArrayPlan, StackPlan
-from tpuembed.manifest import FeatureEntry, FromActivations, NamesEntry, Packing, TensorSpec, VocabularyEntry
+from tpuembed.manifest import (
+    FeatureEntry,
+    FromActivations,
+    NamesEntry,
+    Packing,
+    RetrievalEntry,
+    TensorSpec,
+    VocabularyEntry,
+)
 from tpuembed.saved_model import GRAPH_FILE, replace_file
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.vocabulary import Vocabulary
@@ -82,6 +90,16 @@ class ExportableModel(abc.ABC):
         """Return the signature `from_activations` for the manifest, and its traced function; None if it is left out."""
         return FromActivations(left_out="the outputs are the activations"), None
 
+    def write_index(self, folder: Path, layout: str) -> tuple[Mapping[str, Any], RetrievalEntry | None]:  # noqa: ARG002
+        """Write the arrays of an index of candidates. Return what the graph reads them from by name, and their entry; none by
+        default.
+        """
+        return {}, None
+
+    def further_functions(self) -> dict[str, Any]:
+        """Return functions for more signatures, by name. Called after `write_index`."""
+        return {}
+
 
 @dataclasses.dataclass(frozen=True)
 class SavedGraph:
@@ -89,7 +107,7 @@ class SavedGraph:
 
     Attributes:
         array_keys: name of a stack's array -> checkpoint key of its variable.
-        signatures, features, vocabularies, padding, packing, from_activations, names: as the manifest lists them.
+        signatures, features, vocabularies, padding, packing, from_activations, names, retrieval: as the manifest lists them.
     """
 
     array_keys: Mapping[str, str]
@@ -100,6 +118,7 @@ class SavedGraph:
     packing: Packing
     from_activations: FromActivations
     names: tuple[NamesEntry, ...] = ()
+    retrieval: RetrievalEntry | None = None
 
 
 def save_graph(
@@ -140,6 +159,10 @@ def save_graph(
         setattr(root.names, f"keys_{number}", arrays[table].keys)
         setattr(root.names, f"numbers_{number}", arrays[table].numbers)
     tables.bind_names(arrays)
+    index, retrieval = model.write_index(folder, layout)
+    root.index = tf.Module()
+    for name, variable in index.items():
+        setattr(root.index, name, variable)
     # Plain variables: the C API does not find those of a Keras model that is itself part of the saved object.
     root.dense = list(dense())
     if require_finite:
@@ -169,6 +192,7 @@ def save_graph(
         packing=model.packing(),
         from_activations=from_activations,
         names=names,
+        retrieval=retrieval,
     )
 
 
@@ -255,7 +279,7 @@ def _functions(model: ExportableModel) -> dict[str, Any]:
             return model.packed(ids)
 
         functions["packed"] = packed
-    return functions
+    return {**functions, **model.further_functions()}
 
 
 def _signature_of(function: Any) -> dict[str, dict[str, TensorSpec]]:

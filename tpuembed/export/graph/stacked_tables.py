@@ -121,6 +121,16 @@ class StackedTables:
             raise ExportError(f"table {table!r}: its names were not written before the graph that finds them was made.")
         return self._names[table]
 
+    @property
+    def are_zeros(self) -> bool:
+        """Return True inside of `rows_of_zeros`."""
+        return self._are_zeros
+
+    def stack_of(self, table: str) -> tuple[StackPlan, Any]:
+        """Return the stack of a table, and the variable with its stored rows."""
+        stack, _ = self._places[table]
+        return stack, self._variables[stack.name]
+
     def place(self, table: str) -> tuple[str, Placement]:
         """Return the stack of a table, and its placement there."""
         stack, place = self._places[table]

@@ -74,7 +74,8 @@ def write_warmup(
         requests: the inputs of `serving_default`.
         signatures: their traced functions, by name.
         packing: of the signature `packed`.
-        activations: the inputs of `from_activations` that are no inputs of `serving_default`. They are zeros.
+        activations: the inputs of `from_activations` that are no inputs of `serving_default`. They are zeros, as are those of
+            other signatures.
         packed: the same requests with row numbers, for `packed`. None if `requests` have no names.
     """
     path = folder / WARMUP_PATH
@@ -84,8 +85,10 @@ def write_warmup(
             forms = {"serving_default": inputs, "packed": _packed(rows, packing)}
             if "serving_examples" in signatures:
                 forms["serving_examples"] = _examples(inputs)
-            if "from_activations" in signatures:
-                forms["from_activations"] = _from_activations(inputs, signatures, activations)
+            for name in signatures.keys() - forms.keys():
+                (specs,), _ = signatures[name].structured_input_signature
+                zeros = activations if name == "from_activations" else specs.keys() - inputs.keys()
+                forms[name] = _with_zeros(inputs, signatures, specs, zeros)
             for name in signatures:
                 writer.write(_prediction_log(name, forms[name]))
 
@@ -97,14 +100,14 @@ def _packed(inputs: Mapping[str, _Array], packing: Packing) -> dict[str, _Array]
     return {"ids": np.concatenate([column.reshape(len(column), -1) for column in columns], 1, dtype=np.int64)}
 
 
-def _from_activations(
-    inputs: Mapping[str, _Array], signatures: Mapping[str, Any], activations: Collection[str]
+def _with_zeros(
+    inputs: Mapping[str, _Array], signatures: Mapping[str, Any], specs: Mapping[str, Any], names: Collection[str]
 ) -> dict[str, _Array]:
+    """Return the inputs of another signature, of `specs`: zeros for `names`, and the rest from `inputs`."""
     (of_default,), _ = signatures["serving_default"].structured_input_signature
     of_any_size = [name for name, spec in of_default.items() if spec.shape.rank and spec.shape[0] is None]
     batch = len(inputs[of_any_size[0]]) if of_any_size else 1
-    (specs,), _ = signatures["from_activations"].structured_input_signature
-    zeros = sample_inputs({name: specs[name] for name in activations}, {}, batch)
+    zeros = sample_inputs({name: specs[name] for name in names}, {}, batch)
     return {name: zeros[name] if name in zeros else inputs[name] for name in sorted(specs)}
 
 

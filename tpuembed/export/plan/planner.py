@@ -40,6 +40,7 @@ def plan_export(
     quantization: Mapping[str, QuantizationConfig] | None = None,
     row_ranges: RowRanges | None = None,
     whole: Collection[str] = (),
+    alone: Collection[str] = (),
     layout: str = "variables",
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
     workers: int = 1,
@@ -56,6 +57,7 @@ def plan_export(
         row_ranges: table -> (start, stop), for tables of which only these rows are exported.
         whole: tables that the graph reads whole. Each is a stack of its own, because a slice of a stack would be a
             copy.
+        alone: further tables that are a stack of their own.
         layout: one of LAYOUTS.
         max_memory_bytes: bound on the buffers of all workers together.
         workers: processes that may stream at once.
@@ -76,7 +78,7 @@ def plan_export(
     ranges = check_row_ranges(row_ranges or {}, tables)
     storages = storage_by_table(storage, [table.name for table in tables])
     _check_whole(whole, storages, quantization or {}, ranges, tables)
-    stacks = _stack_tables(tables, storages, quantization or {}, ranges, whole)
+    stacks = _stack_tables(tables, storages, quantization or {}, ranges, [*whole, *alone])
     shard_bytes = max(_SHARD_BYTES, -(-sum(stack.size for stack in stacks) // _MAX_SHARDS))
     pieces = [piece for stack in stacks for piece in _split(stack, shard_bytes)]
     workers = min(workers, len(pieces))
@@ -156,15 +158,15 @@ def _stack_tables(
     storages: Mapping[str, str],
     quantization: Mapping[str, QuantizationConfig],
     ranges: RowRanges,
-    whole: Collection[str],
+    alone: Collection[str],
 ) -> list[StackPlan]:
     def kind(table: "TableInfo") -> tuple[str, int, str]:
-        return storages[table.name], table.dim, table.name if table.name in whole else ""
+        return storages[table.name], table.dim, table.name if table.name in alone else ""
 
     in_order = sorted(tables, key=lambda table: (*kind(table), table.name))
-    alone, stacks = sorted(whole), []
-    for (storage, dim, whole_table), group in groupby(in_order, key=kind):
-        name = f"stack_{storage}_{dim}" + (f"_whole_{alone.index(whole_table)}" if whole_table else "")
+    alone, stacks = sorted(alone), []
+    for (storage, dim, own), group in groupby(in_order, key=kind):
+        name = f"stack_{storage}_{dim}" + (f"_whole_{alone.index(own)}" if own else "")
         placements, rows = [], 0
         for table in group:
             simulated = quantization.get(table.name)

@@ -30,6 +30,7 @@ class ExportRequest(Protocol):
         is_model: it is a whole model, and not lookups only.
         tables: names of the tables that the signatures look up in.
         whole_tables: those tables that a model reads whole.
+        index_tables: those that the signatures search as an index.
         dropped_features: features left out because their tables are not exported.
         quantization: by table, for those whose activations were quantized in training.
     """
@@ -37,6 +38,7 @@ class ExportRequest(Protocol):
     is_model: bool
     tables: Sequence[str]
     whole_tables: Sequence[str]
+    index_tables: Sequence[str]
     dropped_features: tuple[str, ...]
     quantization: Mapping[str, QuantizationConfig]
 
@@ -95,6 +97,7 @@ class _LookupRequest:
 
     is_model = False
     whole_tables: Sequence[str] = ()
+    index_tables: Sequence[str] = ()
 
     def __init__(
         self,
@@ -132,6 +135,7 @@ class _ModelRequest:
     """An export of a Keras model. The constructor builds the model in a scope that allocates no tables."""
 
     is_model = True
+    index_tables: Sequence[str] = ()
     dropped_features: tuple[str, ...] = ()
 
     def __init__(

@@ -104,6 +104,7 @@ def assemble(
         base=streamed.base,
         histories=histories,
         names=graph.names,
+        retrieval=graph.retrieval,
     )
     manifest = dataclasses.replace(manifest, files=_other_files(writer.path, manifest))
     manifest.write(writer.path)

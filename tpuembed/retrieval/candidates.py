@@ -1,0 +1,305 @@
+"""Collects candidates: their vectors, ids and tags go into files of a folder, batch by batch."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tpuembed.checkpoint import Checkpoint
+from tpuembed.errors import ConfigError, reason
+from tpuembed.retrieval.partitions import Floats
+from tpuembed.vocabulary import Vocabulary
+
+__all__ = ["Batch", "Candidates", "array_of", "collect", "of_array", "of_table", "of_tower"]
+
+_TABLE: Final = "table:"
+_BATCH_BYTES: Final = 8 << 20
+_REMEDY: Final = "Give each candidate an id of its own."
+
+Ids = Any
+"""int64 [n], or a list of n bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Some candidates.
+
+    Attributes:
+        vectors: float32 [n, dim].
+        ids: int64 [n], or n bytes; None for the number of each candidate.
+        tags: uint64 [n], or None.
+    """
+
+    vectors: Floats
+    ids: Ids | None = None
+    tags: npt.NDArray[np.uint64] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """Collected candidates, in files of `folder`, in the order in which they came.
+
+    Attributes:
+        folder: the files `vectors`, `ids` and `tags`; of string ids `ids` has the bytes and `offsets` where each begins.
+        count: how many.
+        dim: of the vectors.
+        dtype: of the ids: "int64" or "string".
+        has_tags: any tag is not 0.
+        digest: of all of them.
+    """
+
+    folder: Path
+    count: int
+    dim: int
+    dtype: str
+    has_tags: bool
+    digest: str
+
+    @property
+    def vectors(self) -> Floats:
+        """Return the vectors, mapped: float32 [count, dim]."""
+        return np.memmap(self.folder / "vectors", np.float32, "r", shape=(self.count, self.dim))
+
+    def batches(self) -> Iterator[tuple[int, Floats]]:
+        """Yield the number of the first vector of some megabytes, and these vectors."""
+        step = max(1, _BATCH_BYTES // (4 * self.dim))
+        for start in range(0, self.count, step):
+            yield start, np.array(self.vectors[start : start + step])
+
+    @property
+    def ids(self) -> npt.NDArray[Any]:
+        """Return the ids, mapped: int64 [count], or the uint8 of all strings."""
+        path = self.folder / "ids"
+        kind = np.int64 if self.dtype == "int64" else np.uint8
+        return np.memmap(path, kind, "r") if path.stat().st_size else np.empty(0, kind)
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Return where each string begins, and the end of the last: int64 [count + 1]."""
+        return np.memmap(self.folder / "offsets", np.int64, "r")
+
+    @property
+    def tags(self) -> npt.NDArray[np.uint64]:
+        """Return the tags, mapped: uint64 [count]."""
+        return np.memmap(self.folder / "tags", np.uint64, "r")
+
+
+def collect(batches: Iterable[Batch], folder: Path, *, is_cosine: bool) -> Candidates:
+    """Write all candidates into files of `folder`, and check them.
+
+    Args:
+        batches: of candidates.
+        folder: an existing one.
+        is_cosine: divide each vector by its length.
+
+    Raises:
+        ConfigError: a vector is not finite, or has the length 0 and has to be divided by it; an id is repeated, is the padding
+            -1 or "", or has another type than those before; vectors have different widths; or there is no candidate.
+    """
+    count = dim = 0
+    dtype, offset, any_tag, digest = "", 0, False, hashlib.blake2b(digest_size=16)
+    seen: Vocabulary | None = None
+    with (
+        (folder / "vectors").open("wb") as vectors_file,
+        (folder / "ids").open("wb") as ids_file,
+        (folder / "offsets").open("wb") as offsets_file,
+        (folder / "tags").open("wb") as tags_file,
+    ):
+        offsets_file.write(np.zeros(1, np.int64).tobytes())
+        for batch in batches:
+            vectors = np.ascontiguousarray(batch.vectors, np.float32)
+            if vectors.ndim != 2 or vectors.shape[1] != (dim or vectors.shape[1]) or not vectors.shape[1]:
+                raise ConfigError(
+                    f"candidates: vectors must be [n, {dim or 'dim'}], got {list(vectors.shape)} after {count} candidates. Give "
+                    "vectors of one width."
+                )
+            dim = vectors.shape[1]
+            _check_finite(vectors, count)
+            if is_cosine:
+                vectors = _divided(vectors, count)
+            ids = np.arange(count, count + len(vectors)) if batch.ids is None else batch.ids
+            kind = "int64" if isinstance(ids, np.ndarray) else "string"
+            if kind != (dtype or kind):
+                raise ConfigError(f"candidates: ids are {dtype}, and after {count} candidates {kind}. Give one type.")
+            dtype = kind
+            if len(ids) != len(vectors):
+                raise ConfigError(f"candidates: {len(vectors)} vectors have {len(ids)} ids. Give one id for each.")
+            if batch.ids is not None:
+                seen = seen or Vocabulary(dtype="string" if kind == "string" else "int64")
+                _check_new(ids, seen, count)
+            tags = np.zeros(len(vectors), np.uint64) if batch.tags is None else batch.tags
+            if len(tags) != len(vectors):
+                raise ConfigError(f"candidates: {len(vectors)} vectors have {len(tags)} tags. Give one for each.")
+            any_tag = any_tag or bool(tags.any())
+            pieces = [vectors.tobytes(), tags.tobytes()]
+            if kind == "int64":
+                pieces.append(np.ascontiguousarray(ids, np.int64).tobytes())
+            else:
+                ends = offset + np.cumsum([len(name) for name in ids], dtype=np.int64)
+                pieces += [b"".join(ids), ends.tobytes()]
+                offset = int(ends[-1]) if len(ends) else offset
+            for file, piece in zip((vectors_file, tags_file, ids_file, offsets_file), pieces, strict=False):
+                file.write(piece)
+                digest.update(piece)
+            count += len(vectors)
+    if not count:
+        raise ConfigError("candidates: there are none. Give at least one.")
+    return Candidates(folder, count, dim, dtype, any_tag, digest.hexdigest())
+
+
+def _check_finite(vectors: Floats, first: int) -> None:
+    bad = ~np.isfinite(vectors).all(1)
+    if bad.any():
+        index = int(bad.argmax())
+        value = vectors[index][~np.isfinite(vectors[index])][0]
+        raise ConfigError(
+            f"candidates: vector {first + index} contains {value}, which has no place in an order of scores. Find out why "
+            "training produced it."
+        )
+
+
+def _divided(vectors: Floats, first: int) -> Floats:
+    wide = vectors.astype(np.float64)
+    lengths = np.sqrt(np.square(wide).sum(1, keepdims=True))
+    if not lengths.all():
+        raise ConfigError(
+            f"candidates: vector {first + int((lengths == 0).argmax())} has the length 0, so it has no cosine. Leave it out, or "
+            'use metric "dot".'
+        )
+    return (wide / lengths).astype(np.float32)
+
+
+def _check_new(ids: Ids, seen: Vocabulary, first: int) -> None:
+    """Add `ids` to `seen`, and raise ConfigError if one was there or is the padding of exclusions."""
+    padding = -1 if isinstance(ids, np.ndarray) else b""
+    found = np.flatnonzero(ids == padding) if isinstance(ids, np.ndarray) else [i for i, one in enumerate(ids) if not one]
+    if len(found):
+        raise ConfigError(
+            f"candidates: the id of candidate {first + int(found[0])} is {padding!r}, which is the padding of exclusions. Give it "
+            "another id."
+        )
+    rows = np.asarray(seen.add(ids))
+    expected = np.arange(first, first + len(ids))
+    if (rows != expected).any():
+        index = int((rows != expected).argmax())
+        raise ConfigError(
+            f"candidates: the id {ids[index]!r} is that of candidates {int(rows[index])} and {first + index}. {_REMEDY}"
+        )
+
+
+# ---- sources
+
+
+def of_table(checkpoint: Checkpoint, given: str, ids: Ids | None, tags: Any) -> Iterator[Batch]:
+    """Yield the rows of a table, "table:NAME", with their numbers or their names as ids.
+
+    Rows of a table with a vocabulary that have no name are no candidates.
+    """
+    name = given.removeprefix(_TABLE)
+    info = checkpoint.tables().get(name)
+    if info is None:
+        checkpoint.read(name, 0, 0)  # raises the reader's error
+        raise AssertionError
+    _check_count("ids", ids, info.rows, f"table {name!r}")
+    _check_count("tags", tags, info.rows, f"table {name!r}")
+    vocabulary = checkpoint.vocabulary(name) if ids is None else None
+    step = max(1, _BATCH_BYTES // (4 * info.dim))
+    for start in range(0, info.rows, step):
+        stop = min(start + step, info.rows)
+        rows = checkpoint.read(name, start, stop).astype(np.float32)
+        its_tags = None if tags is None else tags[start:stop]
+        if vocabulary is None:
+            yield Batch(rows, None if ids is None else ids[start:stop], its_tags)
+            continue
+        names = vocabulary.names(np.arange(start, min(stop, vocabulary.rows)))
+        named = np.array([index for index, one in enumerate(names) if one is not None], np.int64)
+        chosen: Ids = [names[index] for index in named]
+        chosen = np.array(chosen, np.int64) if vocabulary.dtype == "int64" else chosen
+        yield Batch(rows[named], chosen, None if its_tags is None else its_tags[named])
+
+
+def of_array(vectors: Any, ids: Ids | None, tags: Any) -> Iterator[Batch]:
+    """Yield the rows of an array, [n, dim]."""
+    if vectors.ndim != 2 or vectors.dtype.kind not in "fiu":
+        raise ConfigError(
+            f"candidates: an array must have numbers [n, dim], got {vectors.dtype} {list(vectors.shape)}. Give one vector a row."
+        )
+    _check_count("ids", ids, len(vectors), "the array")
+    _check_count("tags", tags, len(vectors), "the array")
+    step = max(1, _BATCH_BYTES // (4 * vectors.shape[1] or 1))
+    for start in range(0, len(vectors), step):
+        some = slice(start, start + step)
+        yield Batch(
+            np.array(vectors[some], np.float32),
+            None if ids is None else ids[some],
+            None if tags is None else tags[some],
+        )
+
+
+def of_tower(tower: Any, dataset: Iterable[Mapping[str, Any]]) -> Iterator[Batch]:
+    """Yield what `tower` makes of the elements of `dataset`: dicts of its inputs, and `id`, and perhaps `tags`."""
+    for number, element in enumerate(dataset):
+        if not isinstance(element, Mapping) or "id" not in element:
+            raise ConfigError(
+                f"candidates: element {number} of the dataset must be a dict with the model's inputs and 'id', got "
+                f"{sorted(element) if isinstance(element, Mapping) else type(element).__name__}. Add the ids of the batch."
+            )
+        yield Batch(tower(element), _ids("id", element["id"]), _tags(element.get("tags")))
+
+
+def _check_count(what: str, given: Any, rows: int, of: str) -> None:
+    if given is not None and len(given) != rows:
+        raise ConfigError(f"{what}: there are {len(given)}, but {of} has {rows} rows. Give one for each row.")
+
+
+def array_of(what: str, given: Any) -> Any:
+    """Return `ids` or `tags` as they were given: an array, a list, or the path of a .npy file or of a text file of names.
+
+    Raises:
+        ConfigError: the file cannot be read, or they are no ids or tags.
+    """
+    if given is None:
+        return None
+    if isinstance(given, str | Path):
+        path = Path(given)
+        try:
+            if path.suffix == ".npy":
+                given = np.load(path, mmap_mode="r", allow_pickle=False)
+            elif what == "ids":
+                given = path.read_bytes().splitlines()
+            else:
+                raise ConfigError(f"{what}: {path} is no .npy file. Save the array with numpy.save.")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{what}: {path} cannot be read: {reason(error)}.") from None
+    return _ids(what, given) if what == "ids" else _tags(given)
+
+
+def _ids(what: str, given: Any) -> Ids:
+    array = given.numpy() if hasattr(given, "numpy") else np.asarray(given)
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        if array.dtype.kind == "u" and len(array) and int(array.max()) >= 2**63:
+            raise ConfigError(f"{what}: {int(array.max())} is no int64. Give smaller ids, or strings.")
+        return array.astype(np.int64, copy=False)
+    if array.ndim == 1 and array.dtype.kind in "SUO":
+        names = [one.encode() if isinstance(one, str) else one for one in array.tolist()]
+        if all(isinstance(one, bytes) for one in names):
+            return names
+    raise ConfigError(
+        f"{what} must be integers or strings [n], got {array.dtype} {list(array.shape)}. Give one id for each candidate."
+    )
+
+
+def _tags(given: Any) -> Any:
+    if given is None:
+        return None
+    array = given.numpy() if hasattr(given, "numpy") else np.asarray(given)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (len(array) and int(array.min()) < 0):
+        raise ConfigError(
+            f"tags must be integers from 0 to 2^64 - 1, [n], got {array.dtype} {list(array.shape)}. Give one number for each "
+            "candidate, a bit for each tag."
+        )
+    return array.astype(np.uint64, copy=False)

@@ -1,0 +1,347 @@
+"""Exports a retrieval: candidates, their index, and the query's model as one version."""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tpuembed.checkpoint import Checkpoint, open_checkpoint
+from tpuembed.config import QuantizationConfig
+from tpuembed.config.checks import check_choice, check_count, check_number
+from tpuembed.errors import ConfigError, reason
+from tpuembed.export.graph.roots import naming_roots
+from tpuembed.export.options import ExportOptions
+from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.publish.folder import temporary_staging
+from tpuembed.export.publish.version_writer import naming_model_dir
+from tpuembed.export.report import ExportReport
+from tpuembed.export.run import Progress, run_export
+from tpuembed.files import FilePath, as_path
+from tpuembed.manifest import RetrievalEntry
+from tpuembed.retrieval.candidates import Batch, Candidates, array_of, collect, of_array, of_table, of_tower
+from tpuembed.retrieval.partitions import (
+    BLOCK_ROWS,
+    Floats,
+    assign,
+    centroids_of,
+    count_for,
+    in_order,
+    ranks,
+    true_neighbours,
+)
+from tpuembed.retrieval.reader import ORDER, WithCandidates
+
+if TYPE_CHECKING:
+    from tpuembed.export.graph.keras_model import Factory
+    from tpuembed.export.graph.saved_model import SavedGraph
+    from tpuembed.retrieval.towers import Tower
+
+__all__ = ["export_retrieval"]
+
+_INDEXES: Final = ("auto", "exact", "ivf")
+_METRICS: Final = ("dot", "cosine")
+_MOST_EXACT: Final = 200_000
+"""With "auto", more candidates get an index "ivf"."""
+_MIN_RECALL: Final = 0.95
+_QUERIES: Final = 1000
+_ROWS_OF_CENTROID: Final = 128
+_TABLE: Final = "table:"
+
+
+def export_retrieval(
+    checkpoint: str | Path,
+    model_dir: str | FilePath,
+    *,
+    query: "str | Factory",
+    candidates: Any,
+    k: int = 100,
+    index: str = "auto",
+    metric: str = "dot",
+    ids: Any = None,
+    tags: Any = None,
+    queries: Mapping[str, Any] | None = None,
+    min_recall: float | None = None,
+    on_progress: Progress | None = None,
+    checkpoint_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> ExportReport:
+    """Write `model_dir`/<version>/, a SavedModel that finds the best `k` candidates for a query.
+
+    Its signature `serving_default` takes the query's inputs, and returns `ids` [batch, k] and `scores` float32 [batch, k], the
+    best first. `filtered` also takes `exclude`, ids [batch, n] padded with -1 or "", and `require_tags`, uint64 [batch]: a
+    candidate passes if it has all of these bits, and 0 asks for nothing. If fewer than `k` candidates are left, the rest of the
+    ids is -1 or "", with the score -infinity. `query` returns the vector of the query.
+
+    Args:
+        checkpoint: as `export_saved_model` takes it.
+        model_dir: as `export_saved_model` takes it.
+        query: a function that builds the query's tower, a Keras model with one output, float32 [batch, dim]. Or its name as
+            "MODULE:FACTORY". Weights of the checkpoint that the tower does not have are left out.
+        candidates: "table:NAME" for the rows of a table of the checkpoint. Or an array [n, dim], or the path of a .npy file. Or a
+            function, or "MODULE:FACTORY", that returns (the candidates' tower, a dataset of batches): dicts of the tower's inputs,
+            `id` and perhaps `tags`.
+        k: how many candidates a request gets.
+        index: "exact" compares a query with all candidates. "ivf" compares it with those in the partitions that are nearest to
+            it. "auto" is "ivf" for more than 200,000 candidates.
+        metric: "dot", the product of the vectors; or "cosine", of vectors divided by their lengths.
+        ids: of the candidates of a table or an array: int64 or strings, [n], or a .npy file, or a file with a string per line. None
+            for the rows' names of a table with a vocabulary, and else their numbers.
+        tags: of the same candidates: uint64 [n], a bit for each tag, or a .npy file.
+        queries: inputs of the query's tower, {name: array}, to measure the recall of an index "ivf" with. None for 1,000 rows of
+            the table that the query looks up in, if its only input is an id of one table, else 1,000 candidates.
+        min_recall: the share of the `k` best candidates that a search of an index "ivf" has to find on average, above 0 and at most
+            1. The number of partitions to search is chosen for it. None is 0.95.
+        on_progress: called with (bytes done, bytes in total) of the tables and the candidates.
+        checkpoint_options: further arguments of `open_checkpoint`.
+        options: as `export_saved_model` takes them. The candidates are the table "candidates" in `storage`.
+
+    Raises:
+        TpuEmbedError: the export failed, and nothing was published.
+    """
+    check_count("k", k)
+    check_choice("index", index, _INDEXES)
+    check_choice("metric", metric, _METRICS)
+    if min_recall is not None:
+        check_number("min_recall", min_recall, 0, above=True)
+        if min_recall > 1:
+            raise ConfigError(f"min_recall must be at most 1, got {min_recall!r}.")
+    chosen = ExportOptions.of("export_retrieval", options)
+    if chosen.base is not None:
+        raise ConfigError(f"base {chosen.base}: a retrieval is exported in full. Leave base out.")
+    if chosen.rows:
+        raise ConfigError("rows: a retrieval has the whole tables of its query. Leave rows out.")
+    with (
+        naming_roots(checkpoint, checkpoint_options, query),
+        open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
+        _working_folder(model_dir) as folder,
+    ):
+        found = collect(_batches(opened, candidates, ids, tags), folder, is_cosine=metric == "cosine")
+        made = _Index.of(found, index, k, chosen.max_memory_bytes)
+        if made.entry.index == "ivf":
+            made = made.tuned(opened, query, queries, metric, _MIN_RECALL if min_recall is None else min_recall)
+        elif queries is not None:
+            raise ConfigError("queries: they measure the recall of an index \"ivf\", and this one is exact. Leave them out.")
+        made = dataclasses.replace(made, entry=dataclasses.replace(made.entry, metric=metric))
+        name = "candidates" if "candidates" not in opened.tables() else "candidates_index"
+        joined = WithCandidates(opened, name, folder, found.dim, f"{found.digest} {made.entry.index} {made.entry.partitions}")
+        request = _Request(joined, query, dataclasses.replace(made, entry=dataclasses.replace(made.entry, table=name)))
+        return run_export(joined, request, model_dir, chosen, source=joined.source(), on_progress=on_progress)
+
+
+@contextlib.contextmanager
+def _working_folder(model_dir: str | FilePath) -> Iterator[Path]:
+    """Yield a folder for the candidates: on the disk of `model_dir`, or of temporary files if that is a store."""
+    path = as_path(model_dir)
+    if not isinstance(path, Path):
+        with tempfile.TemporaryDirectory(prefix="tpuembed-candidates-") as folder:
+            yield Path(folder)
+        return
+    existed = path.exists()
+    try:
+        with naming_model_dir(path):
+            path.mkdir(parents=True, exist_ok=True)
+            with temporary_staging(path, "candidates", str(os.getpid())) as staging:
+                yield staging
+    finally:
+        if not existed:
+            with contextlib.suppress(OSError):  # it has a version, or another export's folder
+                path.rmdir()
+
+
+def _batches(checkpoint: Checkpoint, candidates: Any, ids: Any, tags: Any) -> Iterator[Batch]:
+    """Return the candidates that `candidates` names."""
+    given_ids, given_tags = array_of("ids", ids), array_of("tags", tags)
+    if isinstance(candidates, str) and candidates.startswith(_TABLE):
+        return of_table(checkpoint, candidates, given_ids, given_tags)
+    if isinstance(candidates, str | Path) and Path(candidates).suffix == ".npy":
+        try:
+            vectors = np.load(candidates, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"candidates {candidates}: cannot be read: {reason(error)}.") from None
+        return of_array(vectors, given_ids, given_tags)
+    if isinstance(candidates, np.ndarray):
+        return of_array(candidates, given_ids, given_tags)
+    if not callable(candidates) and not (isinstance(candidates, str) and ":" in candidates):
+        raise ConfigError(
+            f'candidates: expected "table:NAME", "MODULE:FACTORY", a function, an array or a .npy file, got {candidates!r}.'
+        )
+    for what, value in (("ids", ids), ("tags", tags)):
+        if value is not None:
+            raise ConfigError(f"{what}: those of a tower's candidates come with its dataset. Leave {what} out.")
+    from tpuembed.export.graph.keras_model import import_factory
+    from tpuembed.retrieval.towers import Tower
+
+    factory = import_factory(candidates) if isinstance(candidates, str) else candidates
+    parts: list[Any] = []
+
+    def tower() -> Any:
+        made = factory()
+        if not isinstance(made, tuple) or len(made) != 2 or not hasattr(made[1], "__iter__"):
+            raise ConfigError(
+                f"candidates: the function returned {type(made).__name__}. Return (the tower, a dataset of batches)."
+            )
+        parts.append(made[1])
+        return made[0]
+
+    built = Tower(checkpoint, tower)
+    return of_tower(built, parts[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+    """The index of collected candidates."""
+
+    candidates: Candidates
+    entry: RetrievalEntry
+    arrays: Mapping[str, npt.NDArray[Any]]
+    partitions: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, candidates: Candidates, index: str, k: int, max_memory: int) -> "_Index":
+        """Divide the candidates into partitions, or one for an exact index, and write their order."""
+        kind = ("ivf" if candidates.count > _MOST_EXACT else "exact") if index == "auto" else index
+        folder, count = candidates.folder, count_for(candidates.count) if kind == "ivf" else 1
+        partitions = np.lib.format.open_memmap(folder / "partitions.npy", "w+", np.int32, (candidates.count,))
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        if kind == "ivf":
+            most = max(count, max_memory // (4 * 4 * candidates.dim))
+            arrays["centroids"] = centroids_of(_sample(candidates, min(most, _ROWS_OF_CENTROID * count)), count)
+            for start, vectors in candidates.batches():
+                partitions[start : start + len(vectors)] = assign(vectors, arrays["centroids"])
+        first = in_order(partitions, count, lambda size: np.memmap(folder / ORDER, np.int64, "w+", shape=(size,)))
+        order = np.memmap(folder / ORDER, np.int64, "r")
+        if kind == "ivf":
+            arrays["first_blocks"] = first
+        if candidates.dtype == "int64":
+            arrays["ids"] = _placed(folder / "placed_ids", order, candidates.ids, -1)
+        else:
+            arrays |= {"ids": order, "names": candidates.ids, "offsets": candidates.offsets}
+        if candidates.has_tags:
+            arrays["tags"] = _placed(folder / "placed_tags", order, candidates.tags.view(np.int64), 0)
+        entry = RetrievalEntry(
+            table="",
+            candidates=candidates.count,
+            k=k,
+            metric="dot",
+            index=kind,
+            ids=candidates.dtype,
+            has_tags=candidates.has_tags,
+            block_rows=BLOCK_ROWS,
+            partitions=count if kind == "ivf" else 0,
+            nprobe=1 if kind == "ivf" else 0,
+        )
+        return cls(candidates, entry, arrays, partitions)
+
+    def tuned(
+        self,
+        checkpoint: Checkpoint,
+        query: "str | Factory",
+        queries: Mapping[str, Any] | None,
+        metric: str,
+        min_recall: float,
+    ) -> "_Index":
+        """Measure the recall by the number of partitions, and choose the least number for `min_recall`."""
+        from tpuembed.retrieval.towers import Tower
+
+        tower = Tower(checkpoint, query)
+        vectors, measured_on = _query_vectors(tower, queries, self.candidates)
+        if vectors.shape[1] != self.candidates.dim:
+            raise ConfigError(
+                f"query: its vectors have the width {vectors.shape[1]}, and the candidates {self.candidates.dim}. Give the towers "
+                "of one model."
+            )
+        if metric == "cosine":
+            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+            vectors = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
+        best = true_neighbours(vectors, self.candidates.batches(), min(self.entry.k, self.candidates.count))
+        place = ranks(vectors, self.arrays["centroids"], self.partitions[best])
+        found = np.bincount(place.ravel(), minlength=self.entry.partitions).cumsum() / place.size
+        nprobe = int(np.argmax(found >= min_recall)) + 1
+        steps = sorted({1 << power for power in range(self.entry.partitions.bit_length())} | {nprobe})
+        recall = tuple((step, float(found[step - 1])) for step in steps if step <= self.entry.partitions)
+        entry = dataclasses.replace(
+            self.entry, nprobe=nprobe, recall=recall, measured_on=measured_on, min_recall=float(min_recall)
+        )
+        return dataclasses.replace(self, entry=entry)
+
+
+def _placed(path: Path, order: npt.NDArray[np.int64], values: npt.NDArray[Any], padding: int) -> npt.NDArray[np.int64]:
+    """Write `values` in `order` into a file, and return it mapped."""
+    placed = np.memmap(path, np.int64, "w+", shape=order.shape)
+    step = 1 << 20
+    for start in range(0, len(order), step):
+        numbers = order[start : start + step]
+        placed[start : start + step] = np.where(numbers < 0, padding, values[np.maximum(numbers, 0)])
+    return placed
+
+
+def _sample(candidates: Candidates, count: int) -> Floats:
+    """Return `count` of the vectors, or all if there are fewer."""
+    if count >= candidates.count:
+        return np.array(candidates.vectors)
+    chosen = np.sort(np.random.default_rng(0).choice(candidates.count, count, replace=False))
+    return np.array(candidates.vectors[chosen])
+
+
+def _query_vectors(
+    tower: "Tower", queries: Mapping[str, Any] | None, candidates: Candidates
+) -> tuple[Floats, str]:
+    """Return the vectors to measure the recall with, and what they are of."""
+    if queries is not None:
+        if not isinstance(queries, Mapping) or not queries:
+            raise ConfigError(f"queries must be {{input: array}}, got {type(queries).__name__}.")
+        return tower(queries), "queries"
+    own = tower.own_rows(_QUERIES)
+    if own is not None:
+        with contextlib.suppress(ConfigError):  # the input is something else than rows of that table
+            return tower(own), "rows"
+    return _sample(candidates, _QUERIES), "candidates"
+
+
+class _Request:
+    """The export of a retrieval; see ExportRequest."""
+
+    is_model = True
+    dropped_features: tuple[str, ...] = ()
+
+    def __init__(self, checkpoint: WithCandidates, query: "str | Factory", index: _Index) -> None:
+        from tpuembed.export.graph.keras_model import build_model
+        from tpuembed.export.graph.signature import quantization_of
+        from tpuembed.export.graph.stacked_tables import StackedTables
+
+        self._checkpoint, self._index = checkpoint, index
+        self._sources = StackedTables(checkpoint.tables(), checkpoint.vocabulary)
+        self._query, self._made = build_model(query, self._sources)
+        self._query.compare_vocabularies(checkpoint.path)
+        self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
+            checkpoint.layer_config, self._sources.quantization, {}
+        )
+        self.index_tables: Sequence[str] = [index.entry.table]
+        self.tables: Sequence[str] = [*self._sources.required, index.entry.table]
+        self.whole_tables: Sequence[str] = self._sources.read_whole
+
+    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+        from tpuembed.export.graph.dense_weights import restore_dense_weights
+        from tpuembed.export.graph.saved_model import save_graph
+        from tpuembed.retrieval.graph import IndexArrays, RetrievalModel
+
+        def dense() -> list[Any]:
+            restore_dense_weights(
+                self._query.model,
+                self._checkpoint,
+                self._sources.required,
+                allow_unused_weights=True,
+                made=self._made,
+            )
+            return self._query.state()
+
+        model = RetrievalModel(self._query, self._sources, self._index.entry, IndexArrays(self._index.arrays))
+        return save_graph(
+            model, self._sources, plan.stacks, dense, folder, plan.layout, require_finite=plan.require_finite
+        )

@@ -1,0 +1,216 @@
+"""The graph of a retrieval: the query's model, and the search of the index that its vector is looked up in."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from tpuembed.errors import ConfigError, ExportError
+from tpuembed.export.graph.keras_model import KerasModel
+from tpuembed.export.graph.mapped_table import MappedTable
+from tpuembed.export.graph.saved_model import ExportableModel
+from tpuembed.export.graph.stacked_tables import StackedTables
+from tpuembed.export.storage.formats import STORAGES
+from tpuembed.manifest import ArrayEntry, Packing, RetrievalEntry, VocabularyEntry
+from tpuembed.retrieval.partitions import BLOCK_ROWS
+from tpuembed.retrieval.search import search_all, search_partitions
+from tpuembed.retrieval.towers import only_output
+from tpuembed.vocabulary import Vocabulary
+
+__all__ = ["EXCLUDE", "INDEX_FOLDER", "PROBES", "REQUIRE", "IndexArrays", "RetrievalModel"]
+
+Tensor = Any
+
+EXCLUDE: Final = "exclude"
+REQUIRE: Final = "require_tags"
+INDEX_FOLDER: Final = "index"
+PROBES: Final = "tpuembed_nprobe"
+"""The name of the constants in the graph with the number of partitions that a search reads."""
+_LOWEST: Final = float("-inf")
+_WRITE_BYTES: Final = 8 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexArrays:
+    """The arrays of an index; see RetrievalEntry.arrays. They may be mapped from files."""
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+
+
+class RetrievalModel(ExportableModel):
+    """Finds the best candidates for the vector that the query's model makes of its inputs."""
+
+    def __init__(self, query: KerasModel, tables: StackedTables, entry: RetrievalEntry, index: IndexArrays) -> None:
+        """Search the index of `entry`, whose vectors are a table of `tables`."""
+        self._query, self._tables, self._entry, self._index = query, tables, entry, index
+        self._arrays: dict[str, Any] = {}
+        if clash := sorted({EXCLUDE, REQUIRE} & query.input_specs().keys()):
+            raise ConfigError(
+                f"query: its input {clash[0]!r} has the name of an input of the signature 'filtered'. Rename it."
+            )
+
+    def input_specs(self) -> dict[str, Any]:
+        """Return the query's."""
+        return self._query.input_specs()
+
+    def samples(self, vocabularies: Mapping[str, Vocabulary]) -> list[dict[str, Any]]:
+        """Return those of the query's model."""
+        return self._query.samples(vocabularies)
+
+    def padding(self) -> Mapping[str, int | str]:
+        """Return the padding of the query's list inputs."""
+        return self._query.padding()
+
+    def vocabularies(self) -> tuple[VocabularyEntry, ...]:
+        """Return those of the query's preprocessing layers."""
+        return self._query.vocabularies()
+
+    def packing(self) -> Packing:
+        """Return how the signature `packed` takes the query's inputs."""
+        return self._query.packing()
+
+    def packed(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the best candidates for all inputs in one matrix."""
+        return self._answer(only_output(self._query.packed(ids)))
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `ids` and `scores`, [batch, k], the best first."""
+        return self._answer(only_output(self._query(inputs)))
+
+    def write_index(self, folder: Path, layout: str) -> tuple[Mapping[str, Any], RetrievalEntry | None]:
+        """Write the arrays: with layout mmap into files, else into variables."""
+        written: dict[str, ArrayEntry] = {}
+        for name, array in self._index.arrays.items():
+            dtype = tf.as_dtype(array.dtype)
+            if layout == "mmap":
+                file = f"{INDEX_FOLDER}/{name}"
+                written[name] = _write(folder, name, file, array)
+                self._arrays[name] = MappedTable(f"index_{name}", array.shape, dtype, file)
+            else:
+                self._arrays[name] = tf.Variable(np.asarray(array), trainable=False, name=f"index_{name}")
+        return self._arrays, dataclasses.replace(self._entry, arrays=written)
+
+    def further_functions(self) -> dict[str, Any]:
+        """Return the signatures `filtered`, and `query`, the vector of the query."""
+        specs = self.input_specs()
+        dtype = tf.int64 if self._entry.ids == "int64" else tf.string
+        more = {
+            EXCLUDE: tf.TensorSpec([None, None], dtype, name=EXCLUDE),
+            REQUIRE: tf.TensorSpec([None], tf.uint64, name=REQUIRE),
+        }
+
+        @tf.function(input_signature=[{**specs, **more}], autograph=False)
+        def filtered(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            vectors = only_output(self._query({name: inputs[name] for name in specs}))
+            return self._answer(vectors, inputs[EXCLUDE], inputs[REQUIRE])
+
+        @tf.function(input_signature=[specs], autograph=False)
+        def query(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {"query": self._vector(only_output(self._query(inputs)))}
+
+        return {"filtered": filtered, "query": query}
+
+    def _vector(self, vectors: Tensor) -> Tensor:
+        dim = self._tables.stack_of(self._entry.table)[0].dim
+        if vectors.shape[1] != dim:
+            raise ExportError(
+                f"query: its vectors have the width {vectors.shape[1]}, and the candidates {dim}. Give the tower of the same model."
+            )
+        if self._entry.metric == "cosine":
+            vectors = tf.math.divide_no_nan(vectors, tf.norm(vectors, axis=1, keepdims=True))
+        return vectors
+
+    def _answer(self, vectors: Tensor, exclude: Tensor | None = None, require: Tensor | None = None) -> dict[str, Tensor]:
+        entry = self._entry
+        vectors = self._vector(vectors)
+        k = tf.constant(entry.k)
+        if self._tables.are_zeros:
+            shape = [tf.shape(vectors)[0], k]
+            ids = tf.fill(shape, tf.constant(-1, tf.int64)) if entry.ids == "int64" else tf.fill(shape, "")
+            return {"ids": ids, "scores": tf.fill(shape, _LOWEST)}
+        # At most one candidate has an excluded id, so the best of the rest are among so many more.
+        few = k if exclude is None else k + tf.shape(exclude)[1]
+        scores, places = self._search(vectors, require, few)
+        numbers = tf.where(scores > _LOWEST, tf.gather(self._arrays["ids"], places), -1)
+        if exclude is not None:
+            given = numbers if entry.ids == "int64" else self._names(numbers)
+            is_out = tf.reduce_any(given[:, :, None] == exclude[:, None, :], 2)
+            scores, order = tf.math.top_k(tf.where(is_out, _LOWEST, scores), k)
+            numbers = tf.where(scores > _LOWEST, tf.gather(numbers, order, batch_dims=1), -1)
+        ids = numbers if entry.ids == "int64" else self._names(numbers)
+        return {
+            "ids": tf.ensure_shape(ids, [None, entry.k]),
+            "scores": tf.ensure_shape(scores, [None, entry.k]),
+        }
+
+    def _search(self, vectors: Tensor, require: Tensor | None, k: Tensor) -> tuple[Tensor, Tensor]:
+        entry = self._entry
+        plan, variable = self._tables.stack_of(entry.table)
+        codec = STORAGES[plan.storage]
+        columns = codec.columns(plan.dim)
+        stored = variable.read_value()
+        ids = self._arrays["ids"].read_value()
+        tags = self._arrays["tags"].read_value() if entry.has_tags and require is not None else None
+
+        def have(some: Tensor, wanted: Tensor) -> Tensor:
+            """Return which of the tags `some` have all bits that are wanted."""
+            wanted = tf.bitcast(wanted, tf.int64)
+            return tf.bitwise.bitwise_and(some, wanted) == wanted
+
+        def all_pass(first: Tensor, size: Tensor) -> Tensor:
+            found = (tf.slice(ids, [first], [size]) >= 0)[None]
+            if require is None:
+                return found
+            some = tf.zeros([1], tf.int64) if tags is None else tf.slice(tags, [first], [size])
+            return found & have(some[None], require[:, None])
+
+        def some_pass(places: Tensor, number: Tensor) -> Tensor:
+            found = tf.gather(ids, places) >= 0
+            if require is None:
+                return found
+            some = tf.zeros([1], tf.int64) if tags is None else tf.gather(tags, places)
+            return found & have(some, require[number])
+
+        if entry.index == "exact":
+            rows = lambda first, size: codec.decode_in_graph(tf.slice(stored, [first, 0], [size, columns]), plan.dim)  # noqa: E731
+            return search_all(vectors, rows, plan.rows, all_pass, k)
+        in_blocks = tf.reshape(stored, [plan.rows // BLOCK_ROWS, BLOCK_ROWS * columns])
+        blocks = lambda chosen: codec.decode_in_graph(  # noqa: E731
+            tf.reshape(tf.gather(in_blocks, chosen), [-1, columns]), plan.dim
+        )
+        probes = tf.constant(entry.nprobe, tf.int32, name=PROBES)
+        centroids, first_blocks = (self._arrays[name].read_value() for name in ("centroids", "first_blocks"))
+        return search_partitions(vectors, centroids, first_blocks, blocks, some_pass, probes, k)
+
+    def _names(self, numbers: Tensor) -> Tensor:
+        """Return the strings of `numbers`, int64 [batch, n]; "" for -1."""
+        flat = tf.reshape(numbers, [-1])
+        offsets, names = self._arrays["offsets"], self._arrays["names"]
+        starts = tf.gather(offsets, tf.maximum(flat, 0))
+        ends = tf.where(flat < 0, starts, tf.gather(offsets, tf.maximum(flat, 0) + 1))
+        places = tf.ragged.range(starts, ends)
+        characters = tf.gather(
+            tf.constant([bytes([one]) for one in range(256)]), tf.cast(tf.gather(names, places.flat_values), tf.int32)
+        )
+        joined = tf.strings.unsorted_segment_join(characters, places.value_rowids(), tf.size(flat))
+        return tf.reshape(joined, tf.shape(numbers))
+
+
+def _write(folder: Path, name: str, file: str, array: npt.NDArray[Any]) -> ArrayEntry:
+    """Write an array, which may be mapped, in pieces."""
+    path, checksum = folder / file, 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flat = array.reshape(-1).view(np.uint8)
+    with path.open("wb") as out:
+        for start in range(0, len(flat), _WRITE_BYTES):
+            piece = np.array(flat[start : start + _WRITE_BYTES])
+            out.write(piece.data)
+            checksum = google_crc32c.extend(checksum, piece)
+    return ArrayEntry(
+        name=f"index_{name}", key="", rows=len(array), file=file, size=len(flat), crc32c=int(checksum)
+    )
