@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from tpuembed.layer import TPUEmbedding
     from tpuembed.live import export_model
     from tpuembed.live.callback import ExportCallback
-    from tpuembed.retrieval.export import export_retrieval
     from tpuembed.restore import RestoreReport, restore_tables
+    from tpuembed.retrieval.export import export_retrieval
     from tpuembed.runtime.tpu import TpuEnvironment, configure_tpu
     from tpuembed.vocabulary import Vocabulary
 

@@ -369,7 +369,9 @@ class RetrievalEntry:
         _check_integers(self, candidates=1, k=1, block_rows=1, partitions=0, nprobe=0)
         for field, known in (("metric", ("dot", "cosine")), ("index", ("exact", "ivf")), ("ids", ("int64", "string"))):
             if getattr(self, field) not in known:
-                raise ConfigError(f"retrieval: {field} must be one of {', '.join(known)}, got {getattr(self, field)!r}.")
+                raise ConfigError(
+                    f"retrieval: {field} must be one of {', '.join(known)}, got {getattr(self, field)!r}."
+                )
         if self.index == "ivf" and not 1 <= self.nprobe <= self.partitions:
             raise ConfigError(f"retrieval: nprobe must be from 1 to {self.partitions}, got {self.nprobe}.")
 
@@ -619,7 +621,9 @@ class Manifest:
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
         if value["format"] not in (FORMAT, OVERLAY_FORMAT, NAMES_FORMAT, RETRIEVAL_FORMAT):
-            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT} to {RETRIEVAL_FORMAT}")
+            raise ValueError(
+                f"its format is {value['format']!r}, and this version reads {FORMAT} to {RETRIEVAL_FORMAT}"
+            )
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
         value["stacks"] = tuple(_stack(entry) for entry in value["stacks"])
         value["errors"] = {name: dict(entry) for name, entry in value.get("errors", {}).items()}
@@ -792,7 +796,8 @@ def _check_retrieval(entry: RetrievalEntry, tables: Iterable[TableEntry], stacks
         shapes |= {"offsets": (entry.candidates + 1, 8), "names": (entry.arrays["names"].rows, 1)}
     if shapes.keys() != entry.arrays.keys():
         raise ConfigError(
-            f"retrieval: an index with these options has the arrays {', '.join(sorted(shapes))}, not {', '.join(sorted(entry.arrays))}."
+            f"retrieval: an index with these options has the arrays {', '.join(sorted(shapes))}, not "
+            f"{', '.join(sorted(entry.arrays))}."
         )
     for name, (rows, row_bytes) in shapes.items():
         array = entry.arrays[name]

@@ -46,6 +46,7 @@ class _LiveModelRequest:
     """The export request of a Keras model in memory."""
 
     is_model = True
+    index_tables: Sequence[str] = ()
     dropped_features: tuple[str, ...] = ()
 
     def __init__(

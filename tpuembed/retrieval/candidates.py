@@ -121,7 +121,7 @@ def collect(batches: Iterable[Batch], folder: Path, *, is_cosine: bool) -> Candi
             _check_finite(vectors, count)
             if is_cosine:
                 vectors = _divided(vectors, count)
-            ids = np.arange(count, count + len(vectors)) if batch.ids is None else batch.ids
+            ids: Ids = np.arange(count, count + len(vectors)) if batch.ids is None else batch.ids
             kind = "int64" if isinstance(ids, np.ndarray) else "string"
             if kind != (dtype or kind):
                 raise ConfigError(f"candidates: ids are {dtype}, and after {count} candidates {kind}. Give one type.")
@@ -176,7 +176,9 @@ def _divided(vectors: Floats, first: int) -> Floats:
 def _check_new(ids: Ids, seen: Vocabulary, first: int) -> None:
     """Add `ids` to `seen`, and raise ConfigError if one was there or is the padding of exclusions."""
     padding = -1 if isinstance(ids, np.ndarray) else b""
-    found = np.flatnonzero(ids == padding) if isinstance(ids, np.ndarray) else [i for i, one in enumerate(ids) if not one]
+    found = (
+        np.flatnonzero(ids == padding) if isinstance(ids, np.ndarray) else [i for i, one in enumerate(ids) if not one]
+    )
     if len(found):
         raise ConfigError(
             f"candidates: the id of candidate {first + int(found[0])} is {padding!r}, which is the padding of exclusions. Give it "
@@ -240,7 +242,7 @@ def of_array(vectors: Any, ids: Ids | None, tags: Any) -> Iterator[Batch]:
         )
 
 
-def of_tower(tower: Any, dataset: Iterable[Mapping[str, Any]]) -> Iterator[Batch]:
+def of_tower(tower: Any, dataset: Iterable[Any]) -> Iterator[Batch]:
     """Yield what `tower` makes of the elements of `dataset`: dicts of its inputs, and `id`, and perhaps `tags`."""
     for number, element in enumerate(dataset):
         if not isinstance(element, Mapping) or "id" not in element:

@@ -126,10 +126,14 @@ def export_retrieval(
         if made.entry.index == "ivf":
             made = made.tuned(opened, query, queries, metric, _MIN_RECALL if min_recall is None else min_recall)
         elif queries is not None:
-            raise ConfigError("queries: they measure the recall of an index \"ivf\", and this one is exact. Leave them out.")
+            raise ConfigError(
+                'queries: they measure the recall of an index "ivf", and this one is exact. Leave them out.'
+            )
         made = dataclasses.replace(made, entry=dataclasses.replace(made.entry, metric=metric))
         name = "candidates" if "candidates" not in opened.tables() else "candidates_index"
-        joined = WithCandidates(opened, name, folder, found.dim, f"{found.digest} {made.entry.index} {made.entry.partitions}")
+        joined = WithCandidates(
+            opened, name, folder, found.dim, f"{found.digest} {made.entry.index} {made.entry.partitions}"
+        )
         request = _Request(joined, query, dataclasses.replace(made, entry=dataclasses.replace(made.entry, table=name)))
         return run_export(joined, request, model_dir, chosen, source=joined.source(), on_progress=on_progress)
 
@@ -289,9 +293,7 @@ def _sample(candidates: Candidates, count: int) -> Floats:
     return np.array(candidates.vectors[chosen])
 
 
-def _query_vectors(
-    tower: "Tower", queries: Mapping[str, Any] | None, candidates: Candidates
-) -> tuple[Floats, str]:
+def _query_vectors(tower: "Tower", queries: Any, candidates: Candidates) -> tuple[Floats, str]:
     """Return the vectors to measure the recall with, and what they are of."""
     if queries is not None:
         if not isinstance(queries, Mapping) or not queries:

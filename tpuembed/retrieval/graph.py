@@ -125,7 +125,9 @@ class RetrievalModel(ExportableModel):
             vectors = tf.math.divide_no_nan(vectors, tf.norm(vectors, axis=1, keepdims=True))
         return vectors
 
-    def _answer(self, vectors: Tensor, exclude: Tensor | None = None, require: Tensor | None = None) -> dict[str, Tensor]:
+    def _answer(
+        self, vectors: Tensor, exclude: Tensor | None = None, require: Tensor | None = None
+    ) -> dict[str, Tensor]:
         entry = self._entry
         vectors = self._vector(vectors)
         k = tf.constant(entry.k)
@@ -211,6 +213,4 @@ def _write(folder: Path, name: str, file: str, array: npt.NDArray[Any]) -> Array
             piece = np.array(flat[start : start + _WRITE_BYTES])
             out.write(piece.data)
             checksum = google_crc32c.extend(checksum, piece)
-    return ArrayEntry(
-        name=f"index_{name}", key="", rows=len(array), file=file, size=len(flat), crc32c=int(checksum)
-    )
+    return ArrayEntry(name=f"index_{name}", key="", rows=len(array), file=file, size=len(flat), crc32c=int(checksum))

@@ -90,9 +90,7 @@ class Tower:
         """
         tables = _CheckpointTables(checkpoint)
         self._model, made = build_model(factory, tables)
-        restore_dense_weights(
-            self._model.model, checkpoint, tables.required, allow_unused_weights=True, made=made
-        )
+        restore_dense_weights(self._model.model, checkpoint, tables.required, allow_unused_weights=True, made=made)
         tables.open(quantization_of(checkpoint.layer_config, tables.quantization))
         self._tables, self._checkpoint = tables, checkpoint
 
@@ -120,7 +118,6 @@ class Tower:
         except tf.errors.InvalidArgumentError as error:
             raise ConfigError(f"the tower failed: {' '.join(error.message.split())}") from None
         return found
-
 
     def own_rows(self, count: int) -> dict[str, Any] | None:
         """Return inputs for `count` rows of the table that the model looks up in, if it has one input and one table."""
