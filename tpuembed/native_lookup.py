@@ -226,7 +226,7 @@ class NativeLookups:
                 not fit.
             TpuEmbedError: an overlay is damaged.
         """
-        pages = ctypes.addressof(self._pages) if self.reads_ahead else None
+        pages = self._pages_to_read() if self.reads_ahead else None
         arrays = [
             _aligned(inputs[one.name], one.name, np.int64, 2 - (_kind(one) == "id"))
             if finder is None
@@ -307,16 +307,20 @@ class NativeLookups:
 
     def _look_up_in_parts(self, calls: Array, batch: int) -> int:
         """Look up the examples in parts. The kernel reads the pages of a part, many at once, before its rows are used."""
-        if time.monotonic() > self._recent_until:
-            self._recent.fill(0)
-            self._recent_until = time.monotonic() + _RECENT_SECONDS
         code, step = _OK, max(_AHEAD_IDS // max(int(calls["hot"].sum()), 1), 1)
-        pages, structs = ctypes.addressof(self._pages), ctypes.addressof(self._structs)
+        pages, structs = self._pages_to_read(), ctypes.addressof(self._structs)
         for begin in range(0, batch, step):
             end = min(begin + step, batch)
             self._library.tpuembed_read_ahead(pages, structs, calls.ctypes.data, len(calls), begin, end)
             code = max(code, self._look_up(calls, begin, end))
         return code
+
+    def _pages_to_read(self) -> int:
+        """Return the address of the struct with the pages that were read not long ago. Older ones are forgotten."""
+        if time.monotonic() > self._recent_until:
+            self._recent.fill(0)
+            self._recent_until = time.monotonic() + _RECENT_SECONDS
+        return ctypes.addressof(self._pages)
 
     def _look_up(self, calls: Array, begin: int, end: int) -> int:
         """Look up the examples [begin, end) by one call, or by several threads if they are many. Return the greatest code."""
