@@ -1,6 +1,7 @@
 """Names become rows in native/lookup.c as they do in TensorFlow's graph."""
 
 import ctypes
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,12 @@ def test_what_are_no_names_is_refused(case: Case) -> None:
     for name, value in wrong:
         with refused(ConfigError):
             case.native.named(inputs | {name: value})
+
+
+def test_an_index_that_is_not_in_files_is_refused(case: Case) -> None:
+    names = tuple(dataclasses.replace(entry, arrays=()) for entry in case.manifest.names)
+    with refused(ConfigError):
+        native.NativeLookups(dataclasses.replace(case.manifest, names=names), case.path)
 
 
 def test_names_of_any_strides(case: Case) -> None:
