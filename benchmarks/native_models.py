@@ -8,7 +8,8 @@ of all pairs of vectors, and dense layers of 256, 64 and 1. Both exports are map
 - "requests per second": two processes of `tpuembed serve` for each export, one with `--lookups native` and one with
   `--lookups tensorflow`, take turns. They answer gRPC requests of 64 rows, from two connections. The client takes a processor.
 - "CPU ms of a call": the same without a server, on one thread of one process and in turns, for several sizes. Two more models show
-  where TensorFlow is faster: 5 of the 26 features are lists, or none, and the others have one id for each row.
+  where TensorFlow is faster: 5 of the 26 features are lists, or none, and the others have one id for each row. The exports "of
+  names" take strings in the place of ids, one vocabulary for all tables.
 
 Ratios are medians of the rounds' own.
 """
@@ -37,6 +38,8 @@ FEATURES, HOT, DIM, NUMBERS, BATCH = 26, 20, 64, 13, 64
 NAMES = [f"f{number:02}" for number in range(FEATURES)]
 WAYS = ("native", "tensorflow")
 LISTS = {"model": FEATURES, "model with 5 lists": 5, "model without lists": 0}
+NAMED = {"model of names": FEATURES, "model of names with 5 lists": 5, "model of names without lists": 0}
+LOOKUPS = ("lookups", "lookups of names", "lookups of names, one per row")
 SIZES = [(1, 1), (1, 20), (4, 20), (16, 1), (16, 20), (64, 1), (64, 20), (256, 20)]
 _CODES = {"int64": 9, "float32": 1}
 _REQUESTS = 16
@@ -52,7 +55,7 @@ def run(rounds: int = 7, seconds: int = 3, rows: int = 100_000, folder: str | No
         found: dict[str, Any] = {"rounds": rounds}
         for name in ("lookups", "model"):
             found[name] = {"requests per second": _of_servers(Path(made) / name, rounds, seconds, rows)}
-        for name in ("lookups", *LISTS):
+        for name in (*LOOKUPS, *LISTS, *NAMED):
             found.setdefault(name, {})["CPU ms of a call"] = _of_calls(Path(made) / name / "1", rounds, rows)
         return found
 
@@ -81,16 +84,19 @@ async def ask(port: int, given: Sequence[bytes], calls: int, seconds: float) -> 
     }
 
 
-def dlrm(rows: int, lists: int = FEATURES) -> Any:
-    """Return the whole model. Its first features are so many lists."""
+def dlrm(rows: int, lists: int = FEATURES, vocabulary: Any = None) -> Any:
+    """Return the whole model. Its first features are so many lists. With a vocabulary they take names."""
     import keras
 
     from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 
-    inputs = {name: keras.Input((None,), dtype="int64", ragged=True, name=name) for name in NAMES[:lists]}
-    inputs |= {name: keras.Input((), dtype="int64", name=name) for name in NAMES[lists:]}
+    dtype = "int64" if vocabulary is None else "string"
+    inputs = {name: keras.Input((None,), dtype=dtype, ragged=True, name=name) for name in NAMES[:lists]}
+    inputs |= {name: keras.Input((), dtype=dtype, name=name) for name in NAMES[lists:]}
     numbers = keras.Input((NUMBERS,), dtype="float32", name="numbers")
-    tables = {name: FeatureConfig(TableConfig(rows, DIM, name, combiner="sum")) for name in NAMES}
+    tables = {
+        name: FeatureConfig(TableConfig(rows, DIM, name, combiner="sum"), vocabulary=vocabulary) for name in NAMES
+    }
     found = TPUEmbedding(tables, optimizer="sgd", name="embedding")(inputs)
     bottom = keras.layers.Dense(DIM, activation="relu")(keras.layers.Dense(256, activation="relu")(numbers))
     vectors = keras.ops.stack([bottom, *(found[name] for name in NAMES)], 1)
@@ -103,25 +109,35 @@ def dlrm(rows: int, lists: int = FEATURES) -> Any:
 
 def export(folder: str, rows: int) -> None:
     """Export the model, and lookups of its tables."""
-    from tpuembed import export_model
+    from tpuembed import Vocabulary, export_model
+    from tpuembed.config import ServingConfig, ServingFeature
 
-    for name, lists in LISTS.items():
-        model = dlrm(rows, lists)
-        export_model(model, f"{folder}/{name}", layout="mmap")
-    features = {name: {"table": name, "input": "ids", "combiner": "sum"} for name in NAMES}
-    export_model(
-        model.get_layer("embedding"), f"{folder}/lookups", serving_config={"features": features}, layout="mmap"
-    )
+    vocabulary = Vocabulary(list(map(_text, range(rows))))
+    for named, models in ((None, LISTS), (vocabulary, NAMED)):
+        for name, lists in models.items():
+            model = dlrm(rows, lists, named)
+            export_model(model, f"{folder}/{name}", layout="mmap")
+    for name, given in zip(LOOKUPS, ({}, {"vocabulary": vocabulary}, {"vocabulary": vocabulary}), strict=True):
+        form = {"input": "id"} if "one" in name else {"combiner": "sum"}
+        features = {feature: ServingFeature(table=feature, **form, **given) for feature in NAMES}
+        served = ServingConfig(features=features)
+        export_model(model.get_layer("embedding"), f"{folder}/{name}", serving_config=served, layout="mmap")
+
+
+def _text(number: int) -> bytes:
+    return b"item_%012d" % number
 
 
 def inputs_of(name: str, batch: int, hot: int, rows: int, seed: int) -> dict[str, Array]:
     """Return random inputs of an export."""
     rng = np.random.default_rng(seed)
-    lists = LISTS.get(name, FEATURES)
+    lists = (LISTS | NAMED).get(name, 0 if "one" in name else FEATURES)
     inputs: dict[str, Array] = {
         feature: rng.integers(0, rows, (batch, hot) if index < lists else batch) for index, feature in enumerate(NAMES)
     }
-    if name in LISTS:
+    if "names" in name:
+        inputs = {feature: np.vectorize(_text, otypes=[object])(value) for feature, value in inputs.items()}
+    if name in LISTS or name in NAMED:
         inputs["numbers"] = rng.normal(size=(batch, NUMBERS)).astype(np.float32)
     return inputs
 

@@ -1,4 +1,4 @@
-/* Pooled lookups: the activations of all features of a request in one call.
+/* Pooled lookups: the activations of all features of a request in one call. Names become ids in a call before it.
  *
  * A feature has a table, which is a part of a stack of stored rows. A call gives each feature's ids, and takes its
  * activations. Rows come from memory at random, so the row of an id is found and prefetched AHEAD ids before it is added,
@@ -40,6 +40,9 @@ enum { FAIL, ZEROS, ROW };
 enum { OK, OUTSIDE, DAMAGED };
 
 #define PADDING (-1)
+#define NOWHERE ((int64_t)1 << 62) /* the row of an unknown name: tpuembed/id_messages.py */
+#define WAYS 4
+#define BLOCK 64 /* names whose buckets are prefetched before the first of them is compared */
 #define AHEAD 16 /* ids between the prefetch of a row and its use */
 #define RING 32  /* a power of two above AHEAD */
 #define LINE 64
@@ -73,6 +76,15 @@ struct input {
 
 struct place {
     int64_t example, id;
+};
+
+struct names { /* the names of a table: an index of tpuembed/vocabulary/index.py */
+    const int64_t *keys;    /* [buckets, WAYS], the fingerprint of each string, or each integer itself */
+    const int32_t *numbers; /* [buckets, WAYS], the number of each key's name, -1 for a place without a key */
+    int64_t buckets;
+    int64_t oov_buckets; /* rows before the names, for unknown ones; 0 makes these NOWHERE */
+    int64_t salt_bytes;  /* of a text that stands before each string, and belongs to its fingerprint alone */
+    int64_t padded;      /* "" and the integer -1 are padding */
 };
 
 /* ---- ids */
@@ -432,6 +444,111 @@ static void advise_rows(
         }
 }
 
+/* ---- names: what tpuembed/lookup/names.py computes in a graph */
+
+#define K0 0xc3a5c85c97cb3127u
+#define K1 0xb492b66fbe98f273u
+#define K2 0x9ae16a3b2f90404fu
+#define SECOND 0x9e3779b97f4a7c15u /* MIX of index.py, as an unsigned number */
+
+INLINE uint64_t word(const unsigned char *bytes) {
+    uint64_t value;
+    memcpy(&value, bytes, sizeof value);
+    return value;
+}
+
+INLINE uint64_t half(const unsigned char *bytes) {
+    uint32_t value;
+    memcpy(&value, bytes, sizeof value);
+    return value;
+}
+
+INLINE uint64_t rotate(uint64_t value, int bits) { return value >> bits | value << (64 - bits); }
+
+INLINE uint64_t mix(uint64_t value) { return value ^ value >> 47; }
+
+INLINE uint64_t of_two(uint64_t one, uint64_t other, uint64_t factor) {
+    uint64_t mixed = mix((one ^ other) * factor);
+    return mix((other ^ mixed) * factor) * factor;
+}
+
+struct state {
+    uint64_t x, y, z, v[2], w[2];
+};
+
+INLINE void weak(uint64_t pair[2], const unsigned char *bytes, uint64_t a, uint64_t b) {
+    a += word(bytes);
+    b = rotate(b + a + word(bytes + 24), 21);
+    uint64_t c = a;
+    a += word(bytes + 8) + word(bytes + 16);
+    pair[0] = a + word(bytes + 24), pair[1] = b + rotate(a, 44) + c;
+}
+
+/* Mix 64 bytes in. */
+INLINE void add_block(struct state *s, const unsigned char *bytes, uint64_t factor, uint64_t times) {
+    uint64_t x = rotate(s->x + s->y + s->v[0] + word(bytes + 8), 37) * factor;
+    uint64_t y = rotate(s->y + s->v[1] + word(bytes + 48), 42) * factor;
+    uint64_t z = rotate(s->z + s->w[0], 33) * factor;
+    x ^= s->w[1] * times;
+    y += s->v[0] * times + word(bytes + 40);
+    weak(s->v, bytes, s->v[1] * factor, x + s->w[0]);
+    weak(s->w, bytes + 32, z + s->w[1], y + word(bytes + 16));
+    s->x = z, s->y = y, s->z = x;
+}
+
+static uint64_t hash_of_blocks(const unsigned char *bytes, uint64_t length) {
+    uint64_t y = 81 * K1 + 113, rest = (length - 1) % 64;
+    struct state s = {.x = 81 * K2 + word(bytes), .y = y, .z = mix(y * K2 + 113) * K2};
+    for (uint64_t block = 0; block < (length - 1) / 64; block++) add_block(&s, bytes + 64 * block, K1, 1);
+    uint64_t factor = K1 + ((s.z & 0xff) << 1);
+    s.w[0] += rest;
+    s.v[0] += s.w[0];
+    s.w[0] += s.v[0];
+    add_block(&s, bytes + length - 64, factor, 9);
+    return of_two(
+        of_two(s.v[0], s.w[0], factor) + mix(s.y) * K0 + s.z, of_two(s.v[1], s.w[1], factor) + s.x, factor);
+}
+
+/* Return the hash of tf.strings.to_hash_bucket_fast: FarmHash's Fingerprint64. Source of the algorithm: as
+ * tpuembed/vocabulary/fingerprint.py has it. */
+INLINE uint64_t hash_of(const unsigned char *bytes, uint64_t length) {
+    const unsigned char *end = bytes + length;
+    uint64_t factor = K2 + 2 * length;
+    if (length > 64) return hash_of_blocks(bytes, length);
+    if (length > 16) {
+        uint64_t k = length > 32 ? K2 : K1, a = word(bytes) * k, b = word(bytes + 8);
+        uint64_t c = word(end - 8) * factor, d = word(end - 16) * K2;
+        uint64_t y = rotate(a + b, 43) + rotate(c, 30) + d, tail = a + rotate(b + K2, 18) + c;
+        if (length <= 32) return of_two(y, tail, factor);
+        uint64_t z = of_two(y, tail, factor), e = word(bytes + 16) * factor, f = word(bytes + 24);
+        uint64_t g = (y + word(end - 32)) * factor, h = (z + word(end - 24)) * factor;
+        return of_two(rotate(e + f, 43) + rotate(g, 30) + h, e + rotate(f + a, 18) + g, factor);
+    }
+    if (length >= 8) {
+        uint64_t a = word(bytes) + K2, b = word(end - 8);
+        return of_two(rotate(b, 37) * factor + a, (rotate(a, 25) + b) * factor, factor);
+    }
+    if (length >= 4) return of_two(length + (half(bytes) << 3), half(end - 4), factor);
+    if (length == 0) return K2;
+    uint64_t low = bytes[0] + ((uint64_t)bytes[length / 2] << 8), high = length + ((uint64_t)end[-1] << 2);
+    return mix(low * K2 ^ high * K0) * K2;
+}
+
+/* Return `value` modulo `count`, of 0 or more. */
+INLINE int64_t modulo(int64_t value, int64_t count) {
+    int64_t rest = value % count;
+    return rest < 0 ? rest + count : rest;
+}
+
+/* Return the place of a key in the two buckets that it may be in, or -1. If it is there twice, the first place. */
+INLINE int64_t place_of(const struct names *names, int64_t key, const int64_t buckets[2]) {
+    int64_t place = -1;
+    for (int which = 1; which >= 0; which--)
+        for (int way = WAYS - 1; way >= 0; way--)
+            if (names->keys[buckets[which] * WAYS + way] == key) place = buckets[which] * WAYS + way;
+    return place;
+}
+
 /* ---- what callers see: the same function for several processors. They are compared by what they can do, never by model. */
 
 #if defined(__x86_64__)
@@ -466,8 +583,10 @@ EXPORT int64_t tpuembed_best_variant(void) {
 #endif
 }
 
-/* Return the bytes of a feature and of an input, so that a caller of another version of this file is found out. */
-EXPORT int64_t tpuembed_layout(void) { return (int64_t)(sizeof(struct feature) * 1000 + sizeof(struct input)); }
+/* Return the bytes of the structs, so that a caller of another version of this file is found out. */
+EXPORT int64_t tpuembed_layout(void) {
+    return (int64_t)((sizeof(struct names) * 1000 + sizeof(struct feature)) * 1000 + sizeof(struct input));
+}
 
 /* Look up the examples [begin, end) of all features. OUTSIDE: an id of theirs is not a row, and no row was read. DAMAGED: an
  * overlay contradicts itself; the activations have no meaning. */
@@ -504,4 +623,58 @@ EXPORT int64_t tpuembed_find_outside(
             }
         }
     return 0;
+}
+
+/* Write the row of each name: PADDING, that of an oov bucket, or NOWHERE for a name that is unknown.
+ *
+ * bytes: strings, one after the other, each behind the salt; `values` then has the length of each without it. NULL if `values`
+ * are the names. pages: the pages of the index are advised first; NULL if they are in memory.
+ *
+ * Return the first name that is NOWHERE, or -1. */
+EXPORT int64_t tpuembed_find_names(
+    const struct pages *pages, const struct names *names, const unsigned char *bytes, const int64_t *values, int64_t count,
+    int64_t *rows) {
+    int64_t keys[BLOCK], buckets[BLOCK][2], first_unknown = -1;
+    const unsigned char *text[BLOCK];
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int64_t size = count - start < BLOCK ? count - start : BLOCK;
+        for (int64_t i = 0; i < size; i++) {
+            int64_t value = values[start + i];
+            keys[i] = value;
+            if (bytes != NULL) {
+                text[i] = bytes + names->salt_bytes;
+                keys[i] = (int64_t)(hash_of(bytes, (uint64_t)(names->salt_bytes + value)) % INT64_MAX);
+                bytes = text[i] + value;
+            }
+            buckets[i][0] = modulo(keys[i], names->buckets);
+            buckets[i][1] = (int64_t)((uint64_t)keys[i] * SECOND >> 1) % names->buckets;
+            for (int which = 0; which < 2; which++) {
+                const int64_t *bucket = names->keys + buckets[i][which] * WAYS;
+                PREFETCH(bucket);
+                if (pages != NULL) advise(pages, (const unsigned char *)bucket, WAYS * (int64_t)sizeof *bucket);
+            }
+        }
+        for (int64_t i = 0; i < size; i++) {
+            int64_t place = rows[start + i] = place_of(names, keys[i], buckets[i]);
+            if (place < 0) continue;
+            PREFETCH(names->numbers + place);
+            if (pages != NULL) advise(pages, (const unsigned char *)(names->numbers + place), sizeof *names->numbers);
+        }
+        for (int64_t i = 0; i < size; i++) {
+            int64_t value = values[start + i], place = rows[start + i], row = NOWHERE;
+            int32_t number = place < 0 ? -1 : names->numbers[place];
+            if (names->padded && (bytes != NULL ? value == 0 : value == PADDING)) {
+                row = PADDING;
+            } else if (number >= 0) {
+                row = (int64_t)((uint64_t)number + (uint64_t)names->oov_buckets);
+            } else if (names->oov_buckets > 0) {
+                row = bytes == NULL ? modulo(value, names->oov_buckets)
+                                    : (int64_t)(hash_of(text[i], (uint64_t)value) % (uint64_t)names->oov_buckets);
+            } else if (first_unknown < 0) {
+                first_unknown = start + i;
+            }
+            rows[start + i] = row;
+        }
+    }
+    return first_unknown;
 }

@@ -96,7 +96,7 @@ class FeatureEntry:
         out_of_vocabulary: "error" if ids that are not rows fail the request; "zeros", or the row to take instead.
         combiner: of a list: "sum", "mean" or "sqrtn". Empty in exports that are older than this field.
         names: "string" or "int64" if `serving_default` takes names of rows in place of their numbers; see NamesEntry. The
-            padding of a list is then "" or -1. The signature `packed` always takes row numbers.
+            padding of a list is then "" or -1. The signature `packed` of an export of lookups always takes row numbers.
     """
 
     name: str
@@ -153,7 +153,7 @@ class ActivationEntry(FeatureEntry):
     """A feature of a whole model: the input `name` of the signature `from_activations`, and how it is looked up.
 
     `input` is "id" for integers [batch, ...] that are looked up one by one, each to a row [dim], or "ids" for lists, int64
-    [batch, hot], padded with -1. A weight of padding is NaN or 0.
+    [batch, hot], padded with -1. With `names`, the ids are names, and strings are padded with "". A weight of padding is NaN or 0.
 
     Attributes:
         ids: the input of `serving_default` that has its ids.
@@ -757,7 +757,7 @@ def _check_names(manifest: Manifest) -> None:
     names = {entry.table: entry for entry in manifest.names}
     if missing := sorted(names.keys() - {table.name for table in manifest.tables}):
         raise ConfigError(f"names: table {missing[0]!r} does not exist.")
-    for feature in manifest.features:
+    for feature in (*manifest.features, *manifest.from_activations.features):
         if feature.names and (feature.table not in names or names[feature.table].dtype != feature.names):
             raise ConfigError(
                 f"feature {feature.name!r}: table {feature.table!r} has no names of type {feature.names}."

@@ -1,7 +1,8 @@
 """Lookups of lookup-only exports by `native/lookup.c`, without TensorFlow.
 
-TensorFlow's gather copies each row before it is summed. The C library sums rows where they are, and prefetches them. It
-is compiled when the package is installed. Without a C compiler there is none, and callers use TensorFlow.
+TensorFlow's gather copies each row before it is summed. The C library sums rows where they are, and prefetches them. It also
+finds the rows of names. It is compiled when the package is installed. Without a C compiler there is none, and callers use
+TensorFlow.
 
 One id gives the bits that the export's graph gives. Sums differ in their last bits, because the order differs.
 """
@@ -24,8 +25,8 @@ import numpy.typing as npt
 
 from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError, TpuEmbedError, reason
-from tpuembed.id_messages import Span, outside_message
-from tpuembed.manifest import STORAGE_TYPES, ArrayEntry, FeatureEntry, Manifest, StackEntry, TableEntry
+from tpuembed.id_messages import MOST_OF_NAME, Span, outside_message, unknown_name_texts
+from tpuembed.manifest import STORAGE_TYPES, ArrayEntry, FeatureEntry, Manifest, NamesEntry, StackEntry, TableEntry
 
 __all__ = ["VARIANTS", "NativeLookups", "available", "refusal", "variant"]
 
@@ -74,6 +75,15 @@ _INPUT: Final = np.dtype(
 """`struct input` of lookup.c. Pointers are integers."""
 
 
+class _Names(ctypes.Structure):
+    """`struct names` of lookup.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "numbers")),
+        *((name, ctypes.c_int64) for name in ("buckets", "oov_buckets", "salt_bytes", "padded")),
+    ]
+
+
 class _Pages(ctypes.Structure):
     """`struct pages` of lookup.c."""
 
@@ -99,10 +109,13 @@ def _library() -> ctypes.CDLL | str:
         library.tpuembed_read_ahead.restype = None
         library.tpuembed_read_ahead.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3]
         library.tpuembed_find_outside.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p]
+        library.tpuembed_find_names.restype = ctypes.c_int64
+        strings = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
+        library.tpuembed_find_names.argtypes = [*[ctypes.c_void_p] * 2, *strings, ctypes.c_void_p]
         layout = library.tpuembed_layout()
     except (OSError, AttributeError) as error:
         return f"{_LIBRARY.name} cannot be loaded: {str(error).rstrip('.')}; install tpuembed again"
-    own = 1000 * ctypes.sizeof(_Feature) + _INPUT.itemsize
+    own = 1000 * (1000 * ctypes.sizeof(_Names) + ctypes.sizeof(_Feature)) + _INPUT.itemsize
     return library if layout == own else f"{_LIBRARY.name} has layout {layout}, not {own}; install tpuembed again"
 
 
@@ -134,8 +147,6 @@ class NativeLookups:
 
     Attributes:
         features: in the order in which a graph checks their ids: groups of one kind, stack, combiner and policy.
-        takes_names: whether a feature takes names of rows, which only a graph finds. `named` then fails, and `packed` takes row
-            numbers.
         reads_ahead: whether the kernel is told all pages of a call before the first row is read. It is for tables that are
             larger than the memory: the disk then reads many pages at once, instead of one after the other.
     """
@@ -176,19 +187,22 @@ class NativeLookups:
         stacks = {stack.name: stack for stack in manifest.stacks}
         self._order = [one.name for one in manifest.features]
         self.features = tuple(sorted(manifest.features, key=lambda one: _group_of(one, tables)))
-        self.takes_names = any(one.names for one in self.features)
         self._tables = [tables[one.table] for one in self.features]
         self._groups = [_group_of(one, tables) for one in self.features]
-        self._arrays = {
-            array.name: _mapped(version_dir, array)
-            for name in {table.stack for table in self._tables}
-            for array in stacks[name].arrays
-        }
+        names = {entry.table: entry for entry in manifest.names}
+        entries = [names[one.table] if one.names else None for one in self.features]
+        of_stacks = [array for name in {table.stack for table in self._tables} for array in stacks[name].arrays]
+        of_names = [array for entry in entries if entry is not None for array in entry.arrays]
+        self._arrays = {array.name: _mapped(version_dir, array) for array in dict.fromkeys([*of_stacks, *of_names])}
         made = [
             _checked(one, table, stacks[table.stack], self._arrays, divides_weights)
             for one, table in zip(self.features, self._tables, strict=True)
         ]
         self._structs = (_Feature * len(made))(*made)
+        self._finders = [
+            None if entry is None else _NameFinder(one, entry, self._arrays)
+            for one, entry in zip(self.features, entries, strict=True)
+        ]
         self._lengths = [one.max_sequence_length if _kind(one) == "sequence" else 0 for one in self.features]
         self._widths = [table.dim * (length or 1) for table, length in zip(self._tables, self._lengths, strict=True)]
         self._row_bytes = [struct.row_bytes for struct in made]
@@ -204,16 +218,21 @@ class NativeLookups:
     def named(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return feature -> float32 [batch, dim] or [batch, max_sequence_length, dim], of the inputs of `serving_default`.
 
+        Args:
+            inputs: int64, or names of rows: int64, or arrays of dtype object with bytes.
+
         Raises:
-            ConfigError: an id is outside its table, with the message of the export's graph; or an input does not fit.
+            ConfigError: an id is outside its table, with the message of the export's graph; a name is unknown; or an input does
+                not fit.
             TpuEmbedError: an overlay is damaged.
         """
-        if self.takes_names:
-            (name, *_) = (one.name for one in self.features if one.names)
-            raise ConfigError(
-                f"native lookups: feature {name!r} takes names. Use `packed` with row numbers, or TensorFlow."
-            )
-        arrays = [_aligned(inputs[one.name], one.name, np.int64, 2 - (_kind(one) == "id")) for one in self.features]
+        pages = self._pages_to_read() if self.reads_ahead else None
+        arrays = [
+            _aligned(inputs[one.name], one.name, np.int64, 2 - (_kind(one) == "id"))
+            if finder is None
+            else finder.rows_of(inputs[one.name], self._library, pages)
+            for one, finder in zip(self.features, self._finders, strict=True)
+        ]
         batch = len(arrays[0])
         found, calls = {}, self._template.copy()
         kept: list[Array] = []
@@ -288,16 +307,20 @@ class NativeLookups:
 
     def _look_up_in_parts(self, calls: Array, batch: int) -> int:
         """Look up the examples in parts. The kernel reads the pages of a part, many at once, before its rows are used."""
-        if time.monotonic() > self._recent_until:
-            self._recent.fill(0)
-            self._recent_until = time.monotonic() + _RECENT_SECONDS
         code, step = _OK, max(_AHEAD_IDS // max(int(calls["hot"].sum()), 1), 1)
-        pages, structs = ctypes.addressof(self._pages), ctypes.addressof(self._structs)
+        pages, structs = self._pages_to_read(), ctypes.addressof(self._structs)
         for begin in range(0, batch, step):
             end = min(begin + step, batch)
             self._library.tpuembed_read_ahead(pages, structs, calls.ctypes.data, len(calls), begin, end)
             code = max(code, self._look_up(calls, begin, end))
         return code
+
+    def _pages_to_read(self) -> int:
+        """Return the address of the struct with the pages that were read not long ago. Older ones are forgotten."""
+        if time.monotonic() > self._recent_until:
+            self._recent.fill(0)
+            self._recent_until = time.monotonic() + _RECENT_SECONDS
+        return ctypes.addressof(self._pages)
 
     def _look_up(self, calls: Array, begin: int, end: int) -> int:
         """Look up the examples [begin, end) by one call, or by several threads if they are many. Return the greatest code."""
@@ -343,6 +366,66 @@ class NativeLookups:
             return not is_packed
         few = max(_FEW_ROWS_BYTES // (4 * self._tables[group[0]].dim), 1)
         return batch * int(calls["hot"][group].sum()) > few
+
+
+class _NameFinder:
+    """Finds the rows of the names that a feature takes."""
+
+    def __init__(self, feature: FeatureEntry, entry: NamesEntry, arrays: Mapping[str, Array]) -> None:
+        if not entry.arrays:
+            raise ConfigError(
+                f"names of table {entry.table!r}: their index is not in files of the export. Export again."
+            )
+        keys, numbers = entry.arrays
+        self._feature, self._entry, self._salt = feature, entry, entry.salt.encode()
+        self._struct = _Names(
+            keys=arrays[keys.name].ctypes.data,
+            numbers=arrays[numbers.name].ctypes.data,
+            buckets=keys.rows,
+            oov_buckets=entry.oov_buckets,
+            salt_bytes=len(self._salt),
+            padded=_kind(feature) != "id",
+        )
+
+    def rows_of(self, given: Array, library: ctypes.CDLL, pages: int | None) -> Array:
+        """Return the row of each name, int64 of the shape of `given`.
+
+        Raises:
+            ConfigError: a name is unknown, and the feature has neither buckets nor a policy for it; or `given` has no names.
+        """
+        feature, content, rank = self._feature, None, 2 - (_kind(self._feature) == "id")
+        if self._entry.dtype == "string":
+            names = _strings(given, feature.name, rank)
+            values = np.fromiter(map(len, names), np.int64, len(names))
+            content = self._salt + self._salt.join(names) if self._salt else b"".join(names)
+        else:
+            values = np.ascontiguousarray(_aligned(given, feature.name, np.int64, rank))
+        rows = np.empty(given.shape, np.int64)
+        unknown = library.tpuembed_find_names(
+            pages, ctypes.addressof(self._struct), content, values.ctypes.data, values.size, rows.ctypes.data
+        )
+        if unknown >= 0 and feature.out_of_vocabulary == "error":
+            raise ConfigError(self._unknown(given.reshape(-1)[unknown], unknown // (rows.size // len(rows))))
+        return rows
+
+    def _unknown(self, name: Any, row: int) -> str:
+        before, between, after = unknown_name_texts(self._feature.name, self._entry.table, self._entry.count)
+        text = str(name) if not isinstance(name, bytes) else name[:MOST_OF_NAME].decode(errors="replace")
+        shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+        more = "..." if isinstance(name, bytes) and len(name) > MOST_OF_NAME else ""
+        return f"{before}{shown}{more}{between}{row}{after}"
+
+
+def _strings(given: Array, name: str, rank: int) -> list[bytes]:
+    """Return the strings of an array in one list. Raises ConfigError if one is not of type bytes."""
+    if given.dtype == object and given.ndim == rank:
+        names: list[bytes] = given.reshape(-1).tolist()
+        if all(kind is bytes for kind in set(map(type, names))):
+            return names
+    shape = "[batch]" if rank == 1 else "[batch, hot]"
+    raise ConfigError(
+        f"Input {name} must be bytes {shape}, in an array of dtype object, got {given.dtype} {list(given.shape)}."
+    )
 
 
 def _kind(feature: FeatureEntry) -> str:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.export import whole_model
+from tests.support.export import named_model, whole_model
 from tests.support.export.in_process import exports_in_this_process
 from tests.support.messages import said
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, compact_version, export_model
@@ -31,7 +31,7 @@ from tpuembed_serving.tensorflow.larger_than_memory import MappedTables
 
 pytestmark = [
     pytest.mark.usefixtures("exports_here"),
-    pytest.mark.filterwarnings("ignore:Leaving out the signature serving_examples"),
+    pytest.mark.filterwarnings("ignore:no requests to warm up", "ignore:Leaving out the signature serving_examples"),
     pytest.mark.skipif(bool(available()), reason=f"the C library of native lookups: {available()}"),
 ]
 
@@ -404,6 +404,59 @@ def test_an_older_export_is_served_as_before(
         assert_same(run(ours, inputs), run(theirs, inputs))
     assert (counts.native, counts.refused) == (0, 0)
     said(next(message for message in caplog.messages if "TensorFlow runs it" in message))
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    model = named_model.build()
+    version = export_model(model, tmp_path_factory.mktemp("names") / "m", layout="mmap").path
+    assert (
+        json.loads((version / MANIFEST_PATH).read_text())["format"] == 3
+    )  # a server that would take names for rows refuses it
+    with both(version) as servables:
+        yield servables
+
+
+def assert_same_of_names(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected), (found, expected)
+    if isinstance(expected, tuple):
+        assert found == expected
+        return
+    for name, value in expected.items():
+        if "combiner" in named_model.FEATURES[name.removesuffix("_out")]:
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+        else:
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@given(seed=st.integers(0, 2**32), batch=st.integers(0, 6), hot=st.sampled_from([0, 1, 2, 5, 30]))
+@SETTINGS
+def test_names_are_found_as_tensorflow_finds_them(names: tuple[Any, Any], seed: int, batch: int, hot: int) -> None:
+    inputs = named_model.draw(np.random.default_rng(seed), batch, hot)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counts = Counts(monkeypatch)
+        found = run(names[0], inputs)
+    assert (counts.native, counts.refused) == (1, 0)
+    assert_same_of_names(found, run(names[1], inputs))
+
+
+@given(seed=st.integers(0, 2**32), batch=st.integers(1, 4), hot=st.integers(1, 4))
+@SETTINGS
+def test_unknown_names_and_odd_requests_are_answered_by_the_graph(
+    names: tuple[Any, Any], seed: int, batch: int, hot: int
+) -> None:
+    random = np.random.default_rng(seed)
+    inputs = named_model.draw(random, batch, hot, bad=0.3)
+    match seed % 4:
+        case 0:  # padding anywhere
+            inputs["friends"][random.random((batch, hot)) < 0.5] = b""
+            inputs["items"][random.random((batch, hot)) < 0.5] = -1
+            inputs["heavy"][random.random((batch, hot)) < 0.2] = b""
+        case 1:
+            inputs["pair"] = inputs["pair"][:, :1]
+        case 2:
+            inputs["heavy_weights"][0, 0] = np.inf
+    assert_same_of_names(run(names[0], inputs), run(names[1], inputs))
 
 
 def test_what_is_not_run_natively_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

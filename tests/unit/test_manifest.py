@@ -140,7 +140,9 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, change: Any) -> None
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(("field", "value"), [("name", "other"), ("ids", "age2"), ("weights", "w"), ("features", 7)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("name", "other"), ("ids", "age2"), ("weights", "w"), ("names", "string"), ("features", 7)]
+)
 def test_activations_are_of_inputs(tmp_path: Path, field: str, value: Any) -> None:
     path = tmp_path / MANIFEST_PATH
     path.parent.mkdir()
@@ -151,10 +153,10 @@ def test_activations_are_of_inputs(tmp_path: Path, field: str, value: Any) -> No
 
     def change(content: dict[str, Any]) -> None:
         feature = content["from_activations"]["features"][1]
-        if field in feature:
-            feature |= {field: value, "weighted": field == "weights"}
-        else:
+        if field == "features":
             content["from_activations"][field] = value
+        else:
+            feature |= {field: value, "weighted": field == "weights"}
 
     spoil(path, change)
     with refused(ConfigError):

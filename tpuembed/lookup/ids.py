@@ -82,6 +82,7 @@ class Ids(abc.ABC):
     Attributes:
         kind: the word for it in messages.
         is_combined: True if the rows of the last axis become one activation, or a sequence.
+        names: what the ids were made of, of the same kind as they are. None if they were given.
     """
 
     path: str
@@ -89,6 +90,7 @@ class Ids(abc.ABC):
     ids: Any
     weights: Any = None
     input_shape: Shape | None = None
+    names: Any = None
 
     kind: ClassVar[str]
     is_combined: ClassVar[bool] = True
@@ -209,7 +211,7 @@ class Ids(abc.ABC):
             rows.set_shape(names.shape)
             return rows
 
-        return dataclasses.replace(self, ids=self._map(convert))
+        return dataclasses.replace(self, ids=self._map(convert), names=self.ids)
 
     def check(self, length: int) -> None:  # noqa: B027 - padded ids were checked before they were padded
         """Raise ConfigError if the ids, or their weights, have no meaning. `length` is that of a sequence, or 0."""

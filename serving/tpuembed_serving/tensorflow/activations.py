@@ -13,7 +13,8 @@ from tpuembed_serving.core.servable import Array
 
 __all__ = ["NativeActivations", "of_lookups"]
 
-_PADDING: Final = -1
+_PADDING: Final = {"": -1, "int64": -1, "string": b""}
+"""By the type of the names; "" is row numbers."""
 _LEAST_WEIGHT: Final = 1e-18
 """The square of a smaller float32 may become 0."""
 
@@ -63,7 +64,7 @@ class NativeActivations:
         """Return the activations by feature. Returns None if only the graph knows what these inputs mean.
 
         Raises:
-            ConfigError: an id is outside its table, or an input does not fit.
+            ConfigError: an id is outside its table, a name is unknown, or an input does not fit.
             TpuEmbedError: an overlay is damaged.
         """
         found: dict[str, Array] = {}
@@ -73,11 +74,12 @@ class NativeActivations:
                 ids = inputs[one.ids]
                 if not _fits(ids, self._shapes[one.ids]):
                     return None
-                ids = ids.astype(np.int64, copy=False)
+                if one.names != "string":
+                    ids = ids.astype(np.int64, copy=False)
                 given[one.name] = ids.reshape(-1) if one.input == "id" else ids
                 if one.weighted:
                     weights = inputs[one.weights]
-                    if not _are_plain(ids, weights, one.combiner):
+                    if not _are_plain(ids != _PADDING[one.names], weights, one.combiner):
                         return None
                     given[f"{one.name}_weights"] = weights
             for one, rows in zip(part, lookups.named(given).values(), strict=True):
@@ -97,15 +99,14 @@ def _fits(array: Array, shape: Sequence[int | None]) -> bool:
     return array.ndim == len(shape) and all(wanted in (None, size) for size, wanted in sizes)
 
 
-def _are_plain(ids: Array, weights: Array, combiner: str) -> bool:
-    """Return True if every id has an ordinary weight, and no id or weight stands behind the end of a list.
+def _are_plain(present: Array, weights: Array, combiner: str) -> bool:
+    """Return True if every id that is `present` has an ordinary weight, and no id or weight stands behind the end of a list.
 
     The graph has rules for other weights, of which some are errors. Weights that could add up to 0, or whose squares could, are
     not ordinary: what a division by their sum gives depends on the order of the additions.
     """
-    if weights.shape != ids.shape:
+    if weights.shape != present.shape:
         return False
-    present = ids != _PADDING
     rest, own = weights[~present], weights[present]
     if not (own >= _LEAST_WEIGHT if combiner != "sum" else (own == 0) | (np.abs(own) >= _LEAST_WEIGHT)).all():
         return False

@@ -71,8 +71,6 @@ class _LookupCalls(NativeCalls):
 
     def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:  # noqa: ARG002
         native, names = self._lookup, [info.alias for info in signature.inputs]
-        if signature.name == "serving_default" and native.takes_names:
-            return tensorflow
         run: Callable[[Sequence[Array]], list[Array]]
         if signature.name == "packed":
             run = lambda inputs: [native.packed(inputs[0])]  # noqa: E731
@@ -148,9 +146,6 @@ def native_calls(
     found: NativeCalls
     if manifest.features:
         found = _LookupCalls(NativeLookups(manifest, version_dir, threads=threads), lookups)
-        if lookups == "native" and (named := [feature.name for feature in manifest.features if feature.names]):
-            text = "%s: TensorFlow runs serving_default: feature %r takes names, which native lookups do not find. packed is native"
-            logger.warning(text, where, named[0], extra=ONCE)
     else:
         found = _WholeModelCalls(NativeActivations(manifest, version_dir, threads=threads), lookups)
     logger.info("%s: native lookups, built for %s", where, variant())

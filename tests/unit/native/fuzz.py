@@ -107,6 +107,42 @@ def call(library: ctypes.CDLL, random: np.random.Generator) -> int:
     return code
 
 
+def find_names(library: ctypes.CDLL, random: np.random.Generator) -> None:
+    """Find random names in a random index: all rows are written, and no other byte."""
+    buckets, count, salt_bytes = (
+        int(random.integers(1, 60)),
+        int(random.integers(0, 200)),
+        int(random.choice([0, 0, 3])),
+    )
+    few = int(random.choice([2, 100, 2**62]))
+    keys, numbers = random.integers(-few, few, (buckets, 4)), random.integers(-3, 2**31, (buckets, 4)).astype(np.int32)
+    is_text = bool(random.integers(2))
+    lengths = random.integers(0, random.choice([2, 9, 40, 300]), count)
+    content = _bytes(random, count * salt_bytes + int(lengths.sum()))
+    values = lengths if is_text else random.choice([-(2**63), 2**63 - 1, -1, 0, *random.integers(-few, few, 50)], count)
+    rows, recent = np.full(count, -77, np.int64), np.zeros(1 << 8, np.uint64)
+    struct = native._Names(
+        keys=keys.ctypes.data,
+        numbers=numbers.ctypes.data,
+        buckets=buckets,
+        oov_buckets=int(random.choice([0, 0, 1, 3, 2**63 - 1])),
+        salt_bytes=salt_bytes if is_text else 0,
+        padded=int(random.integers(2)),
+    )
+    pages = native._Pages(64, recent.ctypes.data, 8)
+    unknown = library.tpuembed_find_names(
+        ctypes.addressof(pages) if random.integers(2) else None,
+        ctypes.addressof(struct),
+        ctypes.cast(content.ctypes.data, ctypes.c_char_p) if is_text else None,
+        values.ctypes.data,
+        count,
+        rows.ctypes.data,
+    )
+    assert (rows != -77).all()
+    nowhere = np.flatnonzero(rows == 1 << 62)
+    assert unknown == (nowhere[0] if len(nowhere) else -1)
+
+
 def main() -> None:
     native._LIBRARY = Path(sys.argv[1])  # type: ignore[misc]
     library = native._library()
@@ -116,6 +152,7 @@ def main() -> None:
     calls = 0
     while time.monotonic() < stop:
         codes.add(call(library, random))
+        find_names(library, random)
         calls += 1
     assert codes == {0, 1, 2}, codes
     print(calls)

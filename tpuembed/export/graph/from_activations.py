@@ -4,7 +4,8 @@ The server then looks up without TensorFlow. The signature is written if the exp
 the reason if it cannot:
 
 1. What is looked up are inputs of `serving_default`, as they come in. The model is traced, and the tensors that each lookup
-   gets are compared with the decoded inputs: they must be the same ones. Only casts that change no id may stand between.
+   gets are compared with the decoded inputs: they must be the same ones. Only casts that change no id may stand between. Of names
+   these are the tensors that the layer finds names in.
 2. Nothing else uses these inputs. The model is traced again. Its lookups return the given activations, and stand-ins replace
    the inputs that were looked up. No output, and no operation with a side effect, may depend on a stand-in.
 """
@@ -99,9 +100,8 @@ def _names(entry: ActivationEntry) -> list[str]:
 def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[str, Any]) -> _LookedUp:
     """Return a lookup of inputs of the signature. See `_traced_lookups`."""
     config, table = ids.config, ids.config.table
-    name = _name_of(ids)
-    if config.vocabulary is not None:
-        raise _RefusalError(f"feature {name!r} takes names, which the graph alone finds")
+    name, given, vocabulary = _name_of(ids), _given(ids), config.vocabulary
+    names = "" if ids.names is None or vocabulary is None else vocabulary.dtype
     source, weights = _sources(ids, decoded)
     if not source:
         raise _RefusalError(
@@ -112,15 +112,17 @@ def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[
     assert policy is not None, "a FeatureConfig takes its table's"
     if is_list and not config.validate_weights_and_indices:
         raise _RefusalError(f"feature {name!r} has validate_weights_and_indices=False, so -1 is one of its ids")
-    for cast in _casts(_values_of(ids.ids)):
-        fails_outside = policy == "error" and not config.max_sequence_length  # of a sequence, the end is not looked up
+    for cast in _casts(_values_of(given)):
+        fails_outside = (
+            policy == "error" and not config.max_sequence_length and not names
+        )  # of a sequence, the end is not looked up
         if not _keeps_ids(cast, is_list, fails_outside, table.vocabulary_size):
             raise _RefusalError(
                 f"the ids of feature {name!r} are cast from {cast.inputs[0].dtype.name} to {cast.outputs[0].dtype.name}, which "
                 "changes some; make the input int64"
             )
-    if not ids.ids.dtype.is_integer:
-        raise _RefusalError(f"the ids of feature {name!r} are {ids.ids.dtype.name}; make the input int64")
+    if not given.dtype.is_integer and names != "string":
+        raise _RefusalError(f"the ids of feature {name!r} are {given.dtype.name}; make the input int64")
     if ids.weights is not None:
         if not weights or model.forms[weights].partner != source:
             raise _RefusalError(
@@ -146,6 +148,7 @@ def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[
         max_sequence_length=length,
         out_of_vocabulary=policy if isinstance(policy, str) else int(policy),
         combiner=table.combiner,
+        names=names,
         ids=source,
         weights=weights,
     )
@@ -156,10 +159,15 @@ def _name_of(ids: Ids) -> str:
     return ids.path or ids.config.name or ids.config.table.name
 
 
+def _given(ids: Ids) -> Any:
+    """Return what a lookup is given: names, or ids."""
+    return ids.ids if ids.names is None else ids.names
+
+
 def _sources(ids: Ids, decoded: Mapping[str, Any]) -> tuple[str, str]:
     """Return the inputs that the ids and the weights are, with their values cast or not. Empty if they are none."""
     inputs = {_identity(tensor): name for name, tensor in decoded.items()}
-    return inputs.get(_identity(ids.ids), ""), "" if ids.weights is None else inputs.get(_identity(ids.weights), "")
+    return inputs.get(_identity(_given(ids)), ""), "" if ids.weights is None else inputs.get(_identity(ids.weights), "")
 
 
 def _identity(tensor: Any) -> tuple[Any, ...]:
@@ -225,6 +233,7 @@ def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequen
             )
     stand_ins: dict[str, str] = {}
     given: list[str] = []
+    others: list[str] = []
 
     def call(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         decoded = model.decode(inputs, {name: _stand_in(model, name, stand_ins) for name in looked_up})
@@ -235,6 +244,7 @@ def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequen
                 name not in entries or _is_other(entries[name], ids, _sources(ids, decoded))
                 for name, ids in zip(found, features, strict=True)
             ):
+                others.extend(found)
                 return look_up()
             given.extend(found)
             return [inputs[name] for name in found]
@@ -243,7 +253,7 @@ def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequen
             return model.outputs(decoded)
 
     function = _traced(call, specs)
-    if sorted(given) != sorted(entries):
+    if others or sorted(given) != sorted(entries):
         raise _RefusalError("the model looks up other features each time it is traced")
     if tables.are_gathered_by(function):
         raise _RefusalError("the model looks up in a tf.function of its own")
@@ -257,8 +267,8 @@ def _is_other(entry: ActivationEntry, ids: Ids, sources: tuple[str, str]) -> boo
     """Return True if `ids`, of the inputs `sources`, are looked up otherwise than `entry` says."""
     config = ids.config
     now = (*sources, config.table.name, config.table.combiner, config.max_sequence_length, config.out_of_vocabulary)
-    return now != (
-        *(entry.ids, entry.weights, entry.table, entry.combiner),
+    return (ids.names is not None, *now) != (
+        *(bool(entry.names), entry.ids, entry.weights, entry.table, entry.combiner),
         *(entry.max_sequence_length, entry.out_of_vocabulary),
     )
 

@@ -115,7 +115,7 @@ class StackedTables:
             if table not in self._constants:
                 self._constants[table] = constant_names(vocabulary)
             return self._constants[table]
-        if self._names is None:
+        if self._names is None or self._answer is not None:
             return stand_in_names()
         if table not in self._names:
             raise ExportError(f"table {table!r}: its names were not written before the graph that finds them was made.")
@@ -148,7 +148,10 @@ class StackedTables:
 
     @contextlib.contextmanager
     def answered_by(self, answer: Answer) -> Iterator[None]:
-        """Make `answer` return the activations of every lookup. It takes the features' ids, and the lookup itself."""
+        """Make `answer` return the activations of every lookup. It takes the features' ids, and the lookup itself.
+
+        Names are not found then: their rows have no meaning.
+        """
         self._answer = answer
         try:
             yield

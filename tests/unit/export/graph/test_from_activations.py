@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
-from tests.support.export import whole_model
+from tests.support.export import named_model, whole_model
 from tests.support.messages import said
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_model, export_saved_model
 from tpuembed.export.graph.warmup import WARMUP_PATH
 from tpuembed.manifest import ActivationEntry, FromActivations, Manifest
 
@@ -166,6 +166,11 @@ WITH: dict[str, Callable[[], Any]] = {
         lambda layers, inputs: layers[0]({"x": tf.cast(inputs["x"], tf.int16)}),
     ),
     "a condition": lambda: subclassed(in_a_branch, ONE | {"y": tf.TensorSpec([None], tf.float32)}),
+    "rows of names": lambda: subclassed(
+        lambda layers, inputs: layers[0](inputs),
+        ONE,
+        embedding({"x": FeatureConfig(table(), vocabulary=Vocabulary("abc"))}, takes_rows=True),
+    ),
     "one feature": lambda: subclassed(
         lambda layers, inputs: layers[0](inputs["x"]), ONE, embedding(FeatureConfig(table(), name="x"))
     ),
@@ -241,6 +246,25 @@ def test_of_a_checkpoint(tmp_path: Path) -> None:
     expected = capi.predict(path, inputs)
     found = capi.predict(path, activations_of(model, inputs), "from_activations")
     np.testing.assert_allclose(found["score"], expected["score"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["variables", "mmap"])
+def test_features_that_take_names(layout: str, tmp_path: Path) -> None:
+    model = named_model.build()
+    path, found = exported(model, tmp_path, layout=layout)
+    assert found.left_out == ""
+    kinds = {"users": "string", "items": "int64", "rows": ""}
+    assert {one.name: (one.names, one.ids) for one in found.features} == {
+        name: (kinds[spec["table"]], spec["ids"]) for name, spec in named_model.FEATURES.items()
+    }
+    rows = named_model.rows_of(model)
+    for batch, hot in ((4, 3), (3, 0), (0, 2)):
+        inputs = named_model.draw(np.random.default_rng(batch), batch, hot)
+        expected = capi.predict(path, inputs)
+        activations = {name: named_model.look_up(name, rows[name], inputs, lambda name: name % 2) for name in rows}
+        outputs = capi.predict(path, activations, "from_activations")
+        for name, value in expected.items():
+            np.testing.assert_allclose(outputs[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 # ---- models that have none
@@ -342,6 +366,23 @@ def model_of_doubles() -> Any:
     return made, specs
 
 
+STRING = {"x": tf.TensorSpec([None], tf.string)}
+
+
+def named() -> TPUEmbedding:
+    return embedding({"x": FeatureConfig(table(), vocabulary=Vocabulary(["a", "b"]))})
+
+
+def by_number() -> TPUEmbedding:
+    return embedding({"x": FeatureConfig(table("u"), vocabulary=Vocabulary([0, 1], dtype="int64", oov_buckets=1))})
+
+
+def in_turns() -> Callable[[Any, Any], Any]:
+    """Look up names and then rows, or the other way, of the same feature."""
+    count = itertools.count()
+    return lambda layers, inputs: layers[next(count) % 2](inputs)
+
+
 WITHOUT: dict[str, Callable[[], Any]] = {
     "a dense layer": lambda: functional(
         lambda layer, x: {"x": layer({"x": x})["x"], "d": keras.layers.Dense(2)(keras.ops.cast(x, "float32")[:, None])},
@@ -427,6 +468,25 @@ WITHOUT: dict[str, Callable[[], Any]] = {
     "double weights of a model of doubles": model_of_doubles,
     "an output_shape": lambda: subclassed(
         lambda layers, inputs: layers[0](inputs), LIST, embedding({"x": FeatureConfig(table(), output_shape=(4,))})
+    ),
+    "names in lower case": lambda: subclassed(
+        lambda layers, inputs: layers[0]({"x": tf.strings.lower(inputs["x"])}), STRING, named()
+    ),
+    "names and their lengths": lambda: subclassed(
+        lambda layers, inputs: {**layers[0](inputs), "lengths": tf.strings.length(inputs["x"])}, STRING, named()
+    ),
+    "integer names of a narrower type": lambda: subclassed(
+        lambda layers, inputs: layers[0](inputs),
+        {"x": tf.RaggedTensorSpec([None, None], tf.int32)},
+        embedding({"x": FeatureConfig(table(), vocabulary=Vocabulary([1, 2], dtype="int64"))}),
+    ),
+    "names that become rows after a cast": lambda: subclassed(
+        lambda layers, inputs: layers[0]({"x": tf.cast(tf.cast(inputs["x"], tf.int8), tf.int64)}),
+        ONE,
+        embedding({"x": FeatureConfig(table(), vocabulary=Vocabulary([0, 1, 2], dtype="int64"))}),
+    ),
+    "names and rows in turns": lambda: subclassed(
+        in_turns(), ONE, embedding({"x": FeatureConfig(table())}), by_number()
     ),
     "other lookups each time": lambda: subclassed(changing(), X_AND_Y, embedding(TWO)),
     "a failing trace": lambda: subclassed(fails),
