@@ -1,0 +1,210 @@
+"""Exports of candidates and their index, against a brute force in numpy."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorflow as tf
+
+from tests.support import capi
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_retrieval
+from tpuembed.checkpoint.tools import verify_files
+from tpuembed.errors import ConfigError, UnknownTableError
+from tpuembed.manifest import Manifest, RetrievalEntry
+
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
+Array = npt.NDArray[Any]
+USERS, FILMS, WIDTH, DIM = 60, 900, 8, 4
+TITLES = [b"film \xff\0%d" % number for number in range(FILMS)]
+
+
+def tower(table: str, rows: int, name: str) -> keras.Model:
+    ids = keras.Input((), dtype="int64", name=name)
+    layer = TPUEmbedding({name: FeatureConfig(TableConfig(rows, WIDTH, table))}, optimizer="sgd", name=f"of_{name}")
+    return keras.Model({name: ids}, keras.layers.Dense(DIM, name=f"dense_{name}")(layer({name: ids})[name]))
+
+
+def query() -> keras.Model:
+    return tower("users", USERS, "user")
+
+
+def films() -> tuple[keras.Model, tf.data.Dataset]:
+    numbers = tf.data.Dataset.range(FILMS).batch(128)
+    tags = lambda number: tf.cast(number % 4, tf.uint64)  # noqa: E731
+    return tower("films", FILMS, "film"), numbers.map(
+        lambda number: {"film": number, "id": number * 7 + 3, "tags": tags(number)}
+    )
+
+
+class Trained:
+    def __init__(self, folder: Path) -> None:
+        keras.utils.set_random_seed(2)
+        self.query, self.film = query(), tower("films", FILMS, "film")
+        for each in (self.query, self.film):  # rows that differ enough for a search to matter
+            (layer,) = [one for one in each.layers if isinstance(one, TPUEmbedding)]
+            (table,) = layer.embedding_tables.values()
+            table.assign(tf.random.stateless_normal(table.shape, [1, table.shape[0]]))
+        self.prefix = tf.train.Checkpoint(query=self.query, film=self.film).write(str(folder / "ckpt"))
+        self.users: Array = self.query.predict({"user": np.arange(USERS)}, verbose=0)
+        self.films: Array = self.film.predict({"film": np.arange(FILMS)}, verbose=0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("trained"))
+
+
+def entry_of(version: Path) -> RetrievalEntry:
+    manifest = Manifest.read(version)
+    assert manifest is not None
+    assert manifest.retrieval is not None
+    return manifest.retrieval
+
+
+def best(queries: Array, vectors: Array, k: int, passes: Array | None = None) -> tuple[Array, Array]:
+    """Return numbers and scores of the best by brute force; -1 and -inf for missing ones."""
+    scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    scores = scores if passes is None else np.where(passes, scores, -np.inf)
+    scores = np.pad(scores, ((0, 0), (0, max(k - scores.shape[1], 0))), constant_values=-np.inf)
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    found = np.take_along_axis(scores, order, 1)
+    return np.where(found > -np.inf, order, -1), found
+
+
+@pytest.mark.parametrize("layout", ["variables", "mmap"])
+@pytest.mark.parametrize("index", ["exact", "ivf"])
+def test_the_best_candidates_are_those_of_numpy(trained: Trained, tmp_path: Path, index: str, layout: str) -> None:
+    version = export_retrieval(
+        trained.prefix, tmp_path, query=query, candidates=films, k=20, index=index, layout=layout, min_recall=1
+    ).path
+    entry = entry_of(version)
+    assert (entry.index, entry.candidates, entry.ids, entry.has_tags) == (index, FILMS, "int64", True)
+    assert not verify_files(version).damaged
+    users = np.array([5, 0, 59, 5])
+    wanted, scores = best(trained.users[users], trained.films, 20)
+    found = capi.predict(version, {"user": users})
+    if index == "ivf":  # all of the rows were queries, and each of them finds all
+        assert entry.measured_on == "rows"
+    np.testing.assert_array_equal(found["ids"], wanted * 7 + 3)
+    np.testing.assert_allclose(found["scores"], scores, rtol=1e-5, atol=1e-6)
+    assert capi.predict(version, {"user": np.zeros(0, np.int64)})["ids"].shape == (0, 20)
+    loaded = tf.saved_model.load(str(version))
+    exclude = np.stack([np.concatenate([row[:5], row[9:11], [-1, -1]]) for row in found["ids"]])
+    require = np.array([0, 1, 3, 4], np.uint64)  # no film has the bit 4
+    passes = (np.arange(FILMS)[None] % 4 & require[:, None].astype(int)) == require[:, None].astype(int)
+    passes &= ~np.stack([np.isin(np.arange(FILMS) * 7 + 3, row) for row in exclude])
+    wanted, scores = best(trained.users[users], trained.films, 20, passes)
+    found = loaded.signatures["filtered"](
+        user=tf.constant(users), exclude=tf.constant(exclude), require_tags=tf.constant(require)
+    )
+    got, given = found["ids"].numpy(), found["scores"].numpy()
+    missing = wanted < 0
+    assert missing[3].all()
+    if index == "exact":
+        np.testing.assert_array_equal(got, np.where(missing, -1, wanted * 7 + 3))
+        np.testing.assert_allclose(given, scores, rtol=1e-5, atol=1e-6)
+    else:  # a search of some partitions may miss what comes after the first 20
+        assert all(set(row[row >= 0]) <= set(np.flatnonzero(its) * 7 + 3) for row, its in zip(got, passes, strict=True))
+        number = np.maximum(got - 3, 0) // 7
+        exact = np.take_along_axis(trained.users[users] @ trained.films.T, number, 1)
+        np.testing.assert_allclose(given, np.where(got < 0, -np.inf, exact), rtol=1e-5, atol=1e-6)
+    vectors = loaded.signatures["query"](user=tf.constant(users))["query"]
+    np.testing.assert_allclose(vectors, trained.users[users], rtol=1e-5, atol=1e-6)
+
+
+def test_names_of_an_array_are_found_and_excluded(trained: Trained, tmp_path: Path) -> None:
+    np.save(tmp_path / "vectors.npy", trained.films)
+    version = export_retrieval(
+        trained.prefix, tmp_path / "m", query=query, candidates=tmp_path / "vectors.npy", ids=TITLES, k=3, metric="cosine"
+    ).path
+    users = trained.users / np.linalg.norm(trained.users, axis=1, keepdims=True)
+    films = trained.films / np.linalg.norm(trained.films, axis=1, keepdims=True)
+    wanted, scores = best(users, films, 6)
+    loaded = tf.saved_model.load(str(version))
+    ids = np.arange(USERS)
+    found = loaded.signatures["serving_default"](user=tf.constant(ids))
+    assert found["ids"].numpy().tolist() == [[TITLES[one] for one in row] for row in wanted[:, :3]]
+    np.testing.assert_allclose(found["scores"], scores[:, :3], rtol=1e-5)
+    exclude = [[TITLES[row[0]], b"", TITLES[row[2]], b"unknown"] for row in wanted]
+    found = loaded.signatures["filtered"](
+        user=tf.constant(ids), exclude=tf.constant(exclude), require_tags=tf.zeros(USERS, tf.uint64)
+    )
+    assert found["ids"].numpy().tolist() == [[TITLES[one] for one in row[[1, 3, 4]]] for row in wanted]
+    found = loaded.signatures["filtered"](  # there are no tags, so none passes
+        user=tf.constant(ids), exclude=tf.constant(exclude), require_tags=tf.ones(USERS, tf.uint64)
+    )
+    assert set(found["ids"].numpy().ravel()) == {b""}
+    assert np.isneginf(found["scores"]).all()
+
+
+@pytest.mark.parametrize("storage", ["int8", "bfloat16"])
+def test_rows_of_a_table_are_searched_as_they_are_stored(trained: Trained, tmp_path: Path, storage: str) -> None:
+    rows = tf.random.stateless_normal([300, DIM], [4, 4]).numpy()
+    layer = TPUEmbedding({"film": FeatureConfig(TableConfig(300, DIM, "vectors"))}, optimizer="sgd", name="more")
+    layer(tf.nest.map_structure(tf.constant, {"film": [0]}))
+    next(iter(layer.embedding_tables.values())).assign(rows)
+    prefix = tf.train.Checkpoint(query=trained.query, more=layer).write(str(tmp_path / "ckpt"))
+    version = export_retrieval(
+        prefix, tmp_path / "m", query=query, candidates="table:vectors", k=400, storage={"candidates": storage}
+    ).path
+    found = tf.saved_model.load(str(version)).signatures["serving_default"](user=tf.constant([3]))
+    assert found["ids"].numpy()[0, 300:].tolist() == [-1] * 100  # k is larger than the table
+    ids = found["ids"].numpy()[0, :300]
+    assert sorted(ids) == list(range(300))
+    scores = found["scores"].numpy()[0, :300]
+    assert (np.diff(scores) <= 0).all()
+    np.testing.assert_allclose(scores, rows[ids] @ trained.users[3], atol=0.05)
+
+
+def test_a_table_with_names_has_them_as_ids(trained: Trained, tmp_path: Path) -> None:
+    names = Vocabulary(["ann", "bob", "eve"], oov_buckets=2)
+    layer = TPUEmbedding(
+        {"name": FeatureConfig(TableConfig(9, DIM, "named"), vocabulary=names)}, optimizer="sgd", name="named_layer"
+    )
+    layer({"name": tf.constant(["ann"])})
+    prefix = tf.train.Checkpoint(query=trained.query, more=layer).write(str(tmp_path / "ckpt"))
+    version = export_retrieval(prefix, tmp_path / "m", query=query, candidates="table:named", k=5).path
+    found = tf.saved_model.load(str(version)).signatures["serving_default"](user=tf.constant([3]))
+    assert sorted(found["ids"].numpy()[0].tolist()) == [b"", b"", b"ann", b"bob", b"eve"]
+
+
+def wrong(**changed: Any) -> dict[str, Any]:
+    return {"query": query, "candidates": np.ones((3, DIM), np.float32), "k": 2, **changed}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (wrong(candidates=np.array([[1, 2, 3, np.nan]])), "vector 0 contains nan"),
+        (wrong(candidates=np.zeros((2, DIM)), metric="cosine"), "vector 0 has the length 0"),
+        (wrong(candidates=np.ones((2, DIM + 1))), "width 4, and the candidates 5"),
+        (wrong(ids=[1, 2, 1]), "the id 1 is that of candidates 0 and 2"),
+        (wrong(ids=["a", "", "b"]), "the padding of exclusions"),
+        (wrong(ids=[1, 2]), "there are 2, but the array has 3 rows"),
+        (wrong(tags=[1, -2, 3]), "tags must be integers from 0"),
+        (wrong(candidates=np.ones((0, DIM))), "there are none"),
+        (wrong(candidates="vectors.csv"), "expected"),
+        (wrong(candidates=films, ids=[1]), "come with its dataset"),
+        (wrong(k=0), "k must be at least 1"),
+        (wrong(index="hnsw"), "must be one of auto, exact, ivf"),
+        (wrong(min_recall=1.5), "at most 1"),
+        (wrong(index="exact", queries={"user": [1]}), "this one is exact"),
+        (wrong(base="latest"), "exported in full"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_nothing_is_left(
+    trained: Trained, tmp_path: Path, arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        export_retrieval(trained.prefix, tmp_path / "m", **arguments)
+    assert says in str(raised.value)
+    assert not (tmp_path / "m").exists()
+
+
+def test_an_unknown_table_is_named(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(UnknownTableError, match="film"):
+        export_retrieval(trained.prefix, tmp_path / "m", query=query, candidates="table:film", k=2)
