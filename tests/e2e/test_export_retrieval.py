@@ -119,7 +119,13 @@ def test_the_best_candidates_are_those_of_numpy(trained: Trained, tmp_path: Path
 def test_names_of_an_array_are_found_and_excluded(trained: Trained, tmp_path: Path) -> None:
     np.save(tmp_path / "vectors.npy", trained.films)
     version = export_retrieval(
-        trained.prefix, tmp_path / "m", query=query, candidates=tmp_path / "vectors.npy", ids=TITLES, k=3, metric="cosine"
+        trained.prefix,
+        tmp_path / "m",
+        query=query,
+        candidates=tmp_path / "vectors.npy",
+        ids=TITLES,
+        k=3,
+        metric="cosine",
     ).path
     users = trained.users / np.linalg.norm(trained.users, axis=1, keepdims=True)
     films = trained.films / np.linalg.norm(trained.films, axis=1, keepdims=True)
@@ -151,7 +157,7 @@ def test_rows_of_a_table_are_searched_as_they_are_stored(trained: Trained, tmp_p
     version = export_retrieval(
         prefix, tmp_path / "m", query=query, candidates="table:vectors", k=400, storage={"candidates": storage}
     ).path
-    found = tf.saved_model.load(str(version)).signatures["serving_default"](user=tf.constant([3]))
+    found = tf.saved_model.load(str(version)).signatures["serving_default"](user=tf.constant([3], tf.int64))
     assert found["ids"].numpy()[0, 300:].tolist() == [-1] * 100  # k is larger than the table
     ids = found["ids"].numpy()[0, :300]
     assert sorted(ids) == list(range(300))
@@ -168,7 +174,7 @@ def test_a_table_with_names_has_them_as_ids(trained: Trained, tmp_path: Path) ->
     layer({"name": tf.constant(["ann"])})
     prefix = tf.train.Checkpoint(query=trained.query, more=layer).write(str(tmp_path / "ckpt"))
     version = export_retrieval(prefix, tmp_path / "m", query=query, candidates="table:named", k=5).path
-    found = tf.saved_model.load(str(version)).signatures["serving_default"](user=tf.constant([3]))
+    found = tf.saved_model.load(str(version)).signatures["serving_default"](user=tf.constant([3], tf.int64))
     assert sorted(found["ids"].numpy()[0].tolist()) == [b"", b"", b"ann", b"bob", b"eve"]
 
 

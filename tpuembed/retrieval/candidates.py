@@ -188,8 +188,9 @@ def _check_new(ids: Ids, seen: Vocabulary, first: int) -> None:
     expected = np.arange(first, first + len(ids))
     if (rows != expected).any():
         index = int((rows != expected).argmax())
+        repeated = ids[index] if isinstance(ids, list) else int(ids[index])
         raise ConfigError(
-            f"candidates: the id {ids[index]!r} is that of candidates {int(rows[index])} and {first + index}. {_REMEDY}"
+            f"candidates: the id {repeated!r} is that of candidates {int(rows[index])} and {first + index}. {_REMEDY}"
         )
 
 

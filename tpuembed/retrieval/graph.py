@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tpuembed.errors import ConfigError, ExportError
+from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import KerasModel
 from tpuembed.export.graph.mapped_table import MappedTable
 from tpuembed.export.graph.saved_model import ExportableModel
@@ -118,8 +118,8 @@ class RetrievalModel(ExportableModel):
     def _vector(self, vectors: Tensor) -> Tensor:
         dim = self._tables.stack_of(self._entry.table)[0].dim
         if vectors.shape[1] != dim:
-            raise ExportError(
-                f"query: its vectors have the width {vectors.shape[1]}, and the candidates {dim}. Give the tower of the same model."
+            raise ConfigError(
+                f"query: its vectors have the width {vectors.shape[1]}, and the candidates {dim}. Give the towers of one model."
             )
         if self._entry.metric == "cosine":
             vectors = tf.math.divide_no_nan(vectors, tf.norm(vectors, axis=1, keepdims=True))

@@ -112,9 +112,14 @@ def search_partitions(
         places = tf.concat([places, [0]], 0)  # there may be no row at all
         return found[0], tf.gather(places, at[0])
 
-    return tf.map_fn(
-        one,
-        tf.range(tf.shape(queries)[0]),
+    batch = tf.shape(queries)[0]
+    # TensorArray.stack fails on no elements of an unknown shape, so an empty batch searches once for nothing.
+    found, at = tf.map_fn(
+        lambda number: tf.cond(
+            number < batch, lambda: one(number), lambda: (tf.fill([k], _LOWEST), tf.zeros([k], tf.int64))
+        ),
+        tf.range(tf.maximum(batch, 1)),
         fn_output_signature=(tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int64)),
         parallel_iterations=1,
     )
+    return found[:batch], at[:batch]

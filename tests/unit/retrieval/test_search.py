@@ -11,9 +11,7 @@ RANDOM = np.random.default_rng(3)
 
 
 def test_the_best_scores_are_those_of_a_stable_sort() -> None:
-    function = tf.function(
-        best, input_signature=[tf.TensorSpec([None, None], tf.float32), tf.TensorSpec([], tf.int32)]
-    )
+    function = tf.function(best, input_signature=[tf.TensorSpec([None, None], tf.float32), tf.TensorSpec([], tf.int32)])
     for _ in range(150):
         batch, n, k = RANDOM.integers(0, 4), RANDOM.integers(0, 1500), int(RANDOM.integers(1, 40))
         scores = RANDOM.integers(0, RANDOM.integers(2, 200), (batch, n)).astype(np.float32)  # with many ties
