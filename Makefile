@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.demo
 RATINGS := .data/ml-100k.inter
-EXTRAS := tf,serve,hdf5,jax,cloud,ray,dev
+EXTRAS := tf,serve,hdf5,jax,cloud,parquet,ray,dev
 # The lowest versions that pyproject.toml allows, and the highest Python that it names.
 OLDEST := tensorflow==2.19.1 keras==3.11.0
 NEWEST_PYTHON ?= 3.13

@@ -103,6 +103,12 @@ def _export_tables(found: dict[str, Any]) -> list["Table"]:
             for key, spec in signature[side].items()
         ]
         tables.append(table_of(f"signature {name}", rows))
+    if found["retrieval"]:
+        entry = {name: value for name, value in found["retrieval"].items() if name not in ("arrays", "recall")}
+        tables.append(table_of("retrieval", [entry]))
+        if recall := found["retrieval"]["recall"]:
+            rows = [{"partitions searched": nprobe, "recall": f"{share:.4f}"} for nprobe, share in recall]
+            tables.append(table_of(f"recall of {entry['k']}, measured on {entry['measured_on']}", rows))
     if found["vocabularies"]:
         tables.append(table_of("vocabularies", found["vocabularies"]))
     return tables

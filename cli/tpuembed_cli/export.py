@@ -20,6 +20,7 @@ from tpuembed_cli.options import (
 )
 from tpuembed_cli.output import byte_progress, with_unit
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
+from tpuembed_cli.retrieval.options import SECTION, report_line, retrieval_options, retrieval_request
 
 __all__ = ["export"]
 
@@ -47,6 +48,7 @@ _SECTIONS = {
         "--sign-key",
         "--keep",
     ],
+    "Retrieval": SECTION,
     "How it runs": ["--max-memory", "--workers", "--engine", "--ray-address", "--resume"],
 }
 
@@ -72,6 +74,7 @@ _SECTIONS = {
         "tpuembed export checkpoints models/rec --base latest",
         "tpuembed export checkpoints models/rec --base latest --delta-to s3://bucket/deltas",
         "tpuembed export ckpt-1 s3://bucket/rec --layout mmap --serving-root /models/rec",
+        "tpuembed export ckpt-1 models/top --model train:query --retrieve-from train:candidates --k 50",
     ),
 )
 @click.argument("checkpoint", type=PATH)
@@ -174,6 +177,7 @@ _SECTIONS = {
     show_default=True,
     help="Resume an interrupted run of the same export, or remove what it finished.",
 )
+@retrieval_options
 @checkpoint_options
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @verbosity_options
@@ -199,10 +203,15 @@ def export(
     """
     request = {**options, "tables": tables or None, "features": features or None, "max_memory_bytes": max_memory}
     request |= {"model_dir": model_dir, "version": version, "resume": resume}
+    request, retrieval = retrieval_request(request)
+    if retrieval is not None and dry_run:
+        raise click.UsageError(
+            "--dry-run: an export with --retrieve-from has no plan before it has read the candidates."
+        )
     with stdout_on_stderr():  # a model's code may print, and that must not mix with the report
         _check_without_tensorflow(checkpoint, request)
         import_tensorflow(verbose=verbose)
-        text = _plan(checkpoint, request, as_json) if dry_run else _run(checkpoint, request, as_json, quiet)
+        text = _plan(checkpoint, request, as_json) if dry_run else _run(checkpoint, request, retrieval, as_json, quiet)
     if as_json or dry_run or not quiet:
         click.echo(text)
 
@@ -228,11 +237,13 @@ def _plan(checkpoint: str, request: dict[str, Any], as_json: bool) -> str:
     return json.dumps(plan.to_dict()) if as_json else plan.describe()
 
 
-def _run(checkpoint: str, request: dict[str, Any], as_json: bool, quiet: bool) -> str:
+def _run(checkpoint: str, request: dict[str, Any], retrieval: dict[str, Any] | None, as_json: bool, quiet: bool) -> str:
     from tpuembed.export import export_saved_model
+    from tpuembed.retrieval.export import export_retrieval
 
+    export = export_saved_model if retrieval is None else export_retrieval
     with byte_progress("export", quiet=quiet) as on_progress:
-        report = export_saved_model(checkpoint, on_progress=on_progress, **request)
+        report = export(checkpoint, on_progress=on_progress, **(request if retrieval is None else retrieval))
     if report.dropped_features and not quiet:
         click.echo(f"Left out with their tables: {', '.join(report.dropped_features)}", err=True)
     if as_json:
@@ -252,6 +263,7 @@ def _run(checkpoint: str, request: dict[str, Any], as_json: bool, quiet: bool) -
             f"(streamed in {report.stream_seconds:.2f} s, {rate:.0f} MB/s); peak memory {report.peak_rss_bytes / 1e6:.0f} MB, "
             f"workers {report.worker_peak_rss_bytes / 1e6:.0f} MB"
         )
+        + (f"\n  {report_line(report.retrieval)}" if report.retrieval else "")
         + "".join(f"\n  {table}: {error}" for table, error in report.errors.items() if error.storage != "float32")
         + removed
     )

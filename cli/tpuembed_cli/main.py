@@ -29,10 +29,12 @@ _COMMANDS = {
     "head": "tpuembed_cli.head:head",
     "projector": "tpuembed_cli.stats:projector",
     "prune": "tpuembed_cli.versions:prune",
+    "recall": "tpuembed_cli.retrieval.recall:recall",
     "relocate": "tpuembed_cli.relocate:relocate",
     "rollback": "tpuembed_cli.versions:rollback",
     "serve": "tpuembed_cli.serve:serve",
     "stats": "tpuembed_cli.stats:stats",
+    "vectors": "tpuembed_cli.retrieval.vectors:vectors",
     "verify": "tpuembed_cli.verify:verify",
     "versions": "tpuembed_cli.versions:versions",
 }

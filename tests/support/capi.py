@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import ctypes
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 _CODES: dict[int, np.dtype[Any]] = {1: np.dtype(np.float32), 3: np.dtype(np.int32), 9: np.dtype(np.int64)}
-_STRING = 7
+_STRING, _STRING_SIZE = 7, 24  # the code of the type, and the bytes of a TF_TString
 
 
 class TensorFlowError(RuntimeError):
@@ -102,9 +103,9 @@ def c_library(package: Path) -> ctypes.CDLL:
     ctypes.CDLL(str(package / "libtensorflow_framework.so.2"))
     tf = ctypes.CDLL(str(package / "libtensorflow_cc.so.2"))
     pointers = ("TF_NewStatus", "TF_NewGraph", "TF_NewSessionOptions", "TF_LoadSessionFromSavedModel")
-    for name in (*pointers, "TF_GraphOperationByName", "TF_AllocateTensor", "TF_TensorData"):
+    for name in (*pointers, "TF_GraphOperationByName", "TF_AllocateTensor", "TF_TensorData", "TF_StringGetDataPointer"):
         getattr(tf, name).restype = ctypes.c_void_p
-    tf.TF_TensorByteSize.restype = ctypes.c_size_t
+    tf.TF_TensorByteSize.restype = tf.TF_StringGetSize.restype = ctypes.c_size_t
     tf.TF_Dim.restype = ctypes.c_int64
     tf.TF_Message.restype = ctypes.c_char_p
     return tf
@@ -166,21 +167,26 @@ class Session:
         return tensor
 
     def _strings(self, values: Array) -> ctypes.c_void_p:
-        size = 24  # of a TF_TString
         dims = (ctypes.c_int64 * values.ndim)(*values.shape)
         tensor = ctypes.c_void_p(
-            self.tf.TF_AllocateTensor(_STRING, dims, values.ndim, ctypes.c_size_t(size * values.size))
+            self.tf.TF_AllocateTensor(_STRING, dims, values.ndim, ctypes.c_size_t(_STRING_SIZE * values.size))
         )
         start = self.tf.TF_TensorData(tensor)
         for index, value in enumerate(values.ravel().tolist()):
-            place = ctypes.c_void_p(start + size * index)
+            place = ctypes.c_void_p(start + _STRING_SIZE * index)
             self.tf.TF_StringInit(place)
             self.tf.TF_StringCopy(place, value, ctypes.c_size_t(len(value)))
         return tensor
 
     def array(self, tensor: ctypes.c_void_p) -> Array:
         shape = [self.tf.TF_Dim(tensor, axis) for axis in range(self.tf.TF_NumDims(tensor))]
-        data = ctypes.string_at(self.tf.TF_TensorData(tensor), self.tf.TF_TensorByteSize(tensor))
+        start = self.tf.TF_TensorData(tensor)
+        if self.tf.TF_TensorType(tensor) == _STRING:
+            places = [ctypes.c_void_p(start + _STRING_SIZE * index) for index in range(math.prod(shape))]
+            read = self.tf.TF_StringGetDataPointer, self.tf.TF_StringGetSize
+            strings = [ctypes.string_at(read[0](place), read[1](place)) for place in places]
+            return np.array(strings, object).reshape(shape)
+        data = ctypes.string_at(start, self.tf.TF_TensorByteSize(tensor))
         dtype = _CODES[int(self.tf.TF_TensorType(tensor))]
         return np.frombuffer(data, dtype).reshape(shape)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuembed.export.storage.error import TableError
-from tpuembed.manifest import BaseEntry, VocabularyEntry
+from tpuembed.manifest import BaseEntry, RetrievalEntry, VocabularyEntry
 
 __all__ = ["ExportReport", "StreamReport"]
 
@@ -59,6 +59,7 @@ class ExportReport:
         rows_changed: number of rows in the overlay; None for a full version.
         rows_compared: number of rows that were compared with those of the base; stamps told about the others. None for
             a full version.
+        retrieval: the index of candidates of `export_retrieval`; None for other exports.
         errors: by table, the differences of looked up values from float32.
         seconds: duration of the whole export.
         stream_seconds: the part of it from the first table byte to the last fsync.
@@ -82,6 +83,7 @@ class ExportReport:
     base: int | None = None
     rows_changed: int | None = None
     rows_compared: int | None = None
+    retrieval: RetrievalEntry | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""

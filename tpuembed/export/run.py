@@ -169,6 +169,7 @@ def run_export(
         base=None if streamed.base is None else streamed.base.version,
         rows_changed=done.rows_changed,
         rows_compared=done.rows_compared,
+        retrieval=done.graph.retrieval,
     )
 
 

@@ -1,5 +1,10 @@
 """Retrieval: the best candidates for a query, found in an index that is exported with the query's model.
 
-`export_retrieval` writes the index and its graph. `candidates` collects the vectors, `partitions` divides them, `search`
-finds the best ones with stock operations of TensorFlow.
+`tpuembed.export_retrieval` writes the index and its graph: `candidates` collects the vectors, `partitions` divides them, `search`
+finds the best ones with stock operations of TensorFlow. Importing this module imports no TensorFlow.
 """
+
+from tpuembed.retrieval.recall import RecallReport, measure_recall
+from tpuembed.retrieval.vectors import VectorsReport, write_vectors
+
+__all__ = ["RecallReport", "VectorsReport", "measure_recall", "write_vectors"]

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.checkpoint import Checkpoint
+from tpuembed.checkpoint.tools.exports import ReadableTables
 from tpuembed.errors import ConfigError, reason
 from tpuembed.retrieval.partitions import Floats
 from tpuembed.vocabulary import Vocabulary
@@ -197,7 +197,7 @@ def _check_new(ids: Ids, seen: Vocabulary, first: int) -> None:
 # ---- sources
 
 
-def of_table(checkpoint: Checkpoint, given: str, ids: Ids | None, tags: Any) -> Iterator[Batch]:
+def of_table(checkpoint: ReadableTables, given: str, ids: Ids | None, tags: Any) -> Iterator[Batch]:
     """Yield the rows of a table, "table:NAME", with their numbers or their names as ids.
 
     Rows of a table with a vocabulary that have no name are no candidates.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.config import QuantizationConfig
-from tpuembed.config.checks import check_choice, check_count, check_number
+from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError, reason
 from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.options import ExportOptions
@@ -32,10 +32,9 @@ from tpuembed.retrieval.partitions import (
     centroids_of,
     count_for,
     in_order,
-    ranks,
-    true_neighbours,
 )
 from tpuembed.retrieval.reader import ORDER, WithCandidates
+from tpuembed.retrieval.recall import QUERIES, check_recall, inputs_of, measured
 
 if TYPE_CHECKING:
     from tpuembed.export.graph.keras_model import Factory
@@ -49,7 +48,6 @@ _METRICS: Final = ("dot", "cosine")
 _MOST_EXACT: Final = 200_000
 """With "auto", more candidates get an index "ivf"."""
 _MIN_RECALL: Final = 0.95
-_QUERIES: Final = 1000
 _ROWS_OF_CENTROID: Final = 128
 _TABLE: Final = "table:"
 
@@ -65,7 +63,7 @@ def export_retrieval(
     metric: str = "dot",
     ids: Any = None,
     tags: Any = None,
-    queries: Mapping[str, Any] | None = None,
+    queries: Any = None,
     min_recall: float | None = None,
     on_progress: Progress | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
@@ -93,8 +91,9 @@ def export_retrieval(
         ids: of the candidates of a table or an array: int64 or strings, [n], or a .npy file, or a file with a string per line. None
             for the rows' names of a table with a vocabulary, and else their numbers.
         tags: of the same candidates: uint64 [n], a bit for each tag, or a .npy file.
-        queries: inputs of the query's tower, {name: array}, to measure the recall of an index "ivf" with. None for 1,000 rows of
-            the table that the query looks up in, if its only input is an id of one table, else 1,000 candidates.
+        queries: inputs of the query's tower, to measure the recall of an index "ivf" with: {name: array}, or an array for the only
+            input. Or their .npy file, or a .npz file with an array for each name. None for 1,000 rows of the table that the query
+            looks up in, if its only input is an id of one table, else 1,000 candidates.
         min_recall: the share of the `k` best candidates that a search of an index "ivf" has to find on average, above 0 and at most
             1. The number of partitions to search is chosen for it. None is 0.95.
         on_progress: called with (bytes done, bytes in total) of the tables and the candidates.
@@ -107,10 +106,7 @@ def export_retrieval(
     check_count("k", k)
     check_choice("index", index, _INDEXES)
     check_choice("metric", metric, _METRICS)
-    if min_recall is not None:
-        check_number("min_recall", min_recall, 0, above=True)
-        if min_recall > 1:
-            raise ConfigError(f"min_recall must be at most 1, got {min_recall!r}.")
+    check_recall(min_recall)
     chosen = ExportOptions.of("export_retrieval", options)
     if chosen.base is not None:
         raise ConfigError(f"base {chosen.base}: a retrieval is exported in full. Leave base out.")
@@ -246,7 +242,7 @@ class _Index:
         self,
         checkpoint: Checkpoint,
         query: "str | Factory",
-        queries: Mapping[str, Any] | None,
+        queries: Any,
         metric: str,
         min_recall: float,
     ) -> "_Index":
@@ -255,22 +251,14 @@ class _Index:
 
         tower = Tower(checkpoint, query)
         vectors, measured_on = _query_vectors(tower, queries, self.candidates)
-        if vectors.shape[1] != self.candidates.dim:
-            raise ConfigError(
-                f"query: its vectors have the width {vectors.shape[1]}, and the candidates {self.candidates.dim}. Give the towers "
-                "of one model."
-            )
-        if metric == "cosine":
-            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-            vectors = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
-        best = true_neighbours(vectors, self.candidates.batches(), min(self.entry.k, self.candidates.count))
-        place = ranks(vectors, self.arrays["centroids"], self.partitions[best])
-        found = np.bincount(place.ravel(), minlength=self.entry.partitions).cumsum() / place.size
-        nprobe = int(np.argmax(found >= min_recall)) + 1
-        steps = sorted({1 << power for power in range(self.entry.partitions.bit_length())} | {nprobe})
-        recall = tuple((step, float(found[step - 1])) for step in steps if step <= self.entry.partitions)
-        entry = dataclasses.replace(
-            self.entry, nprobe=nprobe, recall=recall, measured_on=measured_on, min_recall=float(min_recall)
+        entry = measured(
+            dataclasses.replace(self.entry, metric=metric),
+            vectors,
+            self.candidates.batches(),
+            self.arrays["centroids"],
+            self.partitions,
+            measured_on,
+            min_recall,
         )
         return dataclasses.replace(self, entry=entry)
 
@@ -296,14 +284,12 @@ def _sample(candidates: Candidates, count: int) -> Floats:
 def _query_vectors(tower: "Tower", queries: Any, candidates: Candidates) -> tuple[Floats, str]:
     """Return the vectors to measure the recall with, and what they are of."""
     if queries is not None:
-        if not isinstance(queries, Mapping) or not queries:
-            raise ConfigError(f"queries must be {{input: array}}, got {type(queries).__name__}.")
-        return tower(queries), "queries"
-    own = tower.own_rows(_QUERIES)
+        return tower(inputs_of(tower.input_names, queries)), "queries"
+    own = tower.own_rows(QUERIES)
     if own is not None:
         with contextlib.suppress(ConfigError):  # the input is something else than rows of that table
             return tower(own), "rows"
-    return _sample(candidates, _QUERIES), "candidates"
+    return _sample(candidates, QUERIES), "candidates"
 
 
 class _Request:

@@ -18,19 +18,18 @@ from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.storage.formats import STORAGES
 from tpuembed.manifest import ArrayEntry, Packing, RetrievalEntry, VocabularyEntry
 from tpuembed.retrieval.partitions import BLOCK_ROWS
+from tpuembed.retrieval.recall import PROBES
 from tpuembed.retrieval.search import search_all, search_partitions
 from tpuembed.retrieval.towers import only_output
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["EXCLUDE", "INDEX_FOLDER", "PROBES", "REQUIRE", "IndexArrays", "RetrievalModel"]
+__all__ = ["EXCLUDE", "INDEX_FOLDER", "REQUIRE", "IndexArrays", "RetrievalModel"]
 
 Tensor = Any
 
 EXCLUDE: Final = "exclude"
 REQUIRE: Final = "require_tags"
 INDEX_FOLDER: Final = "index"
-PROBES: Final = "tpuembed_nprobe"
-"""The name of the constants in the graph with the number of partitions that a search reads."""
 _LOWEST: Final = float("-inf")
 _WRITE_BYTES: Final = 8 << 20
 
@@ -165,14 +164,14 @@ class RetrievalModel(ExportableModel):
             return tf.bitwise.bitwise_and(some, wanted) == wanted
 
         def all_pass(first: Tensor, size: Tensor) -> Tensor:
-            found = (tf.slice(ids, [first], [size]) >= 0)[None]
+            found = (tf.slice(ids, [first], [size]) != -1)[None]
             if require is None:
                 return found
             some = tf.zeros([1], tf.int64) if tags is None else tf.slice(tags, [first], [size])
             return found & have(some[None], require[:, None])
 
         def some_pass(places: Tensor, number: Tensor) -> Tensor:
-            found = tf.gather(ids, places) >= 0
+            found = tf.gather(ids, places) != -1
             if require is None:
                 return found
             some = tf.zeros([1], tf.int64) if tags is None else tf.gather(tags, places)

@@ -112,7 +112,9 @@ def true_neighbours(queries: Floats, batches: Iterator[tuple[int, Floats]], k: i
     """
     best = np.full((len(queries), 0), -1, np.int64)
     scores = np.empty((len(queries), 0), np.float32)
-    for first, rows in batches:
+    step = max(1, _SCORES_BYTES // (4 * max(1, len(queries))))
+    pieces = ((first + at, rows[at : at + step]) for first, rows in batches for at in range(0, len(rows), step))
+    for first, rows in pieces:
         found = queries @ rows.T
         few = min(k, found.shape[1])
         least = np.partition(found, found.shape[1] - few, axis=1)[:, found.shape[1] - few, None]

@@ -94,6 +94,11 @@ class Tower:
         tables.open(quantization_of(checkpoint.layer_config, tables.quantization))
         self._tables, self._checkpoint = tables, checkpoint
 
+    @property
+    def input_names(self) -> frozenset[str]:
+        """Return the names of the model's inputs."""
+        return frozenset(self._model.input_specs())
+
     def __call__(self, inputs: Mapping[str, Any]) -> npt.NDArray[np.float32]:
         """Return the vectors, float32 [batch, dim], of the model's `inputs`. Others are ignored.
 

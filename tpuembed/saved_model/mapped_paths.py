@@ -20,7 +20,15 @@ from tpuembed.errors import ConfigError
 from tpuembed.manifest import ArrayEntry, Manifest
 from tpuembed.protobuf import MalformedError, Message, bytes_field, edit_messages
 
-__all__ = ["MappedTensor", "graph_crc32c", "mapped_folders", "mapped_from", "mapped_tensors", "replace_paths"]
+__all__ = [
+    "MappedTensor",
+    "edit_nodes",
+    "graph_crc32c",
+    "mapped_folders",
+    "mapped_from",
+    "mapped_tensors",
+    "replace_paths",
+]
 
 _OP: Final = b"ImmutableConst"
 _PATH: Final = b"memory_region_name"
@@ -60,7 +68,7 @@ def mapped_tensors(graph: bytes) -> set[MappedTensor]:
             found.add(tensor)
         return node
 
-    _edit_nodes(graph, note)
+    edit_nodes(graph, _OP, note)
     return found
 
 
@@ -78,7 +86,7 @@ def replace_paths(graph: bytes, paths: Mapping[str, str]) -> bytes:
         path = paths[tensor.path]
         return edit_messages(node, (_NODE_ATTR,), lambda entry: _with_path(entry, path))
 
-    return _edit_nodes(graph, replace)
+    return edit_nodes(graph, _OP, replace)
 
 
 def mapped_from(graph: bytes, manifest: Manifest, folder: PurePath) -> bytes:
@@ -114,9 +122,10 @@ def mapped_folders(graph: bytes, manifest: Manifest) -> set[str]:
     return {path.removesuffix(f"/{array.file}") for path, array in _places(graph, manifest)}
 
 
-def _edit_nodes(graph: bytes, edit: Callable[[bytes], bytes]) -> bytes:
+def edit_nodes(graph: bytes, word: bytes, edit: Callable[[bytes], bytes]) -> bytes:
+    """Return saved_model.pb with what `edit` makes of each NodeDef whose bytes have `word` in them."""
     for path in _NODES:
-        graph = edit_messages(graph, path, lambda node: edit(node) if _OP in node else node)
+        graph = edit_messages(graph, path, lambda node: edit(node) if word in node else node)
     return graph
 
 

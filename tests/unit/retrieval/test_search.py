@@ -13,7 +13,7 @@ RANDOM = np.random.default_rng(3)
 def test_the_best_scores_are_those_of_a_stable_sort() -> None:
     function = tf.function(best, input_signature=[tf.TensorSpec([None, None], tf.float32), tf.TensorSpec([], tf.int32)])
     for _ in range(150):
-        batch, n, k = RANDOM.integers(0, 4), RANDOM.integers(0, 1500), int(RANDOM.integers(1, 40))
+        batch, n, k = (int(RANDOM.integers(*limits)) for limits in ((0, 4), (0, 1500), (1, 40)))
         scores = RANDOM.integers(0, RANDOM.integers(2, 200), (batch, n)).astype(np.float32)  # with many ties
         scores[RANDOM.random(scores.shape) < RANDOM.choice([0, 0.5])] = -np.inf
         found, places = (value.numpy() for value in function(scores, k))
@@ -56,8 +56,7 @@ def test_true_neighbours_are_those_of_a_stable_sort(k: int) -> None:
 
 
 def test_ranks_are_the_order_of_the_search() -> None:
-    queries, centroids = RANDOM.standard_normal((20, 5)), RANDOM.standard_normal((13, 5))
-    queries, centroids = queries.astype(np.float32), centroids.astype(np.float32)
+    queries, centroids = (RANDOM.standard_normal((count, 5)).astype(np.float32) for count in (20, 13))
     partitions = RANDOM.integers(-1, 13, (20, 4)).astype(np.int32)
     found = ranks(queries, centroids, partitions)
     for query in range(20):

@@ -1,0 +1,1 @@
+"""Exports of retrieval: their options, recall and vectors."""

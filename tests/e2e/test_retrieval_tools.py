@@ -1,0 +1,171 @@
+"""`recall`, `vectors` and `describe` of retrieval exports, against numpy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import tensorflow as tf
+
+from tests.support import capi
+from tests.support.serving.process import run_command
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_retrieval
+from tpuembed.checkpoint.tools import verify_files
+from tpuembed.errors import ConfigError
+from tpuembed.manifest import Manifest
+from tpuembed.retrieval.recall import measure_recall
+from tpuembed.retrieval.vectors import write_vectors
+
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
+USERS, FILMS, DIM, K = 300, 6000, 5, 10
+NAMES = [b"film \xc3\xa9 %d" % number for number in range(FILMS)]
+
+
+def query() -> keras.Model:
+    ids = keras.Input((), dtype="int64", name="user")
+    layer = TPUEmbedding({"user": FeatureConfig(TableConfig(USERS, DIM, "users"))}, optimizer="sgd", name="of_user")
+    return keras.Model({"user": ids}, layer({"user": ids})["user"])
+
+
+class Exports:
+    def __init__(self, folder: Path) -> None:
+        random = np.random.default_rng(5)
+        model = query()
+        self.users = random.standard_normal((USERS, DIM)).astype(np.float32)
+        self.films = random.standard_normal((FILMS, DIM)).astype(np.float32)
+        next(iter(model.layers[1].embedding_tables.values())).assign(self.users)
+        self.prefix = tf.train.Checkpoint(model=model).write(str(folder / "ckpt"))
+        order = np.argsort(-(self.users.astype(np.float64) @ self.films.T), axis=1, kind="stable")
+        self.best = order[:, :K]
+
+    def export(self, model_dir: Path, **options: Any) -> Path:
+        done = export_retrieval(
+            self.prefix, model_dir, query=query, candidates=self.films, k=K, index="ivf", min_recall=0.5, **options
+        )
+        return done.path
+
+    def recall_of_answers(self, version: Path, names: bool) -> float:
+        ids = capi.predict(version, {"user": np.arange(USERS)})["ids"]
+        numbers = [[NAMES.index(one) if names else one for one in row] for row in ids.tolist()]
+        return float(
+            np.mean([len(set(got) & set(want)) / K for got, want in zip(numbers, self.best.tolist(), strict=True)])
+        )
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
+    return Exports(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.mark.parametrize(("layout", "names"), [("variables", False), ("mmap", True)])
+def test_the_measured_recall_is_that_of_the_answers(exports: Exports, tmp_path: Path, layout: str, names: bool) -> None:
+    version = exports.export(tmp_path / "m", layout=layout, ids=NAMES if names else None)
+    np.savez(tmp_path / "users.npz", user=np.arange(USERS, dtype=np.int32))
+    found = measure_recall(version, queries=tmp_path / "users.npz").retrieval
+    assert found.nprobe < found.partitions == found.recall[-1][0]
+    assert found.recall[-1][1] == 1
+    assert dict(found.recall)[found.nprobe] == pytest.approx(exports.recall_of_answers(version, names), abs=1e-9)
+    arguments: list[str | Path] = [
+        "recall",
+        tmp_path / "m",
+        "--queries",
+        tmp_path / "users.npz",
+        "--min-recall",
+        "0.9",
+        "--json",
+    ]
+    report = json.loads(run_command(*arguments).stdout)
+    assert report["changed"]
+    searched = report["retrieval"]["nprobe"]
+    recalls = dict(report["retrieval"]["recall"])
+    assert recalls[searched] >= 0.9
+    assert recalls[searched] == pytest.approx(exports.recall_of_answers(version, names), abs=1e-9)
+    manifest = Manifest.read(version)
+    assert manifest is not None
+    assert manifest.retrieval is not None
+    assert (manifest.retrieval.nprobe, manifest.retrieval.min_recall) == (searched, 0.9)
+    assert not verify_files(version).damaged
+    described = run_command("describe", version).stdout
+    assert f"{recalls[searched]:.4f}" in described
+
+
+def test_what_has_no_recall_is_refused(exports: Exports, tmp_path: Path) -> None:
+    exact = export_retrieval(exports.prefix, tmp_path / "m", query=query, candidates="table:users", k=3).path
+    with pytest.raises(ConfigError, match="its index is exact"):
+        measure_recall(exact)
+    with pytest.raises(ConfigError, match="not an export"):
+        measure_recall(exports.prefix)
+    version = exports.export(tmp_path / "ivf")
+    with pytest.raises(ConfigError, match=r"takes 'user', which is not among 'usr'|not among usr"):
+        measure_recall(version, queries={"usr": [1]})
+    with pytest.raises(ConfigError, match="at most 1"):
+        measure_recall(version, min_recall=2)
+    with pytest.raises(ConfigError, match="cannot answer them"):
+        measure_recall(version, queries=np.array([USERS]))
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_candidates_are_written_with_their_ids(exports: Exports, tmp_path: Path, names: bool) -> None:
+    ids = np.arange(FILMS) * 3 - 7000
+    version = exports.export(tmp_path / "m", ids=NAMES if names else np.where(ids < 0, ids - 2, ids), layout="mmap")
+    given = np.where(ids < 0, ids - 2, ids).tolist()
+    report = write_vectors(version, tmp_path / "v.npy")
+    assert (report.count, report.dim, report.table) == (FILMS, DIM, None)
+    vectors = np.load(tmp_path / "v.npy")
+    if names:
+        found = [NAMES.index(line) for line in (tmp_path / "v.ids.txt").read_bytes().splitlines()]
+    else:
+        found = [given.index(one) for one in np.load(tmp_path / "v.ids.npy").tolist()]
+    assert sorted(found) == list(range(FILMS))
+    np.testing.assert_array_equal(vectors, exports.films[found])
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "v.npy", "v.ids.txt" if names else "v.ids.npy"}
+    done = run_command("vectors", str(tmp_path / "m"), "--out", str(tmp_path / "v.parquet"))
+    assert f"{FILMS:,} vectors of width {DIM}" in done.stdout
+    table = pq.read_table(tmp_path / "v.parquet").to_pydict()
+    np.testing.assert_array_equal(np.array(table["vector"], np.float32), vectors)
+    assert table["id"] == [NAMES[one].decode() if names else given[one] for one in found]
+    again = export_retrieval(  # the files are candidates themselves
+        exports.prefix, tmp_path / "again", query=query, candidates=tmp_path / "v.npy", ids=report.ids_path, k=K
+    )
+    assert exports.recall_of_answers(again.path, names=names) == 1 if names else again.path.exists()
+
+
+def test_rows_of_tables_are_written_with_their_names(exports: Exports, tmp_path: Path) -> None:
+    names = Vocabulary(["a\nb", "ann", "eve"], oov_buckets=1)
+    layer = TPUEmbedding(
+        {"name": FeatureConfig(TableConfig(6, DIM, "named"), vocabulary=names)}, optimizer="sgd", name="named_layer"
+    )
+    layer({"name": tf.constant(["ann"])})
+    prefix = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
+    write_vectors(prefix, tmp_path / "v.parquet")
+    assert pq.read_table(tmp_path / "v.parquet")["id"].to_pylist() == ["a\nb", "ann", "eve"]
+    with pytest.raises(ConfigError, match="has a line break"):
+        write_vectors(prefix, tmp_path / "v.npy")
+    assert not list(tmp_path.glob("*v.*npy*"))
+    write_vectors(exports.prefix, tmp_path / "u.npy", table="users")
+    np.testing.assert_array_equal(np.load(tmp_path / "u.npy"), exports.users)
+    np.testing.assert_array_equal(np.load(tmp_path / "u.ids.npy"), np.arange(USERS))
+    for out, table, says in (("u.csv", None, "must end in"), ("no/u.npy", None, "cannot be written")):
+        with pytest.raises(ConfigError, match=says):
+            write_vectors(exports.prefix, tmp_path / out, table=table)
+
+
+def test_options_of_a_retrieval_need_one(exports: Exports, tmp_path: Path) -> None:
+    end = ["--model", f"{__name__}:query", "--retrieve-from", "table:users"]
+    for arguments, says in (
+        (["--k", "5"], "--k needs --retrieve-from"),
+        (["--retrieve-from", "table:users"], "--retrieve-from needs --model"),
+        ([*end, "--table", "users"], "--table: an export with --retrieve-from does not have it"),
+        ([*end, "--dry-run"], "has no plan before it has read the candidates"),
+        ([*end, "--base", "latest"], "Leave --base out"),
+        ([*end, "--index", "exact", "--queries", "no.npy"], "this one is exact"),
+    ):
+        done = run_command("export", exports.prefix, str(tmp_path / "m"), *arguments)
+        assert says in done.stderr
+        assert not (tmp_path / "m").exists()
+    done = run_command("export", exports.prefix, str(tmp_path / "m"), *end, "--k", "3", "--metric", "cosine")
+    assert f"{USERS} candidates, the best 3 by cosine, index exact" in done.stdout
