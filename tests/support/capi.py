@@ -20,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-_CODES: dict[int, np.dtype[Any]] = {1: np.dtype(np.float32), 3: np.dtype(np.int32), 9: np.dtype(np.int64)}
+_CODES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(kind) for code, kind in ((1, np.float32), (3, np.int32), (9, np.int64), (23, np.uint64))
+}
 _STRING, _STRING_SIZE = 7, 24  # the code of the type, and the bytes of a TF_TString
 
 

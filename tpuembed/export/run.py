@@ -111,11 +111,13 @@ def run_export(
     source: Source | None = None,
     engine: Engine | None = None,
     on_progress: Progress | None = None,
+    instead: "Callable[[], tuple[Checkpoint, ExportRequest, Source]] | None" = None,
 ) -> ExportReport:
     """Export `request` of `checkpoint` into `model_dir`.
 
     Args:
         source: the source that the engine's tasks open; None for the checkpoint's own path.
+        instead: returns what to export if a full version has to be written in place of an overlay; None for the same.
         engine: None for the one that `options` names.
 
     Raises:
@@ -132,6 +134,12 @@ def run_export(
     done = None
     if options.base is not None:
         done = _overlay(checkpoint, request, plan, model_dir, options, source, bound, facts, histories, on_progress)
+        if done is None and instead is not None:
+            checkpoint, request, source = instead()
+            full = dataclasses.replace(options, base=None, max_overlay=None)
+            return run_export(
+                checkpoint, request, model_dir, full, source=source, engine=engine, on_progress=on_progress
+            )
     if done is None:
         writer = choose_writer(model_dir, plan, options, source)
         writer.check()

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,15 +16,18 @@ from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError, reason
 from tpuembed.export.graph.roots import naming_roots
-from tpuembed.export.options import ExportOptions
+from tpuembed.export.options import BaseOption, ExportOptions
+from tpuembed.export.overlay.base import find_base
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import temporary_staging
 from tpuembed.export.publish.version_writer import naming_model_dir
 from tpuembed.export.report import ExportReport
 from tpuembed.export.run import Progress, run_export
+from tpuembed.export.stream.shard import Source
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import RetrievalEntry
 from tpuembed.retrieval.candidates import Batch, Candidates, array_of, collect, of_array, of_table, of_tower
+from tpuembed.retrieval.opened import OpenedRetrieval, open_retrieval
 from tpuembed.retrieval.partitions import (
     BLOCK_ROWS,
     Floats,
@@ -98,7 +101,9 @@ def export_retrieval(
             1. The number of partitions to search is chosen for it. None is 0.95.
         on_progress: called with (bytes done, bytes in total) of the tables and the candidates.
         checkpoint_options: further arguments of `open_checkpoint`.
-        options: as `export_saved_model` takes them. The candidates are the table "candidates" in `storage`.
+        options: as `export_saved_model` takes them. The candidates are the table "candidates" in `storage`. With `base`, candidates
+            of its ids keep their places, and those that are new or have another vector are searched one by one, beside the
+            partitions. The partitions and their recall are the base's: `queries` and another `min_recall` are for full versions.
 
     Raises:
         TpuEmbedError: the export failed, and nothing was published.
@@ -108,8 +113,6 @@ def export_retrieval(
     check_choice("metric", metric, _METRICS)
     check_recall(min_recall)
     chosen = ExportOptions.of("export_retrieval", options)
-    if chosen.base is not None:
-        raise ConfigError(f"base {chosen.base}: a retrieval is exported in full. Leave base out.")
     if chosen.rows:
         raise ConfigError("rows: a retrieval has the whole tables of its query. Leave rows out.")
     with (
@@ -118,20 +121,54 @@ def export_retrieval(
         _working_folder(model_dir) as folder,
     ):
         found = collect(_batches(opened, candidates, ids, tags), folder, is_cosine=metric == "cosine")
-        made = _Index.of(found, index, k, chosen.max_memory_bytes)
-        if made.entry.index == "ivf":
-            made = made.tuned(opened, query, queries, metric, _MIN_RECALL if min_recall is None else min_recall)
-        elif queries is not None:
-            raise ConfigError(
-                'queries: they measure the recall of an index "ivf", and this one is exact. Leave them out.'
-            )
-        made = dataclasses.replace(made, entry=dataclasses.replace(made.entry, metric=metric))
-        name = "candidates" if "candidates" not in opened.tables() else "candidates_index"
-        joined = WithCandidates(
-            opened, name, folder, found.dim, f"{found.digest} {made.entry.index} {made.entry.partitions}"
+        table = "candidates" if "candidates" not in opened.tables() else "candidates_index"
+        recall = _MIN_RECALL if min_recall is None else min_recall
+
+        def joined(made: _Index) -> tuple[WithCandidates, _Request, Source]:
+            made = dataclasses.replace(made, entry=dataclasses.replace(made.entry, table=table, metric=metric))
+            what = f"{found.digest} {made.entry.index} {made.entry.partitions}"
+            tables = WithCandidates(opened, table, folder, found.dim, what)
+            return tables, _Request(tables, query, made), tables.source()
+
+        def anew() -> tuple[WithCandidates, _Request, Source]:
+            made = _Index.of(found, index, k, chosen.max_memory_bytes)
+            if made.entry.index == "ivf":
+                made = made.tuned(opened, query, queries, metric, recall)
+            elif queries is not None:
+                raise ConfigError(
+                    'queries: they measure the recall of an index "ivf", and this one is exact. Leave them out.'
+                )
+            return joined(made)
+
+        base = _base_of(model_dir, chosen.base, lambda entry: _fits(entry, found, k, index, metric, min_recall))
+        tables, request, source = anew() if base is None else joined(_Index.on(base, found, k))
+        return run_export(
+            tables,
+            request,
+            model_dir,
+            chosen,
+            source=source,
+            on_progress=on_progress,
+            instead=None if base is None else anew,
         )
-        request = _Request(joined, query, dataclasses.replace(made, entry=dataclasses.replace(made.entry, table=name)))
-        return run_export(joined, request, model_dir, chosen, source=joined.source(), on_progress=on_progress)
+
+
+def _base_of(
+    model_dir: str | FilePath, base: BaseOption | None, fits: Callable[[RetrievalEntry], bool]
+) -> OpenedRetrieval | None:
+    """Return the retrieval that the export is an overlay of; None if there is none that fits."""
+    path = as_path(model_dir)
+    found = find_base(path, base) if base is not None and isinstance(path, Path) else ""
+    if isinstance(found, str) or found.manifest.retrieval is None or not fits(found.manifest.retrieval):
+        return None
+    with open_retrieval(found.path) as opened:
+        return opened
+
+
+def _fits(entry: RetrievalEntry, found: Candidates, k: int, index: str, metric: str, min_recall: float | None) -> bool:
+    """Return whether the candidates can keep their places, and the partitions what was measured of them."""
+    same = entry.metric == metric and entry.ids == found.dtype and index in ("auto", entry.index)
+    return same and (entry.index == "exact" or (entry.k == k and min_recall in (None, entry.min_recall)))
 
 
 @contextlib.contextmanager
@@ -218,12 +255,7 @@ class _Index:
         order = np.memmap(folder / ORDER, np.int64, "r")
         if kind == "ivf":
             arrays["first_blocks"] = first
-        if candidates.dtype == "int64":
-            arrays["ids"] = _placed(folder / "placed_ids", order, candidates.ids, -1)
-        else:
-            arrays |= {"ids": order, "names": candidates.ids, "offsets": candidates.offsets}
-        if candidates.has_tags:
-            arrays["tags"] = _placed(folder / "placed_tags", order, candidates.tags.view(np.int64), 0)
+        arrays |= _by_place(candidates, order)
         entry = RetrievalEntry(
             table="",
             candidates=candidates.count,
@@ -237,6 +269,26 @@ class _Index:
             nprobe=1 if kind == "ivf" else 0,
         )
         return cls(candidates, entry, arrays, partitions)
+
+    @classmethod
+    def on(cls, base: OpenedRetrieval, candidates: Candidates, k: int) -> "_Index":
+        """Give candidates the places that their ids have in `base`, and new ones the places after its rows."""
+        folder = candidates.folder
+        places = base.places_of(candidates.batches_of_ids())
+        new = np.flatnonzero(places < 0)
+        places[new] = base.rows + np.arange(len(new))
+        rows = base.rows + -(-len(new) // BLOCK_ROWS) * BLOCK_ROWS
+        order = np.memmap(folder / ORDER, np.int64, "w+", shape=(rows,))
+        order[:] = -1
+        order[places] = np.arange(candidates.count)
+        order.flush()
+        kept: dict[str, Any] = {
+            name: base.arrays[name] for name in ("centroids", "first_blocks") if name in base.arrays
+        }
+        entry = dataclasses.replace(
+            base.entry, candidates=candidates.count, k=k, has_tags=candidates.has_tags, arrays={}
+        )
+        return cls(candidates, entry, kept | _by_place(candidates, order), np.empty(0, np.int32))
 
     def tuned(
         self,
@@ -261,6 +313,18 @@ class _Index:
             min_recall,
         )
         return dataclasses.replace(self, entry=entry)
+
+
+def _by_place(candidates: Candidates, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of the ids and tags; see RetrievalEntry."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    if candidates.dtype == "int64":
+        arrays["ids"] = _placed(candidates.folder / "placed_ids", order, candidates.ids, -1)
+    else:
+        arrays |= {"ids": order, "names": candidates.ids, "offsets": candidates.offsets}
+    if candidates.has_tags:
+        arrays["tags"] = _placed(candidates.folder / "placed_tags", order, candidates.tags.view(np.int64), 0)
+    return arrays
 
 
 def _placed(path: Path, order: npt.NDArray[np.int64], values: npt.NDArray[Any], padding: int) -> npt.NDArray[np.int64]:

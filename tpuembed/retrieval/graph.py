@@ -84,7 +84,9 @@ class RetrievalModel(ExportableModel):
     def write_index(self, folder: Path, layout: str) -> tuple[Mapping[str, Any], RetrievalEntry | None]:
         """Write the arrays: with layout mmap into files, else into variables."""
         written: dict[str, ArrayEntry] = {}
-        for name, array in self._index.arrays.items():
+        overlay = self._tables.stack_of(self._entry.table)[0].overlay
+        fresh = {} if overlay is None else {"fresh": rows_of_words(overlay.words_file)}
+        for name, array in {**self._index.arrays, **fresh}.items():
             dtype = tf.as_dtype(array.dtype)
             if layout == "mmap":
                 file = f"{INDEX_FOLDER}/{name}"
@@ -151,10 +153,11 @@ class RetrievalModel(ExportableModel):
 
     def _search(self, vectors: Tensor, require: Tensor | None, k: Tensor) -> tuple[Tensor, Tensor]:
         entry = self._entry
-        plan, variable = self._tables.stack_of(entry.table)
+        plan, variables = self._tables.stack_of(entry.table)
         codec = STORAGES[plan.storage]
         columns = codec.columns(plan.dim)
-        stored = variable.read_value()
+        stored, *replaced = (variable.read_value() for variable in variables)
+        count = plan.rows if plan.overlay is None else plan.overlay.base_rows
         ids = self._arrays["ids"].read_value()
         tags = self._arrays["tags"].read_value() if entry.has_tags and require is not None else None
 
@@ -163,30 +166,57 @@ class RetrievalModel(ExportableModel):
             wanted = tf.bitcast(wanted, tf.int64)
             return tf.bitwise.bitwise_and(some, wanted) == wanted
 
+        def pass_at(places: Tensor, wanted: Tensor | None) -> Tensor:
+            found = tf.gather(ids, places) != -1
+            if wanted is None:
+                return found
+            return found & have(tf.gather(tags, places) if tags is not None else tf.zeros([1], tf.int64), wanted)
+
         def all_pass(first: Tensor, size: Tensor) -> Tensor:
+            """Return whether the rows from `first` on, a multiple of 32, may be found."""
             found = (tf.slice(ids, [first], [size]) != -1)[None]
+            if replaced:
+                words = tf.slice(replaced[1], [first // 32], [size // 32])
+                bits = tf.bitwise.right_shift(words[:, None], tf.range(32, dtype=tf.int64))
+                found &= tf.reshape(tf.bitwise.bitwise_and(bits, 1) == 0, [1, size])
             if require is None:
                 return found
             some = tf.zeros([1], tf.int64) if tags is None else tf.slice(tags, [first], [size])
             return found & have(some[None], require[:, None])
 
         def some_pass(places: Tensor, number: Tensor) -> Tensor:
-            found = tf.gather(ids, places) != -1
-            if require is None:
-                return found
-            some = tf.zeros([1], tf.int64) if tags is None else tf.gather(tags, places)
-            return found & have(some, require[number])
+            found = pass_at(places, None if require is None else require[number])
+            if replaced:
+                words = tf.gather(replaced[1], tf.bitwise.right_shift(places, 5))
+                bits = tf.bitwise.right_shift(words, tf.bitwise.bitwise_and(places, 31))
+                found &= tf.bitwise.bitwise_and(bits, 1) == 0
+            return found
 
         if entry.index == "exact":
             rows = lambda first, size: codec.decode_in_graph(tf.slice(stored, [first, 0], [size, columns]), plan.dim)  # noqa: E731
-            return search_all(vectors, rows, plan.rows, all_pass, k)
-        in_blocks = tf.reshape(stored, [plan.rows // BLOCK_ROWS, BLOCK_ROWS * columns])
-        blocks = lambda chosen: codec.decode_in_graph(  # noqa: E731
-            tf.reshape(tf.gather(in_blocks, chosen), [-1, columns]), plan.dim
+            scores, places = search_all(vectors, rows, count, all_pass, k)
+        else:
+            in_blocks = tf.reshape(stored, [count // BLOCK_ROWS, BLOCK_ROWS * columns])
+            blocks = lambda chosen: codec.decode_in_graph(  # noqa: E731
+                tf.reshape(tf.gather(in_blocks, chosen), [-1, columns]), plan.dim
+            )
+            probes = tf.constant(entry.nprobe, tf.int32, name=PROBES)
+            centroids, first_blocks = (self._arrays[name].read_value() for name in ("centroids", "first_blocks"))
+            scores, places = search_partitions(vectors, centroids, first_blocks, blocks, some_pass, probes, k)
+        if plan.overlay is None:
+            return scores, places
+        fresh = self._arrays["fresh"].read_value()
+        found, at = search_all(
+            vectors,
+            lambda first, size: codec.decode_in_graph(tf.slice(replaced[0], [first, 0], [size, columns]), plan.dim),
+            plan.overlay.rows,
+            lambda first, size: pass_at(
+                tf.slice(fresh, [first], [size])[None], None if require is None else require[:, None]
+            ),
+            k,
         )
-        probes = tf.constant(entry.nprobe, tf.int32, name=PROBES)
-        centroids, first_blocks = (self._arrays[name].read_value() for name in ("centroids", "first_blocks"))
-        return search_partitions(vectors, centroids, first_blocks, blocks, some_pass, probes, k)
+        scores, order = tf.math.top_k(tf.concat([scores, found], 1), k)
+        return scores, tf.gather(tf.concat([places, tf.gather(fresh, at)], 1), order, batch_dims=1)
 
     def _names(self, numbers: Tensor) -> Tensor:
         """Return the strings of `numbers`, int64 [batch, n]; "" for -1."""
@@ -200,6 +230,12 @@ class RetrievalModel(ExportableModel):
         )
         joined = tf.strings.unsorted_segment_join(characters, places.value_rowids(), tf.size(flat))
         return tf.reshape(joined, tf.shape(numbers))
+
+
+def rows_of_words(file: Path) -> npt.NDArray[np.int64]:
+    """Return the rows of an overlay, sorted; see OverlayEntry.words."""
+    bits = np.fromfile(file, "<i4").reshape(-1, 2)[:, 0].copy().view(np.uint8)
+    return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
 
 
 def _write(folder: Path, name: str, file: str, array: npt.NDArray[Any]) -> ArrayEntry:

@@ -15,12 +15,14 @@ from tpuembed.manifest import Manifest
 from tpuembed.retrieval.candidates import Ids
 from tpuembed.retrieval.partitions import BLOCK_ROWS, Floats
 from tpuembed.tensor_bundle.reader import Bundle
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["OpenedRetrieval", "open_retrieval"]
 
 Integers = npt.NDArray[np.int64]
 
 _BATCH_BYTES: Final = 32 << 20
+_IDS_AT_ONCE: Final = 1 << 18
 _TYPES: Final = {"names": np.uint8, "centroids": np.float32}
 """Of the arrays that are not int64."""
 
@@ -57,6 +59,19 @@ class OpenedRetrieval:
         """Return the width of the vectors."""
         return self._tables.tables()[self.entry.table].dim
 
+    @property
+    def rows(self) -> int:
+        """Return the number of places, those of padding included."""
+        return len(self.arrays["ids"])
+
+    def places_of(self, batches: Iterator[Ids]) -> Integers:
+        """Return the place of each id, int64 [n]; -1 for one that is not there."""
+        known = Vocabulary(dtype="int64" if self.entry.ids == "int64" else "string")
+        for start in range(0, len(self.places), _IDS_AT_ONCE):
+            known.add(self.ids(start, start + _IDS_AT_ONCE))
+        numbers = np.concatenate([known.lookup(ids) for ids in batches])
+        return np.where(numbers < 0, -1, self.places[np.maximum(numbers, 0)])
+
     def batches(self) -> Iterator[tuple[int, Floats]]:
         """Yield the number of the first candidate, and the vectors from there on, [n, dim]."""
         rows, step, first = self._tables.tables()[self.entry.table].rows, max(1, _BATCH_BYTES // (4 * self.dim)), 0
@@ -76,8 +91,10 @@ class OpenedRetrieval:
         return [names[offsets[number] : offsets[number + 1]].tobytes() for number in numbers]
 
     def partitions(self) -> npt.NDArray[np.int32]:
-        """Return the partition of each candidate, int32 [candidates]."""
+        """Return the partition of each candidate, int32 [candidates]; -1 for one that every search finds."""
         found = np.searchsorted(self.arrays["first_blocks"], self.places // BLOCK_ROWS, side="right") - 1
+        if "fresh" in self.arrays:
+            found[np.isin(self.places, self.arrays["fresh"])] = -1
         return found.astype(np.int32)
 
 

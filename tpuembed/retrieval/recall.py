@@ -111,7 +111,7 @@ def measured(
         queries: the vectors to measure with, [queries, dim].
         batches: of the candidates: the number of the first, and their vectors.
         centroids: [partitions, dim].
-        partitions: of each candidate.
+        partitions: of each candidate; -1 for one that every search finds.
         measured_on: what the queries are.
         min_recall: choose the number of partitions to search for it; None leaves it.
     """
@@ -126,7 +126,7 @@ def measured(
         lengths = np.linalg.norm(queries, axis=1, keepdims=True)
         queries = np.divide(queries, lengths, out=np.zeros_like(queries), where=lengths > 0)
     best = true_neighbours(queries, batches, min(entry.k, entry.candidates))
-    place = ranks(queries, centroids, partitions[best])
+    place = np.maximum(ranks(queries, centroids, partitions[best]), 0)
     found = np.bincount(place.ravel(), minlength=entry.partitions).cumsum() / place.size
     nprobe = entry.nprobe if min_recall is None else int(np.argmax(found >= min_recall)) + 1
     steps = {1 << power for power in range(entry.partitions.bit_length())} | {nprobe, entry.partitions}

@@ -154,6 +154,11 @@ def write_full(
     Raises:
         ExportError: a file is damaged, or there is no room. Nothing was published.
     """
+    if manifest.retrieval is not None and manifest.retrieval.index == "ivf":
+        raise ConfigError(
+            f"{subject or f'version {source}'}: its new candidates are in no partition of the index, and only an export "
+            "makes partitions. Export the retrieval again, without base."
+        )
     check_free(model_dir, version)
     total = sum(stack.rows * stack.row_bytes for stack in manifest.stacks)
     tables = staging / "tables"
@@ -379,9 +384,14 @@ class _Graph:
     packing: Any
     from_activations: Any
     names: Any
+    retrieval: Any
 
 
 def _graph_of(manifest: Manifest) -> "SavedGraph":
+    retrieval = manifest.retrieval
+    if retrieval is not None:
+        arrays = {name: array for name, array in retrieval.arrays.items() if name != "fresh"}
+        retrieval = dataclasses.replace(retrieval, arrays=arrays)
     graph: Any = _Graph(
         array_keys={stack.name: stack.key for stack in manifest.stacks},
         signatures=manifest.signatures,
@@ -391,6 +401,7 @@ def _graph_of(manifest: Manifest) -> "SavedGraph":
         packing=manifest.packing,
         from_activations=manifest.from_activations,
         names=manifest.names,
+        retrieval=retrieval,
     )
     return graph
 

@@ -1,0 +1,160 @@
+"""Overlays of retrieval exports: candidates that come, change and go, against a dictionary that numpy searches."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import capi
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, apply_package, compact_version, export_retrieval
+from tpuembed.checkpoint.tools import verify_files
+from tpuembed.errors import ConfigError
+from tpuembed.manifest import Manifest
+from tpuembed.retrieval import measure_recall, write_vectors
+
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
+USERS, DIM, K = 40, 6, 15
+
+
+def query() -> keras.Model:
+    ids = keras.Input((), dtype="int64", name="user")
+    layer = TPUEmbedding({"user": FeatureConfig(TableConfig(USERS, DIM, "users"))}, optimizer="sgd", name="of_user")
+    return keras.Model({"user": ids}, layer({"user": ids})["user"])
+
+
+class Life:
+    """Candidates by id, each with a vector and tags; and a model whose users change too."""
+
+    def __init__(self, folder: Path, names: bool, seed: int) -> None:
+        self.random, self.names, self.folder = np.random.default_rng(seed), names, folder
+        self.model = query()
+        self.candidates: dict[Any, tuple[Any, int]] = {}
+        self.next = 0
+        self.come(4000)
+        self.users = self.vectors(USERS)
+
+    def vectors(self, count: int) -> Any:
+        return self.random.standard_normal((count, DIM)).astype(np.float32)
+
+    def come(self, count: int) -> None:
+        for vector in self.vectors(count):
+            self.next += 1
+            name = b"film \xff%d" % self.next if self.names else self.next * 3 - 6000
+            self.candidates[name] = vector, int(self.random.integers(4))
+
+    def change(self) -> None:
+        ids = list(self.candidates)
+        for number in self.random.choice(len(ids), 100, replace=False):
+            self.candidates[ids[number]] = self.vectors(1)[0] * 2, int(self.random.integers(4))
+        for number in self.random.choice(len(ids), 100, replace=False):  # tags alone
+            self.candidates[ids[number]] = self.candidates[ids[number]][0], int(self.random.integers(4))
+        for number in self.random.choice(len(ids), 60, replace=False):
+            del self.candidates[ids[number]]
+        self.come(int(self.random.integers(80)))
+        self.users[:5] = self.vectors(5)
+
+    def export(self, model_dir: Path, **options: Any) -> Path:
+        next(iter(self.model.layers[1].embedding_tables.values())).assign(self.users)
+        prefix = tf.train.Checkpoint(model=self.model).write(str(self.folder / "ckpt"))
+        order = self.random.permutation(len(self.candidates))
+        ids = [list(self.candidates)[number] for number in order]
+        vectors = np.stack([self.candidates[one][0] for one in ids])
+        tags = [self.candidates[one][1] for one in ids]
+        return export_retrieval(
+            prefix, model_dir, query=query, candidates=vectors, ids=ids, tags=tags, k=K, **options
+        ).path
+
+    def check(self, version: Path, *, is_exact: bool) -> None:
+        """Every search is right: its scores are those of its ids, and with an exact index no better one is missing."""
+        ids = list(self.candidates)
+        scores = self.users @ np.stack([self.candidates[one][0] for one in ids]).T
+        tags = np.array([self.candidates[one][1] for one in ids])
+        wanted = self.random.integers(0, 4, USERS).astype(np.uint64)
+        exclude = [[ids[number] for number in np.argsort(-row)[:3]] for row in scores]
+        out = np.array([np.isin(np.arange(len(ids)), np.argsort(-row)[:3]) for row in scores])
+        passes = ((tags[None] & wanted[:, None].astype(int)) == wanted[:, None].astype(int)) & ~out
+        found = capi.predict(version, {"user": np.arange(USERS)})
+        self._compare(found, scores, ids, is_exact)
+        inputs = {"user": np.arange(USERS), "exclude": np.array(exclude, object if self.names else np.int64)}
+        found = capi.predict(version, {**inputs, "require_tags": wanted}, signature="filtered")
+        self._compare(found, np.where(passes, scores, -np.inf), ids, is_exact)
+
+    def _compare(self, found: Any, scores: Any, ids: list[Any], is_exact: bool) -> None:
+        number_of = {one: number for number, one in enumerate(ids)}
+        numbers = np.array([[number_of[one] for one in row] for row in found["ids"].tolist()])
+        assert all(len(set(row)) == K for row in numbers.tolist())
+        got = np.take_along_axis(scores, numbers, 1)
+        np.testing.assert_allclose(found["scores"], got, rtol=1e-4, atol=1e-5)
+        if is_exact:
+            np.testing.assert_allclose(found["scores"], -np.sort(-scores, 1)[:, :K], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("index", "layout", "names", "storage"),
+    [
+        ("exact", "mmap", False, "float32"),
+        ("ivf", "variables", True, "float32"),
+        ("ivf", "mmap", False, "bfloat16"),
+    ],
+)
+def test_a_life_of_candidates(tmp_path: Path, index: str, layout: str, names: bool, storage: str) -> None:
+    life, model_dir = Life(tmp_path, names, seed=len(index + layout)), tmp_path / "m"
+    options: dict[str, Any] = {"index": index, "layout": layout}
+    if storage != "float32":  # of numbers that it holds
+        life.vectors = lambda count: life.random.integers(-100, 100, (count, DIM)).astype(np.float32)  # type: ignore[method-assign]
+        life.candidates.clear()
+        life.come(4000)
+        options["storage"] = {"candidates": storage}
+    life.check(life.export(model_dir, min_recall=1, **options), is_exact=True)
+    for number in (2, 3):
+        life.change()
+        version = life.export(model_dir, base="latest", max_overlay=0.5, **options)
+        manifest = Manifest.read(version)
+        assert manifest is not None
+        assert manifest.retrieval is not None
+        assert manifest.base is not None
+        assert (version.name, manifest.base.version) == (str(number), 1)
+        assert manifest.retrieval.candidates == len(life.candidates)
+        assert not verify_files(version).damaged
+        life.check(version, is_exact=index == "exact")
+    report = write_vectors(version, tmp_path / "v.npy")
+    assert report.count == len(life.candidates)
+    if index == "exact":
+        life.check(compact_version(model_dir).path, is_exact=True)
+    else:
+        with pytest.raises(ConfigError, match="only an export makes partitions"):
+            compact_version(model_dir)
+        recall = measure_recall(version, queries=np.arange(USERS), min_recall=1)
+        assert recall.retrieval.candidates == len(life.candidates)
+        life.check(version, is_exact=True)  # all the best of all users are found now
+
+
+def test_a_package_has_the_changes(tmp_path: Path) -> None:
+    life = Life(tmp_path, False, seed=3)
+    life.export(tmp_path / "a", index="ivf", layout="mmap", min_recall=1)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    life.change()
+    package = life.export(tmp_path / "a", base="latest", layout="mmap", delta_to=tmp_path / "deltas")
+    life.check(apply_package(package, tmp_path / "b").path, is_exact=False)
+
+
+def test_too_many_changes_make_a_full_version_with_partitions_of_its_own(tmp_path: Path) -> None:
+    life = Life(tmp_path, False, seed=4)
+    life.export(tmp_path / "m", index="ivf", min_recall=1)
+    life.come(1500)
+    with pytest.warns(UserWarning, match="Writing a full version"):
+        version = life.export(tmp_path / "m", index="ivf", base="latest", min_recall=1)
+    manifest = Manifest.read(version)
+    assert manifest is not None
+    assert manifest.retrieval is not None
+    assert manifest.base is None
+    assert manifest.retrieval.partitions == 5
+    life.check(version, is_exact=False)
+    with pytest.warns(UserWarning, match="Writing a full version"):  # the recall of another k is another one
+        version = life.export(tmp_path / "m", index="ivf", base="latest", min_recall=0.5, metric="cosine")
+    assert Manifest.read(version).retrieval.metric == "cosine"  # type: ignore[union-attr]
