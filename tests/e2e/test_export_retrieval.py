@@ -202,7 +202,7 @@ def wrong(**changed: Any) -> dict[str, Any]:
         (wrong(index="hnsw"), "must be one of auto, exact, ivf"),
         (wrong(min_recall=1.5), "at most 1"),
         (wrong(index="exact", queries={"user": [1]}), "this one is exact"),
-        (wrong(base="latest"), "exported in full"),
+        (wrong(rows={"users": (0, 9)}), "Leave rows out"),
     ],
 )
 def test_wrong_arguments_are_refused_and_nothing_is_left(

@@ -161,7 +161,7 @@ def test_options_of_a_retrieval_need_one(exports: Exports, tmp_path: Path) -> No
         (["--retrieve-from", "table:users"], "--retrieve-from needs --model"),
         ([*end, "--table", "users"], "--table: an export with --retrieve-from does not have it"),
         ([*end, "--dry-run"], "has no plan before it has read the candidates"),
-        ([*end, "--base", "latest"], "Leave --base out"),
+        ([*end, "--rows", "users=0:9"], "Leave rows out"),
         ([*end, "--index", "exact", "--queries", "no.npy"], "this one is exact"),
     ):
         done = run_command("export", exports.prefix, str(tmp_path / "m"), *arguments)
