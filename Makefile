@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $(STAMP) $(DEMO)
 
-tpuembed/_lookup.so: native/lookup.c native/build.py  # an installation compiles it too
+tpuembed/_lookup.so: native/lookup.c native/search.c native/rows.h native/build.py  # an installation compiles it too
 	@command -v cc gcc clang >/dev/null || [ -z "$$CI" ] || [ "$$(id -u)" != 0 ] || { apt-get -qq update && apt-get -qq install -y gcc libc6-dev; }
 	-$(PYTHON) native/build.py
 

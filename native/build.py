@@ -1,4 +1,4 @@
-"""Compile native/lookup.c into the package, with any C compiler: python native/build.py
+"""Compile native/lookup.c and native/search.c into the package, with any C compiler: python native/build.py
 
 `hatch_build.py` does the same when the package is installed or built.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "native/lookup.c"
+SOURCES = [ROOT / "native/lookup.c", ROOT / "native/search.c"]
 LIBRARY = ROOT / "tpuembed/_lookup.so"
 # Values must be those of TensorFlow, which rounds each product: no contraction to fused operations.
 FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
@@ -30,7 +30,7 @@ def compile_library(target: Path = LIBRARY, extra: Sequence[str] = ()) -> str:
         return "no C compiler was found: install gcc or clang, or set CC"
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder, target.name)
-        command = [*compilers[0], *FLAGS, *extra, "-fPIC", "-shared", "-o", str(made), str(SOURCE), "-lm"]
+        command = [*compilers[0], *FLAGS, *extra, "-fPIC", "-shared", "-o", str(made), *map(str, SOURCES), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -28,7 +28,7 @@ from tpuembed.errors import ConfigError, TpuEmbedError, reason
 from tpuembed.id_messages import MOST_OF_NAME, Span, outside_message, unknown_name_texts
 from tpuembed.manifest import STORAGE_TYPES, ArrayEntry, FeatureEntry, Manifest, NamesEntry, StackEntry, TableEntry
 
-__all__ = ["VARIANTS", "NativeLookups", "available", "refusal", "variant"]
+__all__ = ["VARIANTS", "NativeLookups", "available", "load_library", "mapped_array", "refusal", "variant"]
 
 Array = npt.NDArray[Any]
 
@@ -97,7 +97,7 @@ class _Place(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | str:
+def load_library() -> ctypes.CDLL | str:
     """Return the library, or the reason why there is none."""
     if not _LIBRARY.is_file():
         return "the package was installed without its C library; install a C compiler and tpuembed again"
@@ -109,8 +109,18 @@ def _library() -> ctypes.CDLL | str:
         library.tpuembed_read_ahead.restype = None
         library.tpuembed_read_ahead.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3]
         library.tpuembed_find_outside.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p]
+        library.tpuembed_search.restype = None
+        given: tuple[Any, ...] = ctypes.c_int64, *[ctypes.c_void_p] * 3
+        library.tpuembed_search.argtypes = [
+            *given,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            *given,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+        ]
         library.tpuembed_find_names.restype = ctypes.c_int64
-        strings = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
+        strings: tuple[Any, ...] = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
         library.tpuembed_find_names.argtypes = [*[ctypes.c_void_p] * 2, *strings, ctypes.c_void_p]
         layout = library.tpuembed_layout()
     except (OSError, AttributeError) as error:
@@ -121,13 +131,13 @@ def _library() -> ctypes.CDLL | str:
 
 def available() -> str:
     """Return "" if native lookups run on this machine, else the reason why not."""
-    library = _library()
+    library = load_library()
     return library if isinstance(library, str) else ""
 
 
 def variant() -> str:
     """Return the name of the build that this processor runs, one of VARIANTS. It needs `available`."""
-    library = _library()
+    library = load_library()
     assert not isinstance(library, str), library
     return VARIANTS[library.tpuembed_best_variant()]
 
@@ -174,7 +184,7 @@ class NativeLookups:
             ConfigError: there is no library (`available`), the export is not for it (`refusal`), contradicts itself, or
                 lacks a file.
         """
-        library = _library()
+        library = load_library()
         if fault := available() or refusal(manifest):
             raise ConfigError(f"native lookups of {version_dir}: {fault}.")
         assert not isinstance(library, str)
@@ -193,7 +203,9 @@ class NativeLookups:
         entries = [names[one.table] if one.names else None for one in self.features]
         of_stacks = [array for name in {table.stack for table in self._tables} for array in stacks[name].arrays]
         of_names = [array for entry in entries if entry is not None for array in entry.arrays]
-        self._arrays = {array.name: _mapped(version_dir, array) for array in dict.fromkeys([*of_stacks, *of_names])}
+        self._arrays = {
+            array.name: mapped_array(version_dir, array) for array in dict.fromkeys([*of_stacks, *of_names])
+        }
         made = [
             _checked(one, table, stacks[table.stack], self._arrays, divides_weights)
             for one, table in zip(self.features, self._tables, strict=True)
@@ -447,7 +459,7 @@ def _group_of(feature: FeatureEntry, tables: Mapping[str, TableEntry]) -> tuple[
     return _KINDS.index(kind), tables[feature.table].stack, combiner, feature.weighted, policy, alone
 
 
-def _mapped(version_dir: Path, array: ArrayEntry) -> Array:
+def mapped_array(version_dir: Path, array: ArrayEntry) -> Array:
     """Map the bytes of an array of a stack."""
     path = version_dir / array.file
     try:

@@ -145,7 +145,7 @@ def find_names(library: ctypes.CDLL, random: np.random.Generator) -> None:
 
 def main() -> None:
     native._LIBRARY = Path(sys.argv[1])  # type: ignore[misc]
-    library = native._library()
+    library = native.load_library()
     assert not isinstance(library, str), library
     random, stop = np.random.default_rng(int(sys.argv[2])), time.monotonic() + float(sys.argv[3])
     codes: set[int] = set()

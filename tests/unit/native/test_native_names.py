@@ -37,7 +37,7 @@ def find(
     names: list[Any], keys: Array, numbers: Array, *, salt: bytes = b"", oov_buckets: int = 0, padded: bool = False
 ) -> tuple[Array, int]:
     """Return the rows of the C library, and the first unknown name."""
-    library = native._library()
+    library = native.load_library()
     assert not isinstance(library, str)
     struct = native._Names(
         keys=keys.ctypes.data,

@@ -1,0 +1,168 @@
+"""Searches the index of a retrieval export by `native/search.c`, without TensorFlow.
+
+TensorFlow writes all scores into memory and then looks for the best. The C library keeps the best while it computes the scores.
+The results are those of the export's graph, up to the rounding of sums. Equal scores have the lower place first.
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tpuembed.manifest import STORAGE_TYPES, Manifest
+from tpuembed.native_lookup import VARIANTS, load_library, mapped_array, variant
+
+__all__ = ["Index", "NativeSearch", "search_ranges", "search_refusal"]
+
+Array = npt.NDArray[Any]
+
+_ROWS: Final = 256
+"""ROWS of search.c."""
+
+
+class Index(ctypes.Structure):
+    """`struct index` of search.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("rows", "places", "ids", "tags", "replaced")),
+        *((name, ctypes.c_int64) for name in ("storage", "dim", "row_bytes")),
+    ]
+
+
+def search_ranges(
+    index: Index, queries: Array, wanted: Array | None, ranges: Array, scores: Array, places: Array
+) -> None:
+    """Write the best of some rows of the index: scores, float32 [batch, k], and places, int64 [batch, k].
+
+    Args:
+        index: whose arrays are alive.
+        queries: float32 [batch, dim], contiguous.
+        wanted: uint64 [batch], or None.
+        ranges: int64 [n, 2], first rows and ends.
+        scores, places: contiguous.
+    """
+    library = load_library()
+    assert not isinstance(library, str), library
+    some = None if wanted is None else np.ascontiguousarray(wanted, np.uint64)
+    ranges, sizes = np.ascontiguousarray(ranges, np.int64), np.zeros(len(queries), np.int64)
+    decoded = np.empty(_ROWS * index.dim, np.float32)
+    library.tpuembed_search(
+        VARIANTS.index(variant()),
+        ctypes.addressof(index),
+        queries.ctypes.data,
+        None if some is None else some.ctypes.data,
+        len(queries),
+        ranges.ctypes.data,
+        len(ranges),
+        decoded.ctypes.data,
+        scores.ctypes.data,
+        places.ctypes.data,
+        sizes.ctypes.data,
+        scores.shape[1],
+    )
+
+
+def search_refusal(manifest: Manifest) -> str:
+    """Return "" if the C library can search the export, else the reason why not."""
+    if manifest.layout != "mmap":
+        return f"its layout is {manifest.layout}, and native searches map the index: export with layout mmap"
+    return ""
+
+
+class NativeSearch:
+    """The index of an export, mapped. Its methods may be called from several threads."""
+
+    def __init__(self, manifest: Manifest, version_dir: Path) -> None:
+        """Map the index of the export at `version_dir`, whose `search_refusal` is empty.
+
+        Raises:
+            ConfigError: a file cannot be mapped, or has another size than in the manifest.
+        """
+        assert manifest.retrieval is not None
+        self.entry = entry = manifest.retrieval
+        (stack,) = [
+            one
+            for one in manifest.stacks
+            if one.name == next(table.stack for table in manifest.tables if table.name == entry.table)
+        ]
+        self.dim = stack.dim
+        types = {"names": np.uint8, "centroids": np.float32}
+        arrays = {name: mapped_array(version_dir, array) for name, array in entry.arrays.items()}
+        self._arrays: dict[str, Array] = {name: array.view(types.get(name, np.int64)) for name, array in arrays.items()}
+        whole = next(array for array in manifest.arrays if array.file == stack.file)
+        self._rows = [mapped_array(version_dir, whole)]
+        ids, tags = self._arrays["ids"].ctypes.data, self._arrays["tags"].ctypes.data if entry.has_tags else None
+        form = STORAGE_TYPES.index(stack.storage), stack.dim, stack.row_bytes
+        replaced = None
+        self._count, self._fresh_count = stack.file_rows, 0
+        if stack.overlay is not None:
+            self._rows += [mapped_array(version_dir, array) for array in (stack.overlay.rows, stack.overlay.words)]
+            replaced, self._fresh_count = self._rows[2].ctypes.data, stack.overlay.rows.rows
+        self._index = Index(self._rows[0].ctypes.data, None, ids, tags, replaced, *form)
+        if self._fresh_count:
+            fresh = self._arrays["fresh"].ctypes.data
+            self._fresh = Index(self._rows[1].ctypes.data, fresh, ids, tags, None, *form)
+        if entry.index == "ivf":
+            self._centroids = np.array(self._arrays["centroids"].reshape(entry.partitions, self.dim))
+            self._first_rows = np.array(self._arrays["first_blocks"]) * entry.block_rows
+
+    def search(self, queries: Array, k: int, wanted: Array | None = None) -> tuple[Array, Array]:
+        """Return scores, float32 [batch, k], and places, int64 [batch, k], of the best candidates; -infinity and -1 for none.
+
+        Args:
+            queries: float32 [batch, dim], finite: the vectors that the signature `query` returns.
+            k: how many.
+            wanted: uint64 [batch], the tags that a candidate needs; None if no query needs one.
+        """
+        queries = np.ascontiguousarray(queries, np.float32)
+        batch = len(queries)
+        scores, places = np.empty((batch, k), np.float32), np.empty((batch, k), np.int64)
+        if self.entry.index == "exact":
+            search_ranges(self._index, queries, wanted, np.array([[0, self._count]]), scores, places)
+        else:
+            order = np.argpartition(-(queries @ self._centroids.T), self.entry.nprobe - 1, 1)[:, : self.entry.nprobe]
+            ranges = np.stack([self._first_rows[order], self._first_rows[order + 1]], 2)
+            for number in range(batch):
+                one = slice(number, number + 1)
+                some = None if wanted is None else wanted[one]
+                search_ranges(self._index, queries[one], some, ranges[number], scores[one], places[one])
+        if not self._fresh_count:
+            return scores, places
+        others = np.empty_like(scores), np.empty_like(places)
+        search_ranges(self._fresh, queries, wanted, np.array([[0, self._fresh_count]]), *others)
+        scores, places = np.concatenate([scores, others[0]], 1), np.concatenate([places, others[1]], 1)
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return np.take_along_axis(scores, best, 1), np.take_along_axis(places, best, 1)
+
+    def ids(self, places: Array) -> Array:
+        """Return the ids of candidates, int64, or bytes in an array of dtype object; -1 or b"" for the place -1."""
+        numbers = np.where(places < 0, -1, self._arrays["ids"][np.maximum(places, 0)])
+        if self.entry.ids == "int64":
+            return numbers
+        names, offsets = self._arrays["names"], self._arrays["offsets"]
+        found = np.empty(numbers.shape, object)
+        found.ravel()[:] = [
+            b"" if number < 0 else names[offsets[number] : offsets[number + 1]].tobytes() for number in numbers.ravel()
+        ]
+        return found
+
+    def filtered(self, queries: Array, exclude: Array, wanted: Array) -> tuple[Array, Array]:
+        """Return ids and scores as the signature `filtered` does.
+
+        Args:
+            queries: as for `search`.
+            exclude: ids [batch, n] that are no answer.
+            wanted: uint64 [batch], see `search`.
+        """
+        k = self.entry.k
+        scores, places = self.search(queries, k + exclude.shape[1], wanted if wanted.any() else None)
+        ids = self.ids(places)
+        for number in range(len(ids)):
+            out = set(exclude[number].tolist())
+            scores[number][[one in out for one in ids[number].tolist()]] = -np.inf
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        scores, ids = np.take_along_axis(scores, best, 1), np.take_along_axis(ids, best, 1)
+        ids[np.isneginf(scores)] = -1 if self.entry.ids == "int64" else b""
+        return ids, scores
