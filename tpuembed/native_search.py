@@ -14,10 +14,13 @@ import numpy.typing as npt
 from tpuembed.manifest import STORAGE_TYPES, Manifest
 from tpuembed.native_lookup import VARIANTS, load_library, mapped_array, variant
 
-__all__ = ["Index", "NativeSearch", "search_ranges", "search_refusal"]
+__all__ = ["EXCLUDE", "REQUIRE", "Index", "NativeSearch", "search_ranges", "search_refusal"]
 
 Array = npt.NDArray[Any]
 
+EXCLUDE: Final = "exclude"
+REQUIRE: Final = "require_tags"
+"""Inputs of the signature `filtered`, beside those of the query's model."""
 _ROWS: Final = 256
 """ROWS of search.c."""
 

@@ -17,18 +17,17 @@ from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.storage.formats import STORAGES
 from tpuembed.manifest import ArrayEntry, Packing, RetrievalEntry, VocabularyEntry
+from tpuembed.native_search import EXCLUDE, REQUIRE
 from tpuembed.retrieval.partitions import BLOCK_ROWS
 from tpuembed.retrieval.recall import PROBES
 from tpuembed.retrieval.search import search_all, search_partitions
 from tpuembed.retrieval.towers import only_output
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["EXCLUDE", "INDEX_FOLDER", "REQUIRE", "IndexArrays", "RetrievalModel"]
+__all__ = ["INDEX_FOLDER", "IndexArrays", "RetrievalModel"]
 
 Tensor = Any
 
-EXCLUDE: Final = "exclude"
-REQUIRE: Final = "require_tags"
 INDEX_FOLDER: Final = "index"
 _LOWEST: Final = float("-inf")
 _WRITE_BYTES: Final = 8 << 20

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+import numpy as np
 import tensorflow as tf
 
 from tpuembed.errors import TpuEmbedError
 from tpuembed.manifest import Manifest
 from tpuembed.native_lookup import NativeLookups, available, refusal, variant
+from tpuembed.native_search import EXCLUDE, REQUIRE, NativeSearch, search_refusal
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.servable import Array, Signature
 from tpuembed_serving.tensorflow.activations import NativeActivations, of_lookups
@@ -122,6 +124,39 @@ class _WholeModelCalls(NativeCalls):
         return call
 
 
+class _RetrievalCalls(NativeCalls):
+    """Those of a retrieval: TensorFlow's signature `query`, and then a search."""
+
+    def __init__(self, search: NativeSearch) -> None:
+        self._search = search
+
+    def set_reads_ahead(self, reads_ahead: bool) -> None:
+        """Change nothing: a search reads rows in order, which the kernel reads ahead by itself."""
+
+    def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:
+        if signature.name not in ("serving_default", "filtered"):
+            return tensorflow
+        search, names = self._search, [info.alias for info in signature.inputs]
+        query, run_query = other("query")
+
+        def call(*inputs: Array) -> list[Array]:
+            named = dict(zip(names, inputs, strict=True))
+            (vectors,) = run_query(*[named[info.alias] for info in query.inputs])
+            if not np.isfinite(vectors).all():
+                return tensorflow(*inputs)
+            if signature.name == "filtered":
+                exclude, wanted = named[EXCLUDE], named[REQUIRE]
+                if not len(exclude) == len(wanted) == len(vectors):
+                    return tensorflow(*inputs)
+                ids, scores = search.filtered(vectors, exclude, wanted)
+            else:
+                scores, places = search.search(vectors, search.entry.k)
+                ids = search.ids(places)
+            return _in_order(signature, {"ids": ids, "scores": scores})
+
+        return call
+
+
 def native_calls(
     version_dir: Path, manifest: Manifest | None, lookups: Lookups, threads: int | None, where: str
 ) -> NativeCalls | None:
@@ -144,7 +179,9 @@ def native_calls(
             logger.warning("%s: TensorFlow runs it: %s", where, reason, extra=ONCE)
         return None
     found: NativeCalls
-    if manifest.features:
+    if manifest.retrieval is not None:
+        found = _RetrievalCalls(NativeSearch(manifest, version_dir))
+    elif manifest.features:
         found = _LookupCalls(NativeLookups(manifest, version_dir, threads=threads), lookups)
     else:
         found = _WholeModelCalls(NativeActivations(manifest, version_dir, threads=threads), lookups)
@@ -154,6 +191,8 @@ def native_calls(
 
 def _refusal(manifest: Manifest) -> str:
     """Return "" if native lookups can answer for the export, else the reason why not."""
+    if manifest.retrieval is not None:
+        return search_refusal(manifest)
     if manifest.features:
         return refusal(manifest)
     if reason := manifest.from_activations.left_out:

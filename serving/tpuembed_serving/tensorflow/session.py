@@ -237,7 +237,8 @@ class SavedModelServable:
             found = self._callables.get(signature.name)
             if found is not None:
                 return found
-            if self._manifest is not None and is_worth_packing(self._manifest, signature):
+            searches = self._manifest is not None and self._manifest.retrieval is not None and self._native is not None
+            if self._manifest is not None and not searches and is_worth_packing(self._manifest, signature):
                 found = self._packed_call(self._manifest, signature)
             else:
                 found = self._make_callable(signature)
