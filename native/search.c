@@ -12,10 +12,10 @@
 #include "rows.h"
 
 #define ROWS 256 /* rows whose scores are computed before they are compared: they stay in the cache for all queries */
-#define LANES 16
+#define LANES 8
 
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
-typedef float quarter __attribute__((vector_size(LANES)));
+typedef float quarter __attribute__((vector_size(4 * sizeof(float))));
 
 /* All fields have 8 bytes, so that every compiler and ctypes agree on the layout. */
 
@@ -70,22 +70,23 @@ INLINE void offer(struct best *best, float score, int64_t place) {
     sink(best, 0);
 }
 
-INLINE void dots_of_floats(float *out, const float *rows, int64_t count, int64_t dim, const float *query) {
-    for (int64_t row = 0; row < count; row++, rows += dim) {
-        lanes sum = {0}, value, factor;
-        int64_t i = 0;
-        for (; i + LANES <= dim; i += LANES) {
-            memcpy(&value, rows + i, sizeof value);
-            memcpy(&factor, query + i, sizeof factor);
-            sum += value * factor;
-        }
-        quarter parts[4], all;
-        memcpy(parts, &sum, sizeof sum);
-        all = (parts[0] + parts[1]) + (parts[2] + parts[3]);
-        float total = (all[0] + all[1]) + (all[2] + all[3]);
-        for (; i < dim; i++) total += rows[i] * query[i];
-        out[row] = total;
-    }
+INLINE lanes load(const float *values) {
+    lanes loaded;
+    memcpy(&loaded, values, sizeof loaded);
+    return loaded;
+}
+
+INLINE float dot(const float *row, const float *query, int64_t dim) {
+    lanes sums[4] = {{0}, {0}, {0}, {0}};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= dim; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) sums[j] += load(row + i + j * LANES) * load(query + i + j * LANES);
+    for (; i + LANES <= dim; i += LANES) sums[0] += load(row + i) * load(query + i);
+    lanes all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    quarter low = {all[0], all[1], all[2], all[3]}, high = {all[4], all[5], all[6], all[7]}, both = low + high;
+    float total = (both[0] + both[1]) + (both[2] + both[3]);
+    for (; i < dim; i++) total += row[i] * query[i];
+    return total;
 }
 
 /* Search the rows [start, stop), at most ROWS, for one query. `values` are their values. */
@@ -93,7 +94,7 @@ INLINE void search_rows(
     const struct index *index, struct best *best, const float *values, const float *query, uint64_t wanted, int64_t start,
     int64_t stop) {
     float scores[ROWS];
-    dots_of_floats(scores, values, stop - start, index->dim, query);
+    for (int64_t row = 0; row < stop - start; row++) scores[row] = dot(values + row * index->dim, query, index->dim);
     for (int64_t row = start; row < stop; row++) {
         float score = scores[row - start];
         if (best->size == best->most && !(score >= best->scores[0])) continue;
