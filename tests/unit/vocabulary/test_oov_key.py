@@ -49,7 +49,7 @@ def test_a_layer_chooses_the_buckets_of_keras_hashing(grows: bool, training: boo
 
 
 def test_it_is_saved_and_told_apart() -> None:
-    keyed, plain = (Vocabulary(KNOWN, oov_buckets=7, **each) for each in ({"oov_key": KEY}, {}))
+    keyed, plain = (Vocabulary(KNOWN, oov_buckets=7, oov_key=key) for key in (KEY, None))
     content = keyed.to_bytes()
     again = Vocabulary.from_bytes(content)
     assert again.oov_key == VocabularyHeader.from_bytes(content).oov_key == KEY
