@@ -519,7 +519,7 @@ def _check_vocabulary(path: str, feature: FeatureConfig, own: Mapping[str, Vocab
     given, mine = feature.vocabulary, own.get(feature.table.name)
     if given is None or given is mine:
         return
-    if mine is None or len(given) or given.dtype != mine.dtype or given.oov_buckets != mine.oov_buckets:
+    if mine is None or len(given) or given.unlike(mine):
         raise ConfigError(
             f"serving_config feature {path!r}: its vocabulary is not the layer's of table {feature.table.name!r}. Give the "
             "layer's tpuembed.Vocabulary, or none for row numbers."

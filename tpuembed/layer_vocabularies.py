@@ -261,12 +261,11 @@ class _GraphCopy:
     def check(self, saved: Vocabulary | VocabularyHeader, where: str) -> None:
         """Raise CheckpointMismatchError if a saved vocabulary has another type or other buckets, or needs more rows."""
         own = self.vocabulary
-        for option in ("dtype", "oov_buckets"):
-            if getattr(saved, option) != getattr(own, option):
-                raise CheckpointMismatchError(
-                    f"{where}: its {option} is {getattr(saved, option)!r}, and the layer's {getattr(own, option)!r}. Build the "
-                    "layer as it was saved."
-                )
+        if option := own.unlike(saved):
+            raise CheckpointMismatchError(
+                f"{where}: its {option} is {getattr(saved, option)!r}, and the layer's {getattr(own, option)!r}. Build the "
+                "layer as it was saved."
+            )
         if saved.rows > self._capacity:
             raise CheckpointMismatchError(
                 f"{where}: it needs {saved.rows} rows, and the layer's table has {self._capacity}. Make vocabulary_size larger."
@@ -281,7 +280,7 @@ class _GraphCopy:
             )
         names = as_names(f"table {self._table!r}", names, vocabulary.dtype)
         numbers = self._find(names)
-        rows = row_numbers(names, numbers, vocabulary.oov_buckets, padded)
+        rows = row_numbers(names, numbers, vocabulary, padded)
         if not vocabulary.grows:
             return rows
         missing = tf.where(numbers < 0)[:, 0]

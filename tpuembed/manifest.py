@@ -62,6 +62,8 @@ NAMES_FORMAT: Final = 3
 """The format number of a version with features that take names. An older server would look names up as row numbers."""
 RETRIEVAL_FORMAT: Final = 4
 """The format number of a version with an index of candidates. Older tools would not keep its arrays."""
+KEYED_FORMAT: Final = 5
+"""The format number of a version whose unknown names are hashed with a key. An older server would hash them without it."""
 LAYOUTS: Final = ("variables", "mmap")
 """How a server gets the tables: loaded into variables, or mapped from their files."""
 
@@ -296,6 +298,7 @@ class NamesEntry:
         dtype: "string" or "int64".
         count: number of names.
         oov_buckets: the rows before the names, for unknown ones. Without them, unknown names follow out_of_vocabulary.
+        is_keyed: whether the hash that chooses the bucket of an unknown name has a key. The graph has it.
         salt: text before each name when it is hashed; see `tpuembed.vocabulary`.
         arrays: in layout mmap the arrays of the index: keys, int64 [buckets, 4], and numbers, int32 [4 * buckets]. Each is
             a whole file of this version, also in an overlay. In layout variables they are variables of the bundle, and this
@@ -306,6 +309,7 @@ class NamesEntry:
     dtype: str
     count: int
     oov_buckets: int = 0
+    is_keyed: bool = False
     salt: str = ""
     arrays: tuple[ArrayEntry, ...] = ()
 
@@ -625,10 +629,8 @@ class Manifest:
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
-        if value["format"] not in (FORMAT, OVERLAY_FORMAT, NAMES_FORMAT, RETRIEVAL_FORMAT):
-            raise ValueError(
-                f"its format is {value['format']!r}, and this version reads {FORMAT} to {RETRIEVAL_FORMAT}"
-            )
+        if value["format"] not in (FORMAT, OVERLAY_FORMAT, NAMES_FORMAT, RETRIEVAL_FORMAT, KEYED_FORMAT):
+            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT} to {KEYED_FORMAT}")
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
         value["stacks"] = tuple(_stack(entry) for entry in value["stacks"])
         value["errors"] = {name: dict(entry) for name, entry in value.get("errors", {}).items()}

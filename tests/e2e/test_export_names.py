@@ -22,6 +22,7 @@ from tpuembed import (
     apply_package,
     compact_version,
     export_saved_model,
+    native_lookup,
     rollback_version,
 )
 from tpuembed.checkpoint.tools import verify_files
@@ -150,6 +151,23 @@ def export(folder: Path, values: Array, served: ServingConfig, name: str = "m", 
     report = export_saved_model(folder / "ckpt", folder / name, serving_config=served, **options)
     path: Path = report.path
     return path
+
+
+@pytest.mark.parametrize("layout", ["variables", "mmap"])
+def test_a_key_chooses_the_buckets_of_an_export(tmp_path: Path, layout: str) -> None:
+    key, values = (133, 137), random_table(ROWS, DIM)
+    vocabulary = Vocabulary(STRINGS, oov_buckets=3, oov_key=key)
+    version = export(tmp_path, values, config(vocabulary), layout=layout)
+    found = np.array(keras.layers.Hashing(3, salt=list(key))(tf.constant(UNKNOWN["string"]))).tolist()
+    rows = {name: 3 + number for number, name in enumerate(STRINGS)} | dict(zip(UNKNOWN["string"], found, strict=True))
+    inputs = request("string", STRINGS, UNKNOWN["string"])
+    check(version, inputs, expected(values, inputs, lambda name: None if name == b"" else rows[name]))
+    manifest = _manifest(version)
+    path = next(version.rglob("tpuembed.json"))
+    assert json.loads(path.read_text())["format"] == 5  # releases that do not know the key refuse it
+    assert manifest.names[0].is_keyed
+    reason = native_lookup.refusal(manifest)
+    assert ("hashed with a key" in reason) == (layout == "mmap"), reason
 
 
 @pytest.mark.parametrize("layout", ["variables", "mmap"])

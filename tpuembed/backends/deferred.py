@@ -49,7 +49,7 @@ class DeferredBackend(TableStore):
         """Return the row of each name in the exported vocabulary of `table`, int64 [n]."""
         names = as_names(f"table {table!r}", names, vocabulary.dtype)
         numbers = find_names(names, self._source.name_arrays(table, vocabulary))
-        return row_numbers(names, numbers, vocabulary.oov_buckets, padded)
+        return row_numbers(names, numbers, vocabulary, padded)
 
     def table(self, name: str) -> Any:
         """Return a whole table, as `embedding_tables` gives it."""

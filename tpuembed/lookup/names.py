@@ -10,7 +10,7 @@ from tpuembed.errors import ConfigError
 from tpuembed.id_messages import MOST_OF_NAME, unknown_name_texts
 from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.ranges import DROPPED, NOT_FOR_XLA, NOWHERE, OUTSIDE
-from tpuembed.vocabulary import BUCKETS, MIX, WAYS
+from tpuembed.vocabulary import BUCKETS, MIX, WAYS, Vocabulary
 
 __all__ = [
     "NameArrays",
@@ -100,25 +100,28 @@ def key_places(keys: Tensor, buckets: Tensor) -> Tensor:
     return tf.stack([keys % buckets, second], 1)
 
 
-def row_numbers(names: Tensor, numbers: Tensor, oov_buckets: int, padded: bool) -> Tensor:
+def row_numbers(names: Tensor, numbers: Tensor, vocabulary: Vocabulary, padded: bool) -> Tensor:
     """Return the row of each name, int64 of the shape of `names`.
 
     Args:
         names: string or int64, of any shape.
         numbers: of `find_names`, of the same shape.
-        oov_buckets: rows for unknown names. Without them an unknown name is NOWHERE, outside of every table.
+        vocabulary: says which rows unknown names have. Without buckets one is NOWHERE, outside of every table.
         padded: "" and the integer -1 are padding, DROPPED.
     """
-    unknown = bucket_rows(names, oov_buckets) if oov_buckets else tf.constant(NOWHERE, tf.int64)
-    rows = tf.where(numbers < 0, unknown, numbers + oov_buckets)
+    buckets = vocabulary.oov_buckets
+    unknown = bucket_rows(names, buckets, vocabulary.oov_key) if buckets else tf.constant(NOWHERE, tf.int64)
+    rows = tf.where(numbers < 0, unknown, numbers + buckets)
     if not padded:
         return rows
     empty = tf.constant("" if names.dtype == tf.string else -1, names.dtype)
     return tf.where(tf.equal(names, empty), tf.constant(DROPPED, tf.int64), rows)
 
 
-def bucket_rows(names: Tensor, oov_buckets: int) -> Tensor:
-    """Return the bucket of each name, int64 [n], as Keras' StringLookup and IntegerLookup choose it."""
+def bucket_rows(names: Tensor, oov_buckets: int, key: tuple[int, int] | None = None) -> Tensor:
+    """Return the bucket of each name, int64 [n], as Keras' StringLookup and IntegerLookup choose it. `key` is their salt."""
+    if key is not None:
+        return tf.strings.to_hash_bucket_strong(names, oov_buckets, list(key))
     if names.dtype == tf.string:
         return tf.strings.to_hash_bucket_fast(names, oov_buckets)
     return tf.math.floormod(names, tf.constant(oov_buckets, tf.int64))

@@ -50,10 +50,10 @@ def names_by_number(
             continue
         where = f"checkpoint {checkpoint.path}: the vocabulary of table {plan.source!r}"
         capacity = live.state(plan.table).config.vocabulary_size
-        if (saved.dtype, saved.oov_buckets) != (own.dtype, own.oov_buckets):
+        if option := own.unlike(saved):
             raise CheckpointMismatchError(
-                f"{where} has {saved.dtype} names and {saved.oov_buckets} buckets. That of layer {live.layer!r} has {own.dtype} "
-                f"names and {own.oov_buckets} buckets. Make them equal."
+                f"{where} has {option} {getattr(saved, option)!r}. That of layer {live.layer!r} has {getattr(own, option)!r}. Make "
+                "them equal."
             )
         if saved.rows > capacity:
             raise CheckpointMismatchError(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from tpuembed.errors import ConfigError
 from tpuembed.vocabulary.fingerprint import fingerprints, hashes
+from tpuembed.vocabulary.siphash import keyed_hashes
 from tpuembed.vocabulary.text import SLACK, GrowingArray, Texts
 
 __all__ = ["Batch", "DType", "IntegerNames", "NameStore", "TextNames", "names_of"]
@@ -59,8 +60,8 @@ class NameStore(abc.ABC):
         """Return what finds the names in the index: integers themselves, and the fingerprints of texts."""
 
     @abc.abstractmethod
-    def buckets(self, batch: Batch, count: int) -> _Integers:
-        """Return the bucket of each name, as Keras chooses it."""
+    def buckets(self, batch: Batch, count: int, key: tuple[int, int] | None) -> _Integers:
+        """Return the bucket of each name, as Keras chooses it. `key` is its salt."""
 
     @abc.abstractmethod
     def item(self, batch: Batch, index: int) -> bytes | int:
@@ -124,9 +125,9 @@ class TextNames(NameStore):
         """Return the fingerprint of each name."""
         return fingerprints(batch, salt)
 
-    def buckets(self, batch: Texts, count: int) -> _Integers:
+    def buckets(self, batch: Texts, count: int, key: tuple[int, int] | None) -> _Integers:
         """Return the bucket of each name, its hash modulo `count`."""
-        return (hashes(batch) % np.uint64(count)).astype(np.int64)
+        return ((hashes(batch) if key is None else keyed_hashes(batch, key)) % np.uint64(count)).astype(np.int64)
 
     def item(self, batch: Texts, index: int) -> bytes:
         """Return one name of a batch, bytes."""
@@ -210,7 +211,7 @@ class IntegerNames(NameStore):
         """Return the integers themselves."""
         return batch
 
-    def buckets(self, batch: _Integers, count: int) -> _Integers:
+    def buckets(self, batch: _Integers, count: int, key: tuple[int, int] | None) -> _Integers:  # noqa: ARG002 - for strings
         """Return the bucket of each integer, itself modulo `count`."""
         return batch % np.int64(count)
 

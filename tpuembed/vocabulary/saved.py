@@ -22,7 +22,18 @@ import numpy.typing as npt
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, reason
 from tpuembed.vocabulary.text import SLACK, Texts
 
-__all__ = ["MAGIC", "MOST_NAMES", "SavedNames", "VocabularyHeader", "attribute_of", "check_version", "chunks", "parse"]
+__all__ = [
+    "IDENTITY",
+    "MAGIC",
+    "MOST_NAMES",
+    "OPTIONS",
+    "SavedNames",
+    "VocabularyHeader",
+    "attribute_of",
+    "check_version",
+    "chunks",
+    "parse",
+]
 
 _Integers = npt.NDArray[np.int64]
 
@@ -30,7 +41,9 @@ MAGIC: Final = b"tpuembed vocabulary 1\n"
 _HEADER_BYTES: Final = 1 << 16
 _AT_ONCE: Final = 1 << 20
 MOST_NAMES: Final = 2**31 - 1
-_OPTIONS: Final = {"dtype", "oov_buckets", "grows", "min_count"}
+IDENTITY: Final = ("dtype", "oov_buckets", "oov_key")
+"""The options that say which row a name has, beside the names."""
+OPTIONS: Final = (*IDENTITY, "grows", "min_count")
 _COUNTS: Final = ("names", "bytes", "free", "update")
 
 
@@ -78,6 +91,7 @@ class VocabularyHeader:
         dtype: of the names.
         oov_buckets: number of rows for unknown names.
         free: number of rows without a name.
+        oov_key: the key of the hash that chooses a bucket, or None.
     """
 
     MOST_BYTES: ClassVar[int] = len(MAGIC) + 4 + _HEADER_BYTES
@@ -87,6 +101,7 @@ class VocabularyHeader:
     dtype: str
     oov_buckets: int
     free: int = 0
+    oov_key: tuple[int, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -108,9 +123,12 @@ class VocabularyHeader:
             buckets = fields.get("oov_buckets")
             if type(buckets) is not int or buckets < 0:
                 raise ValueError(f"its header has oov_buckets {buckets!r}")
+            key = fields.get("oov_key")
+            if key is not None and not (isinstance(key, list) and [type(each) for each in key] == [int, int]):
+                raise ValueError(f"its header has oov_key {_shown(key)}")
         except ValueError as error:
             raise CheckpointCorruptError(f"{where}: cannot be read: {reason(error)}. Restore it from a copy.") from None
-        return cls(fields["names"], fields["dtype"], buckets, fields["free"])
+        return cls(fields["names"], fields["dtype"], buckets, fields["free"], None if key is None else (key[0], key[1]))
 
 
 def chunks(saved: SavedNames) -> Iterator[bytes]:
@@ -240,7 +258,7 @@ def _fields(content: bytes) -> tuple[dict[str, Any], int]:
     if not isinstance(fields.get("is_counted"), bool) or fields["update"] >= 2**31:
         raise ValueError("its header has a wrong is_counted or update")
     options = {key: value for key, value in fields.items() if key not in (*_COUNTS, "is_counted")}
-    if unknown := set(options) - _OPTIONS:
+    if unknown := set(options) - set(OPTIONS):
         raise ValueError(f"its header has {_shown(min(unknown))}")
     if options.get("dtype") not in ("string", "int64"):
         raise ValueError(f"its header has dtype {_shown(options.get('dtype'))}")

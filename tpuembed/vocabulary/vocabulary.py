@@ -13,7 +13,17 @@ from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
 from tpuembed.vocabulary.files import integers_in, lines_of
 from tpuembed.vocabulary.index import NONE, Index
 from tpuembed.vocabulary.name_arrays import Batch, DType, NameStore, names_of
-from tpuembed.vocabulary.saved import MAGIC, MOST_NAMES, SavedNames, check_version, chunks, parse
+from tpuembed.vocabulary.saved import (
+    IDENTITY,
+    MAGIC,
+    MOST_NAMES,
+    OPTIONS,
+    SavedNames,
+    VocabularyHeader,
+    check_version,
+    chunks,
+    parse,
+)
 from tpuembed.vocabulary.sketch import MOST, Sketch
 from tpuembed.vocabulary.text import GrowingArray
 
@@ -57,6 +67,7 @@ class Vocabulary:
     Attributes:
         dtype: "string" for names of any bytes, or "int64".
         oov_buckets: number of rows for unknown names.
+        oov_key: the key of the hash that chooses a bucket; None for a hash without a key.
         grows: True if training gives new names a row.
         min_count: how often training has to see a name before it gets a row.
     """
@@ -67,6 +78,7 @@ class Vocabulary:
         *,
         dtype: DType = "string",
         oov_buckets: int = 0,
+        oov_key: tuple[int, int] | None = None,
         grows: bool = False,
         min_count: int = 1,
     ) -> None:
@@ -76,6 +88,9 @@ class Vocabulary:
             names: str or bytes, or integers, all different. str is kept as UTF-8.
             dtype: of the names.
             oov_buckets: number of rows for unknown names. Without buckets they are UNKNOWN.
+            oov_key: two integers of 64 bits that nobody else knows. Buckets of strings are then those of
+                `tf.strings.to_hash_bucket_strong` with this key, so that clients cannot choose names of one bucket. Checkpoints
+                and exports have the key.
             grows: give new names the next rows of the table, while it has room, in calls of a layer with `training=True`.
             min_count: with `grows`, how often a new name has to be seen before it gets a row, at most 255. Names without a row
                 are counted by a sketch of 16 MiB, which may take a rare name for a more frequent one. It is not saved: after a
@@ -87,6 +102,8 @@ class Vocabulary:
         if dtype not in ("string", "int64"):
             raise ConfigError(f'vocabulary: dtype must be "string" or "int64", got {dtype!r}.')
         _check_count("oov_buckets", oov_buckets, 0, MOST_NAMES)
+        if oov_key is not None:
+            _check_key(oov_key, dtype, oov_buckets)
         if not isinstance(grows, bool):
             raise ConfigError(f"vocabulary: grows must be True or False, got {grows!r}.")
         _check_count("min_count", min_count, 1, MOST)
@@ -94,6 +111,7 @@ class Vocabulary:
             raise ConfigError(f"vocabulary: min_count={min_count} is for new names in training. Pass grows=True too.")
         self.dtype: DType = dtype
         self.oov_buckets = int(oov_buckets)
+        self.oov_key = None if oov_key is None else (int(oov_key[0]), int(oov_key[1]))
         self.grows = grows
         self.min_count = int(min_count)
         self._lock = threading.RLock()
@@ -111,6 +129,7 @@ class Vocabulary:
         *,
         dtype: DType = "string",
         oov_buckets: int = 0,
+        oov_key: tuple[int, int] | None = None,
         grows: bool = False,
         min_count: int = 1,
     ) -> "Vocabulary":
@@ -121,7 +140,7 @@ class Vocabulary:
         Raises:
             ConfigError: the file cannot be read, or has a name twice.
         """
-        found = cls(dtype=dtype, oov_buckets=oov_buckets, grows=grows, min_count=min_count)
+        found = cls(dtype=dtype, oov_buckets=oov_buckets, oov_key=oov_key, grows=grows, min_count=min_count)
         try:
             names = integers_in(Path(path)) if dtype == "int64" else lines_of(Path(path))
         except (OSError, ValueError, EOFError) as error:
@@ -136,6 +155,7 @@ class Vocabulary:
         *,
         dtype: DType = "string",
         oov_buckets: int = 0,
+        oov_key: tuple[int, int] | None = None,
         grows: bool = False,
         min_count: int = 1,
     ) -> "Vocabulary":
@@ -143,10 +163,12 @@ class Vocabulary:
 
         Args:
             data: arrays of names, such as a batched `tf.data.Dataset`. They are read once, one after the other.
-            dtype, oov_buckets, grows: see the constructor.
+            dtype, oov_buckets, oov_key, grows: see the constructor.
             min_count: leave out names that occur less often. It holds for new names in training too, if it `grows`.
         """
-        found = cls(dtype=dtype, oov_buckets=oov_buckets, grows=grows, min_count=min_count if grows else 1)
+        found = cls(
+            dtype=dtype, oov_buckets=oov_buckets, oov_key=oov_key, grows=grows, min_count=min_count if grows else 1
+        )
         _check_count("min_count", min_count, 1)
         seen, counts = cls(dtype=dtype), GrowingArray(np.int64)
         for names in data.as_numpy_iterator() if hasattr(data, "as_numpy_iterator") else data:
@@ -366,7 +388,7 @@ class Vocabulary:
     def rows_in(self, other: "Vocabulary") -> _Integers:
         """Return the row that `other` gives the name of each row, int64 [rows]; UNKNOWN for a name that it lacks.
 
-        Buckets have the same row if both have the same number of them. Otherwise they are UNKNOWN, as free rows are.
+        Buckets have the same row if both choose them alike, by number and key. Otherwise they are UNKNOWN, as free rows are.
 
         Raises:
             ConfigError: the names have another dtype.
@@ -375,7 +397,7 @@ class Vocabulary:
             raise ConfigError(f"vocabulary: names of {self.dtype} are not in a vocabulary of {other.dtype}.")
         with self._lock:
             rows, free = np.full(self.rows, UNKNOWN, np.int64), self.free_rows
-            if other.oov_buckets == self.oov_buckets:
+            if (other.oov_buckets, other.oov_key) == (self.oov_buckets, self.oov_key):
                 rows[: self.oov_buckets] = np.arange(self.oov_buckets)
             for start in range(0, len(self._names), _NAMES_AT_ONCE):
                 batch = self._names.get(np.arange(start, min(start + _NAMES_AT_ONCE, len(self._names))))
@@ -421,12 +443,7 @@ class Vocabulary:
         """Return True if both have the same names at the same rows."""
         if other is self:
             return True
-        if (self.dtype, self.oov_buckets, self.rows, len(self)) != (
-            other.dtype,
-            other.oov_buckets,
-            other.rows,
-            len(other),
-        ):
+        if other.unlike(self) or (self.rows, len(self)) != (other.rows, len(other)):
             return False
         moved = self.rows_in(other) != np.arange(self.rows)
         moved[self.free_rows] = False
@@ -484,6 +501,10 @@ class Vocabulary:
         for follower, table in self._living():
             follower.names_changed(table, freed)
 
+    def unlike(self, other: "Vocabulary | VocabularyHeader") -> str:
+        """Return the first of IDENTITY in which `other` has another value, or ""."""
+        return next((each for each in IDENTITY if getattr(self, each) != getattr(other, each)), "")
+
     def check_padding(self, where: str) -> None:
         """Raise ConfigError if a name is the padding of lists: "" or -1. `where` begins the message."""
         padding: Any = b"" if self.dtype == "string" else -1
@@ -498,20 +519,21 @@ class Vocabulary:
         """Return all but the names, as JSON values: what configs say of a vocabulary."""
         growth = {"grows": True} if self.grows else {}
         admission = {"min_count": self.min_count} if self.min_count > 1 else {}
-        return {"dtype": self.dtype, "oov_buckets": self.oov_buckets, **growth, **admission}
+        key = {} if self.oov_key is None else {"oov_key": list(self.oov_key)}
+        return {"dtype": self.dtype, "oov_buckets": self.oov_buckets, **key, **growth, **admission}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], where: str) -> "Vocabulary":
         """Return the vocabulary of `options()`: without names, or with those of the file that `file` names.
 
         Args:
-            options: dtype, oov_buckets, grows, min_count and file.
+            options: dtype, oov_buckets, oov_key, grows, min_count and file.
             where: begins the messages of errors.
 
         Raises:
             ConfigError: an option is unknown or wrong, or the file cannot be read.
         """
-        unknown = set(options) - {"dtype", "oov_buckets", "grows", "min_count", "file"}
+        unknown = set(options) - {*OPTIONS, "file"}
         if unknown:
             raise ConfigError(f"{where}: vocabulary has no option {min(map(str, unknown))!r}. Remove it.")
         fields = {key: value for key, value in options.items() if key != "file"}
@@ -561,10 +583,10 @@ class Vocabulary:
         Raises:
             ConfigError: `other` has names of another type, or other buckets.
         """
-        if (other.dtype, other.oov_buckets) != (self.dtype, self.oov_buckets):
+        if option := other.unlike(self):
             raise ConfigError(
-                f"vocabulary: it has {self.dtype} names and {self.oov_buckets} buckets. The other has {other.dtype} names "
-                f"and {other.oov_buckets}. Make them equal."
+                f"vocabulary: its {option} is {getattr(self, option)!r}, and that of the other {getattr(other, option)!r}. Make "
+                f"both with the same {option}."
             )
         with other._lock:
             saved = other._saved(copy=True)
@@ -628,7 +650,7 @@ class Vocabulary:
         rows = numbers + self.oov_buckets
         rows[unknown] = UNKNOWN
         if self.oov_buckets and len(unknown):
-            rows[unknown] = self._names.buckets(self._names.take(batch, unknown), self.oov_buckets)
+            rows[unknown] = self._names.buckets(self._names.take(batch, unknown), self.oov_buckets, self.oov_key)
         if padded:
             rows[self._names.is_padding(batch)] = PADDING
         return rows
@@ -756,6 +778,17 @@ def _check_count(what: str, value: Any, least: int, most: int | None = None) -> 
         raise ConfigError(f"vocabulary: {what} must be an integer of {least} or more, got {value!r}.")
     if most is not None and value > most:
         raise ConfigError(f"vocabulary: {what} must be at most {most}, got {value}.")
+
+
+def _check_key(key: Any, dtype: str, oov_buckets: int) -> None:
+    is_pair = isinstance(key, list | tuple) and len(key) == 2
+    if not is_pair or any(type(each) is not int or not -(2**63) <= each < 2**63 for each in key):
+        raise ConfigError(f"vocabulary: oov_key must be two integers of 64 bits with a sign, got {key!r}.")
+    if dtype != "string" or not oov_buckets:
+        raise ConfigError(
+            f"vocabulary: oov_key is for the buckets of strings. This one has {dtype} names and oov_buckets={oov_buckets}. Leave "
+            "oov_key out."
+        )
 
 
 def _too_many(count: int) -> ConfigError:

@@ -103,7 +103,7 @@ class _Arrays:
 def graph(names: Array, index: Index, salt: bytes, oov_buckets: int, padded: bool) -> Array:
     given = tf.constant(names)
     numbers = find_names(given, _Arrays(index, salt))
-    return row_numbers(given, numbers, oov_buckets, padded).numpy()
+    return row_numbers(given, numbers, Vocabulary(oov_buckets=oov_buckets), padded).numpy()
 
 
 EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, -2, 2**62, -(2**62), 2**32, -(2**32)]

@@ -32,6 +32,7 @@ from tpuembed.row_history import RowHistory
 from tpuembed.tensor_bundle import Bundle, Entry, Slice, crc, encode_strings, index_path, shard_path, write_index
 from tpuembed.tensor_bundle.verification import damaged_parts
 from tpuembed.vocabulary import UNKNOWN, NamesPlan, Vocabulary
+from tpuembed.vocabulary.saved import IDENTITY
 
 __all__ = ["CarryReport", "carry_checkpoint"]
 
@@ -153,7 +154,7 @@ def _read_vocabulary(path: Path, old: Vocabulary) -> Vocabulary:
         return (
             Vocabulary.from_bytes(path.read_bytes(), f"vocabulary {path}")
             if is_saved
-            else Vocabulary.from_file(path, dtype=old.dtype, oov_buckets=old.oov_buckets)
+            else Vocabulary.from_file(path, dtype=old.dtype, oov_buckets=old.oov_buckets, oov_key=old.oov_key)
         )
     except OSError as error:
         raise ConfigError(f"vocabulary {path}: cannot be read: {reason(error)}.") from None
@@ -192,7 +193,8 @@ class _Carried:
         self._check_places(keys.rows.mod_sharding is not None)
         self._options["vocabulary_size"] = self.rows
         for feature in _features_of(config.get("features"), table):
-            feature["vocabulary"]["oov_buckets"] = new.oov_buckets
+            identity = {key: value for key, value in new.options().items() if key in IDENTITY}
+            feature["vocabulary"] = {k: v for k, v in feature["vocabulary"].items() if k not in IDENTITY} | identity
         self.replaced = {
             places.config: _string(json.dumps(config).encode()),
             places.vocabulary: _array(np.frombuffer(new.to_bytes(), np.uint8)),

@@ -76,13 +76,11 @@ def vocabulary_of(where: str, given: Vocabulary, table: str, rows: int, saved: S
 
 
 def _check_same(where: str, given: Vocabulary, saved: Vocabulary, table: str) -> None:
-    for option in ("dtype", "oov_buckets"):
-        mine, theirs = getattr(given, option), getattr(saved, option)
-        if mine != theirs:
-            raise ConfigError(
-                f"{where}: its vocabulary has {option} {mine!r}, but that of table {table!r} has "
-                f"{theirs!r}. Give the one that the table was trained with."
-            )
+    if option := given.unlike(saved):
+        raise ConfigError(
+            f"{where}: its vocabulary has {option} {getattr(given, option)!r}, but that of table {table!r} has "
+            f"{getattr(saved, option)!r}. Give the one that the table was trained with."
+        )
     if len(given) and not given.same_names(saved):
         raise ConfigError(
             f"{where}: its vocabulary has {len(given)} names, but that of table {table!r} has "

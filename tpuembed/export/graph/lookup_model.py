@@ -67,7 +67,7 @@ class LookupModel(ExportableModel):
             for feature, each, part in zip(members, names, parts, strict=True):
                 vocabulary, padded = feature.spec.vocabulary, feature.spec.input == "ids"
                 assert vocabulary is not None
-                rows = row_numbers(each, tf.reshape(part, tf.shape(each)), vocabulary.oov_buckets, padded)
+                rows = row_numbers(each, tf.reshape(part, tf.shape(each)), vocabulary, padded)
                 found[feature.name] = rows
                 if feature.policy == "error" and not vocabulary.oov_buckets:
                     strict.append(NamedIds(feature.name, table, len(vocabulary), each, rows))

@@ -56,6 +56,7 @@ def make_names(
                 dtype=vocabulary.dtype,
                 count=len(vocabulary),
                 oov_buckets=vocabulary.oov_buckets,
+                is_keyed=vocabulary.oov_key is not None,
                 salt=salt_text(salt).decode(),
                 arrays=written,
             )
