@@ -601,6 +601,7 @@ class Manifest:
         number = FORMAT if self.base is None else OVERLAY_FORMAT
         number = NAMES_FORMAT if self.names else number
         number = RETRIEVAL_FORMAT if self.retrieval is not None else number
+        number = KEYED_FORMAT if any(entry.is_keyed for entry in self.names) else number
         return json.dumps({"format": number, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     @classmethod
