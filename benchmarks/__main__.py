@@ -33,6 +33,7 @@ RUNS = {
     "bench": "bench.run()",
     "console": "console.run()",
     "vocabularies": "vocabularies.run()",
+    "retrieval": "retrieval.run()",
 }
 
 

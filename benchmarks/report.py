@@ -29,7 +29,7 @@ _TRAINERS = ("tpuembed", "keras", "keras_rs")
 def main() -> None:
     """Write the page."""
     parts = [HEAD, *_ratios(), *_training(), *_exports(), *_fresh()]
-    parts += [*_loads(), *_lookups(), *_overlays(), *_servers(), *_grpc(), *_tools()]
+    parts += [*_loads(), *_lookups(), *_retrieval(), *_overlays(), *_servers(), *_grpc(), *_tools()]
     PAGE.write_text("\n".join(parts))
 
 
@@ -150,6 +150,26 @@ def _names() -> Iterator[str]:
     yield (
         "The export maps its files, so processes and versions share their memory, and a load reads nothing. Small vocabularies are "
         "found faster in TensorFlow's hash tables.\n"
+    )
+
+
+def _retrieval() -> Iterator[str]:
+    found = _result("retrieval")
+    if not found:
+        return
+    yield f"## The best 10 of {found['candidates']:,} candidates, width {found['width']}, one thread (`benchmarks/retrieval.py`)\n"
+    columns = ("us per query, batch 1", "us per query, batch 16")
+    contenders = found["contenders"]
+    rows = []
+    for name, one in contenders.items():
+        peer = contenders.get("faiss Flat, exact" if "exact" in name else "faiss IVFFlat", {})
+        over = [f"{one[column] / peer[column]:.2f}" if peer else "" for column in columns]
+        rows.append((name, f"{one['recall']:.3f}", *(_number(one[column]) for column in columns), *over))
+    yield _table(("", "recall", "us a query alone", "us a query of 16", "alone / faiss", "of 16 / faiss"), rows)
+    yield (
+        f"Processor time. Our index has {found['partitions']} partitions, and a search reads {found['nprobe']}. The others search as little "
+        "as finds as much. Exact searches are beside faiss' flat index. Our server runs the query's model in TensorFlow first. "
+        f"It loads the mapped export in {found['load s of our server, mapped']:.2f} s.\n"
     )
 
 
