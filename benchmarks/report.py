@@ -167,9 +167,9 @@ def _retrieval() -> Iterator[str]:
         rows.append((name, f"{one['recall']:.3f}", *(_number(one[column]) for column in columns), *over))
     yield _table(("", "recall", "us a query alone", "us a query of 16", "alone / faiss", "of 16 / faiss"), rows)
     yield (
-        f"Processor time. Our index has {found['partitions']} partitions, and a search reads {found['nprobe']}. The others search as little "
-        "as finds as much. Exact searches are beside faiss' flat index. Our server runs the query's model in TensorFlow first. "
-        f"It loads the mapped export in {found['load s of our server, mapped']:.2f} s.\n"
+        f"Processor time. Our index has {found['partitions']} partitions, and a search reads {found['nprobe']}. Others search as "
+        "little as finds as much. Exact searches are beside faiss' flat index. Our server runs the query's model in TensorFlow "
+        f"first. It loads the mapped export in {found['load s of our server, mapped']:.2f} s.\n"
     )
 
 
