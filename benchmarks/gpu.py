@@ -63,7 +63,7 @@ def checks() -> dict[str, Any]:
         "checkpoints restored on the other device": "equal bit for bit",
         "rows of names": "equal",
         "an id outside": _train_ids_outside(),
-        "operations of a step on the CPU": _operations_on_cpu(),
+        "operations that are on the CPU alone": _operations_on_cpu(),
     }
 
 
@@ -179,7 +179,7 @@ def _train_ids_outside() -> str:
 
 
 def _operations_on_cpu() -> list[str]:
-    """Return the types of operations of a training step that TensorFlow places on the CPU, of a process of its own."""
+    """Return the types of operations of a training step that TensorFlow places on the CPU alone."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--placements"],
         stderr=subprocess.PIPE,
@@ -190,7 +190,8 @@ def _operations_on_cpu() -> list[str]:
     )
     found = re.findall(r"\S+: \((\w+)\): \S*device:(\w+):0", done.stderr)
     assert any(device == "GPU" for _, device in found), done.stderr[-2000:]
-    return sorted({operation for operation, device in found if device == "CPU"} - {"_Arg", "_Retval", "Const"})
+    on = {device: {operation for operation, at in found if at == device} for device in DEVICES}
+    return sorted(on["CPU"] - on["GPU"])
 
 
 # ---- the time and memory of a step
