@@ -130,14 +130,15 @@ def _gpu() -> Iterator[str]:
         optimizer, vocabulary, batch = (part.split()[-1] for part in case.split(", "))
         times = [f"{one[f'{name}_ms']:,.2f}" for name in ("tpuembed GPU", "keras GPU", "tpuembed CPU", "keras CPU")]
         ratios = [f"{one[name]:.2f}" for name in ("keras / tpuembed, GPU", "CPU / GPU, tpuembed")]
-        peaks = [f"{one[key]:.1f}" if (key := f"{name} GPU_peak_tables") in one else "" for name in ("tpuembed", "keras")]
+        peaks = [
+            f"{one[key]:.1f}" if (key := f"{name} GPU_peak_tables") in one else "" for name in ("tpuembed", "keras")
+        ]
         rows.append((optimizer, f"{int(vocabulary):,}", f"{int(batch):,}", *times, *ratios, *peaks))
     head = ("optimizer", "rows", "ids", "tpuembed GPU, ms", "Keras GPU, ms", "tpuembed CPU, ms", "Keras CPU, ms")
     yield _table((*head, "Keras / tpuembed, GPU", "CPU / GPU, tpuembed", "tpuembed, tables", "Keras, tables"), rows)
     yield (
-        "The CPU is that of the GPU's machine, with 16 cores. The layer's step on the GPU takes the same time for every size: it is "
-        "the time to start its operations. So Keras is faster with Adam and a table of 10 thousand rows, and a GPU gains little "
-        "for 4,096 ids.\n"
+        "The CPU is that of the GPU's machine, with 16 cores. The layer's step on the GPU takes about the same time for every size. "
+        "So Keras is faster with Adam and a table of 10 thousand rows, and a GPU gains little for 4,096 ids.\n"
     )
 
 
