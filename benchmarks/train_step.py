@@ -26,7 +26,7 @@ VOCABULARIES = (10_000, 1_000_000, 10_000_000)
 OPTIMIZERS = ("adam", "adagrad")
 CONTENDERS = ("tpuembed", "keras", "keras_rs")
 SECONDS = 3.0
-_MEASURABLE_BYTES = 100e6
+MEASURABLE_BYTES = 100e6
 
 
 def run(
@@ -70,7 +70,7 @@ def _measure_apart(optimizer: str, vocabulary: int, contender: str) -> dict[str,
 def _measure(contender: str, optimizer: str, vocabulary: int) -> dict[str, Any]:
     """In a process of its own."""
     try:
-        make = _MAKERS[contender]
+        make = MAKERS[contender]
         make(optimizer, 10)()
     except ImportError as error:
         return {"missing": f"{error}; pip install 'tpuembed[bench]'"}
@@ -86,7 +86,7 @@ def _measure(contender: str, optimizer: str, vocabulary: int) -> dict[str, Any]:
         times.append(time.perf_counter() - started)
     table_bytes = 4 * DIM * vocabulary
     found = {"ms": statistics.median(times) * 1e3}
-    if table_bytes >= _MEASURABLE_BYTES:
+    if table_bytes >= MEASURABLE_BYTES:
         found["peak_tables"] = (_peak_bytes() - before) / table_bytes
     return found
 
@@ -96,7 +96,7 @@ def _peak_bytes() -> int:
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
 
-def _tpuembed(optimizer: str, vocabulary: int) -> Callable[[], None]:
+def _tpuembed(optimizer: str, vocabulary: int, batch: int = BATCH) -> Callable[[], None]:
     import tensorflow as tf
 
     from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
@@ -106,30 +106,32 @@ def _tpuembed(optimizer: str, vocabulary: int) -> Callable[[], None]:
     def update(tape: Any, loss: Any) -> None:
         tape.gradient(loss, layer.trainable_variables)
 
-    return _loop(tf, layer, update, vocabulary)
+    return _loop(tf, layer, update, vocabulary, batch)
 
 
-def _keras(optimizer: str, vocabulary: int) -> Callable[[], None]:
+def _keras(optimizer: str, vocabulary: int, batch: int = BATCH) -> Callable[[], None]:
     import keras
 
     layer = keras.layers.Embedding(vocabulary, DIM)
     layer.build()
-    return _keras_loop(layer, layer, optimizer, vocabulary)
+    return _keras_loop(layer, layer, optimizer, vocabulary, batch)
 
 
-def _keras_rs(optimizer: str, vocabulary: int) -> Callable[[], None]:
+def _keras_rs(optimizer: str, vocabulary: int, batch: int = BATCH) -> Callable[[], None]:
     from keras_rs.layers import DistributedEmbedding, FeatureConfig, TableConfig
 
     table = TableConfig("t", vocabulary, DIM, optimizer=optimizer, combiner="sum", placement="default_device")
-    layer = DistributedEmbedding({"x": FeatureConfig("x", table, (BATCH,), (BATCH, DIM))})
-    layer.build({"x": (BATCH,)})
-    return _keras_loop(layer, lambda ids: layer({"x": ids})["x"], optimizer, vocabulary)
+    layer = DistributedEmbedding({"x": FeatureConfig("x", table, (batch,), (batch, DIM))})
+    layer.build({"x": (batch,)})
+    return _keras_loop(layer, lambda ids: layer({"x": ids})["x"], optimizer, vocabulary, batch)
 
 
-_MAKERS = {"tpuembed": _tpuembed, "keras": _keras, "keras_rs": _keras_rs}
+MAKERS = {"tpuembed": _tpuembed, "keras": _keras, "keras_rs": _keras_rs}
 
 
-def _keras_loop(layer: Any, look_up: Callable[[Any], Any], optimizer: str, vocabulary: int) -> Callable[[], None]:
+def _keras_loop(
+    layer: Any, look_up: Callable[[Any], Any], optimizer: str, vocabulary: int, batch: int
+) -> Callable[[], None]:
     import keras
     import tensorflow as tf
 
@@ -140,14 +142,14 @@ def _keras_loop(layer: Any, look_up: Callable[[Any], Any], optimizer: str, vocab
         gradients = tape.gradient(loss, [variable.value for variable in layer.trainable_variables])
         trainer.apply(gradients, layer.trainable_variables)
 
-    return _loop(tf, look_up, update, vocabulary)
+    return _loop(tf, look_up, update, vocabulary, batch)
 
 
-def _loop(tf: Any, look_up: Any, update: Callable[[Any, Any], None], vocabulary: int) -> Callable[[], None]:
+def _loop(tf: Any, look_up: Any, update: Callable[[Any, Any], None], vocabulary: int, batch: int) -> Callable[[], None]:
     import numpy as np
 
     random = np.random.default_rng(0)
-    batches = itertools.cycle([tf.constant(random.integers(0, vocabulary, BATCH), tf.int32) for _ in range(BATCHES)])
+    batches = itertools.cycle([tf.constant(random.integers(0, vocabulary, batch), tf.int32) for _ in range(BATCHES)])
 
     @tf.function
     def step(ids: Any) -> Any:

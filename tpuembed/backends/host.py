@@ -123,10 +123,10 @@ class HostBackend(Backend):
             return tf.cast(stamp, tf.int32)
 
     def update(self, table: str, ids: Tensor, gradients: Tensor, droppable: bool, stamp: Tensor | None) -> list[Any]:
-        """Apply the table's optimizer to ids [n] and their gradients [n, dim]. Duplicate ids are allowed, negative ones
-        are dropped. Rows that are updated get `stamp`, unless it is None.
+        """Apply the table's optimizer to ids [n] and their gradients [n, dim]. Duplicate ids are allowed, those
+        outside the table are dropped. Rows that are updated get `stamp`, unless it is None.
 
-        `droppable` is False if no id is negative, because the lookup would have failed.
+        `droppable` is False if every id is in the table, because the lookup would have failed.
         """
         state = self.states[table]
         assert state.optimizer is not None, "a table without an optimizer is never trapped"

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tpuembed.backends.tf_config import in_xla_context
 from tpuembed.config import FTRL, SGD, Adagrad, AdagradMomentum, Adam, Optimizer
 from tpuembed.errors import TrainingError
-from tpuembed.lookup.ranges import NOT_FOR_XLA
+from tpuembed.lookup.ranges import NOT_FOR_XLA, is_inside
 
 __all__ = ["RULES", "dedupe", "learning_rate", "update_every_row", "update_rows"]
 
@@ -113,7 +113,8 @@ def learning_rate(spec: Optimizer, step: Tensor) -> Tensor:
 def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) -> tuple[Tensor, Tensor]:
     """Return (unique ids [u], their summed gradients [u, dim]) of ids [n] and gradients [n, dim].
 
-    Negative ids are dropped. If there can be none (`droppable` is False), nothing is copied to drop them.
+    Ids outside [0, rows) are dropped: a scatter on a GPU casts ids to int32, and would write another row. If there can be
+    none (`droppable` is False), nothing is copied to drop them.
 
     Under XLA the shapes stay static, and an unused place carries the id `rows`, which XLA's scatter drops. `tf.unique`
     with a dynamic shape is silently wrong under XLA. A function that was traced before is not traced again when XLA
@@ -122,7 +123,7 @@ def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) ->
     if in_xla_context():
         return _dedupe_static(ids, gradients, rows)
     if droppable:
-        keep = tf.where(ids >= 0)[:, 0]
+        keep = tf.where(is_inside(ids, rows))[:, 0]
         ids, gradients = tf.gather(ids, keep), tf.gather(gradients, keep)
         unique, index, _ = tf.unique_with_counts(ids, name=NOT_FOR_XLA)
     else:
@@ -139,7 +140,9 @@ def _dedupe_static(ids: Tensor, gradients: Tensor, rows: int) -> tuple[Tensor, T
     segments = tf.cumsum(tf.cast(starts, tf.int32)) - 1
     unique = tf.math.unsorted_segment_max(ids, segments, tf.size(ids))
     # A segment without ids has the lowest integer, so it counts as dropped too.
-    return tf.where(unique >= 0, unique, rows), tf.math.unsorted_segment_sum(gradients, segments, tf.size(ids))
+    return tf.where(is_inside(unique, rows), unique, rows), tf.math.unsorted_segment_sum(
+        gradients, segments, tf.size(ids)
+    )
 
 
 def update_rows(

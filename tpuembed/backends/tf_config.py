@@ -94,7 +94,7 @@ def in_xla_context() -> bool:
 
 def unchecked_gathers() -> bool:
     """Return True if a gather outside the table does not fail: XLA clamps the id, a GPU returns zeros."""
-    return in_xla_context() or bool(tf.config.list_physical_devices("GPU"))
+    return in_xla_context() or bool(tf.config.get_visible_devices("GPU"))
 
 
 def entry_optimizer(layer: Any) -> Any:

@@ -149,3 +149,17 @@ def test_a_rule_equals_tensorflows_kernel(name: str) -> None:
         scale = max(1.0, np.abs(truth.numpy()).max())
         np.testing.assert_allclose(mine.numpy() / scale, truth.numpy() / scale, rtol=1e-6, atol=1e-6, err_msg=slot)
     np.testing.assert_array_equal(ours[0].numpy()[-1], rows[-1])
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_ids_outside_the_table_are_dropped(jit: bool) -> None:
+    """A scatter on a GPU takes 2**40 for row 0, and the gather before it gives zeros: row 0 would become zeros."""
+    random = np.random.default_rng(5)
+    ids = np.concatenate([random.integers(0, ROWS, 6), [ROWS, -1, -7, 2**32 + 1, 2**40, 2**63 - 1, -(2**63)]])
+    random.shuffle(ids)
+    gradients = random.normal(size=(len(ids), 3)).astype(np.float32)
+    unique, summed = tf.function(lambda ids, rows: dedupe(ids, rows, ROWS), jit_compile=jit)(ids, gradients)
+    kept = {int(id_): row for id_, row in zip(unique.numpy(), summed.numpy(), strict=True) if not (jit and id_ == ROWS)}
+    assert set(kept) == {id_ for id_ in ids.tolist() if 0 <= id_ < ROWS}
+    for id_, row in kept.items():
+        np.testing.assert_allclose(row, gradients[ids == id_].sum(0), rtol=1e-5, atol=1e-6)
