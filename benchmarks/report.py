@@ -137,7 +137,7 @@ def _gpu() -> Iterator[str]:
     head = ("optimizer", "rows", "ids", "tpuembed GPU, ms", "Keras GPU, ms", "tpuembed CPU, ms", "Keras CPU, ms")
     yield _table((*head, "Keras / tpuembed, GPU", "CPU / GPU, tpuembed", "tpuembed, tables", "Keras, tables"), rows)
     yield (
-        "The CPU is that of the GPU's machine, with 16 cores. The layer's step on the GPU takes about the same time for every size. "
+        "The CPU is that of the GPU's machine, with 16 cores. The layer's step on the GPU takes about the same time for all sizes. "
         "So Keras is faster with Adam and a table of 10 thousand rows, and a GPU gains little for 4,096 ids.\n"
     )
 
