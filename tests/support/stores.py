@@ -81,11 +81,29 @@ class S3:
         return f"s3://{bucket}/{prefix}"
 
 
+_MOTO = """
+import threading
+from moto import server
+
+lock, answer = threading.Lock(), server.DomainDispatcherApplication.__call__
+
+def in_turn(app, environ, start_response):
+    if "HTTP_IF_MATCH" in environ or "HTTP_IF_NONE_MATCH" in environ:
+        with lock:
+            return answer(app, environ, start_response)
+    return answer(app, environ, start_response)
+
+server.DomainDispatcherApplication.__call__ = in_turn
+server.main()
+"""
+"""Moto checks a condition and writes in two steps. Two requests at once could both succeed, which a store rules out."""
+
+
 @contextlib.contextmanager
 def moto_server(min_part_bytes: int = 5 << 20) -> Iterator[S3]:
     """A process of moto's server on a free port of the loopback, which takes no smaller parts but an upload's last."""
     environment = {**os.environ, "S3_UPLOAD_PART_MIN_SIZE": str(min_part_bytes)}
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    command = [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", "0"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stderr=pipe, stdout=subprocess.DEVNULL, text=True, env=environment) as server:
         assert server.stderr is not None
