@@ -107,9 +107,12 @@ INLINE void search_rows(
     }
 }
 
-INLINE void search(
-    const struct index *index, const float *queries, const uint64_t *wanted, int64_t count, const int64_t *ranges,
-    int64_t range_count, float *decoded, float *scores, int64_t *places, int64_t *sizes, int64_t most) {
+#define PARAMETERS                                                                                                    \
+    const struct index *index, const float *queries, const uint64_t *wanted, int64_t count, const int64_t *ranges,    \
+        int64_t range_count, float *decoded, float *scores, int64_t *places, int64_t *sizes, int64_t most
+#define ARGUMENTS index, queries, wanted, count, ranges, range_count, decoded, scores, places, sizes, most
+
+INLINE void search(PARAMETERS) {
     for (int64_t range = 0; range < range_count; range++)
         for (int64_t start = ranges[2 * range]; start < ranges[2 * range + 1]; start += ROWS) {
             int64_t stop = start + ROWS < ranges[2 * range + 1] ? start + ROWS : ranges[2 * range + 1];
@@ -134,11 +137,6 @@ INLINE void search(
 }
 
 #if defined(__x86_64__)
-#define PARAMETERS                                                                                                    \
-    const struct index *index, const float *queries, const uint64_t *wanted, int64_t count, const int64_t *ranges,    \
-        int64_t range_count, float *decoded, float *scores, int64_t *places, int64_t *sizes, int64_t most
-#define ARGUMENTS index, queries, wanted, count, ranges, range_count, decoded, scores, places, sizes, most
-
 V4 static void search_v4(PARAMETERS) { search(ARGUMENTS); }
 V3 static void search_v3(PARAMETERS) { search(ARGUMENTS); }
 #endif
@@ -147,19 +145,17 @@ V3 static void search_v3(PARAMETERS) { search(ARGUMENTS); }
  * first. Missing ones are -1, with the score -infinity.
  *
  * wanted: tags that a candidate needs, for each query; NULL if none does. decoded: ROWS * dim floats. sizes: `count` zeros. */
-EXPORT void tpuembed_search(
-    int64_t variant, const struct index *index, const float *queries, const uint64_t *wanted, int64_t count,
-    const int64_t *ranges, int64_t range_count, float *decoded, float *scores, int64_t *places, int64_t *sizes, int64_t most) {
+EXPORT void tpuembed_search(int64_t variant, PARAMETERS) {
 #if defined(__x86_64__)
     if (variant == 2) {
-        search_v4(index, queries, wanted, count, ranges, range_count, decoded, scores, places, sizes, most);
+        search_v4(ARGUMENTS);
         return;
     }
     if (variant == 1) {
-        search_v3(index, queries, wanted, count, ranges, range_count, decoded, scores, places, sizes, most);
+        search_v3(ARGUMENTS);
         return;
     }
 #endif
     (void)variant;
-    search(index, queries, wanted, count, ranges, range_count, decoded, scores, places, sizes, most);
+    search(ARGUMENTS);
 }

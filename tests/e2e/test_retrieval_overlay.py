@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, apply_package, compact_version, export_retrieval
+from tests.support.export.retrieval import user_tower
+from tpuembed import apply_package, compact_version, export_retrieval
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
@@ -30,9 +31,7 @@ def answer(server: Any, name: str, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def query() -> keras.Model:
-    ids = keras.Input((), dtype="int64", name="user")
-    layer = TPUEmbedding({"user": FeatureConfig(TableConfig(USERS, DIM, "users"))}, optimizer="sgd", name="of_user")
-    return keras.Model({"user": ids}, layer({"user": ids})["user"])
+    return user_tower(USERS, DIM)
 
 
 class Life:

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
+from tests.support.export.retrieval import user_tower
 from tests.support.serving.process import run_command
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_retrieval
 from tpuembed.checkpoint.tools import verify_files
@@ -26,9 +27,7 @@ NAMES = [b"film \xc3\xa9 %d" % number for number in range(FILMS)]
 
 
 def query() -> keras.Model:
-    ids = keras.Input((), dtype="int64", name="user")
-    layer = TPUEmbedding({"user": FeatureConfig(TableConfig(USERS, DIM, "users"))}, optimizer="sgd", name="of_user")
-    return keras.Model({"user": ids}, layer({"user": ids})["user"])
+    return user_tower(USERS, DIM)
 
 
 class Exports:

@@ -10,8 +10,9 @@ import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 
+from tests.support.export.retrieval import user_tower
 from tests.support.serving.process import ServerProcess
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_retrieval
+from tpuembed import export_retrieval
 from tpuembed.native_lookup import available
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
@@ -26,9 +27,7 @@ SCORES = USER_VECTORS @ FILM_VECTORS.T
 
 
 def query() -> keras.Model:
-    ids = keras.Input((), dtype="int64", name="user")
-    layer = TPUEmbedding({"user": FeatureConfig(TableConfig(USERS, DIM, "users"))}, optimizer="sgd", name="of_user")
-    return keras.Model({"user": ids}, layer({"user": ids})["user"])
+    return user_tower(USERS, DIM)
 
 
 @pytest.fixture(scope="module", params=["native", "tensorflow"])

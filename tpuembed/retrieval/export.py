@@ -37,7 +37,7 @@ from tpuembed.retrieval.partitions import (
     in_order,
 )
 from tpuembed.retrieval.reader import ORDER, WithCandidates
-from tpuembed.retrieval.recall import QUERIES, check_recall, inputs_of, measured
+from tpuembed.retrieval.recall import QUERIES, check_recall, inputs_of, measured, sample_of
 
 if TYPE_CHECKING:
     from tpuembed.export.graph.keras_model import Factory
@@ -337,12 +337,9 @@ def _placed(path: Path, order: npt.NDArray[np.int64], values: npt.NDArray[Any], 
     return placed
 
 
-def _sample(candidates: Candidates, count: int) -> Floats:
-    """Return `count` of the vectors, or all if there are fewer."""
-    if count >= candidates.count:
-        return np.array(candidates.vectors)
-    chosen = np.sort(np.random.default_rng(0).choice(candidates.count, count, replace=False))
-    return np.array(candidates.vectors[chosen])
+def _sample(candidates: Candidates, most: int) -> Floats:
+    """Return `most` of the vectors, or all if there are fewer."""
+    return np.array(candidates.vectors[sample_of(candidates.count, most)])
 
 
 def _query_vectors(tower: "Tower", queries: Any, candidates: Candidates) -> tuple[Floats, str]:
@@ -381,7 +378,7 @@ class _Request:
     def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
         from tpuembed.export.graph.dense_weights import restore_dense_weights
         from tpuembed.export.graph.saved_model import save_graph
-        from tpuembed.retrieval.graph import IndexArrays, RetrievalModel
+        from tpuembed.retrieval.graph import RetrievalModel
 
         def dense() -> list[Any]:
             restore_dense_weights(
@@ -393,7 +390,7 @@ class _Request:
             )
             return self._query.state()
 
-        model = RetrievalModel(self._query, self._sources, self._index.entry, IndexArrays(self._index.arrays))
+        model = RetrievalModel(self._query, self._sources, self._index.entry, self._index.arrays)
         return save_graph(
             model, self._sources, plan.stacks, dense, folder, plan.layout, require_finite=plan.require_finite
         )

@@ -5,46 +5,47 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import KerasModel
-from tpuembed.export.graph.mapped_table import MappedTable
+from tpuembed.export.graph.mapped_table import store_array
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.stacked_tables import StackedTables
+from tpuembed.export.overlay.changes import rows_of_words
 from tpuembed.export.storage.formats import STORAGES
 from tpuembed.manifest import ArrayEntry, Packing, RetrievalEntry, VocabularyEntry
 from tpuembed.native_search import EXCLUDE, REQUIRE
 from tpuembed.retrieval.partitions import BLOCK_ROWS
-from tpuembed.retrieval.recall import PROBES
+from tpuembed.retrieval.recall import PROBES, check_width
 from tpuembed.retrieval.search import search_all, search_partitions
 from tpuembed.retrieval.towers import only_output
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["INDEX_FOLDER", "IndexArrays", "RetrievalModel"]
+__all__ = ["INDEX_FOLDER", "RetrievalModel"]
 
 Tensor = Any
 
 INDEX_FOLDER: Final = "index"
 _LOWEST: Final = float("-inf")
-_WRITE_BYTES: Final = 8 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class IndexArrays:
-    """The arrays of an index; see RetrievalEntry.arrays. They may be mapped from files."""
-
-    arrays: Mapping[str, npt.NDArray[Any]]
 
 
 class RetrievalModel(ExportableModel):
     """Finds the best candidates for the vector that the query's model makes of its inputs."""
 
-    def __init__(self, query: KerasModel, tables: StackedTables, entry: RetrievalEntry, index: IndexArrays) -> None:
-        """Search the index of `entry`, whose vectors are a table of `tables`."""
+    def __init__(
+        self,
+        query: KerasModel,
+        tables: StackedTables,
+        entry: RetrievalEntry,
+        index: Mapping[str, npt.NDArray[Any]],
+    ) -> None:
+        """Search the index of `entry`, whose vectors are a table of `tables`.
+
+        `index` has its arrays; see RetrievalEntry.arrays. They may be mapped from files.
+        """
         self._query, self._tables, self._entry, self._index = query, tables, entry, index
         self._arrays: dict[str, Any] = {}
         if clash := sorted({EXCLUDE, REQUIRE} & query.input_specs().keys()):
@@ -84,15 +85,11 @@ class RetrievalModel(ExportableModel):
         """Write the arrays: with layout mmap into files, else into variables."""
         written: dict[str, ArrayEntry] = {}
         overlay = self._tables.stack_of(self._entry.table)[0].overlay
-        fresh = {} if overlay is None else {"fresh": rows_of_words(overlay.words_file)}
-        for name, array in {**self._index.arrays, **fresh}.items():
-            dtype = tf.as_dtype(array.dtype)
-            if layout == "mmap":
-                file = f"{INDEX_FOLDER}/{name}"
-                written[name] = _write(folder, name, file, array)
-                self._arrays[name] = MappedTable(f"index_{name}", array.shape, dtype, file)
-            else:
-                self._arrays[name] = tf.Variable(np.asarray(array), trainable=False, name=f"index_{name}")
+        fresh = {} if overlay is None else {"fresh": np.concatenate([*rows_of_words(overlay.words_file)])}
+        for name, array in {**self._index, **fresh}.items():
+            self._arrays[name], entry = store_array(array, f"index_{name}", folder, f"{INDEX_FOLDER}/{name}", layout)
+            if entry is not None:
+                written[name] = entry
         return self._arrays, dataclasses.replace(self._entry, arrays=written)
 
     def further_functions(self) -> dict[str, Any]:
@@ -116,11 +113,7 @@ class RetrievalModel(ExportableModel):
         return {"filtered": filtered, "query": query}
 
     def _vector(self, vectors: Tensor) -> Tensor:
-        dim = self._tables.stack_of(self._entry.table)[0].dim
-        if vectors.shape[1] != dim:
-            raise ConfigError(
-                f"query: its vectors have the width {vectors.shape[1]}, and the candidates {dim}. Give the towers of one model."
-            )
+        check_width(vectors.shape[1], self._tables.stack_of(self._entry.table)[0].dim)
         if self._entry.metric == "cosine":
             vectors = tf.math.divide_no_nan(vectors, tf.norm(vectors, axis=1, keepdims=True))
         return vectors
@@ -229,22 +222,3 @@ class RetrievalModel(ExportableModel):
         )
         joined = tf.strings.unsorted_segment_join(characters, places.value_rowids(), tf.size(flat))
         return tf.reshape(joined, tf.shape(numbers))
-
-
-def rows_of_words(file: Path) -> npt.NDArray[np.int64]:
-    """Return the rows of an overlay, sorted; see OverlayEntry.words."""
-    bits = np.fromfile(file, "<i4").reshape(-1, 2)[:, 0].copy().view(np.uint8)
-    return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-
-
-def _write(folder: Path, name: str, file: str, array: npt.NDArray[Any]) -> ArrayEntry:
-    """Write an array, which may be mapped, in pieces."""
-    path, checksum = folder / file, 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flat = array.reshape(-1).view(np.uint8)
-    with path.open("wb") as out:
-        for start in range(0, len(flat), _WRITE_BYTES):
-            piece = np.array(flat[start : start + _WRITE_BYTES])
-            out.write(piece.data)
-            checksum = google_crc32c.extend(checksum, piece)
-    return ArrayEntry(name=f"index_{name}", key="", rows=len(array), file=file, size=len(flat), crc32c=int(checksum))

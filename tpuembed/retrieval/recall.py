@@ -19,7 +19,17 @@ from tpuembed.retrieval.partitions import Floats, ranks, true_neighbours
 from tpuembed.saved_model import GRAPH_FILE, graph_crc32c, replace_file
 from tpuembed.saved_model.mapped_paths import edit_nodes
 
-__all__ = ["PROBES", "QUERIES", "RecallReport", "check_recall", "inputs_of", "measure_recall", "measured"]
+__all__ = [
+    "PROBES",
+    "QUERIES",
+    "RecallReport",
+    "check_recall",
+    "check_width",
+    "inputs_of",
+    "measure_recall",
+    "measured",
+    "sample_of",
+]
 
 PROBES: Final = "tpuembed_nprobe"
 """The name of the constants in the graph with the number of partitions that a search reads."""
@@ -95,6 +105,19 @@ def check_recall(min_recall: float | None) -> None:
             raise ConfigError(f"min_recall must be at most 1, got {min_recall!r}.")
 
 
+def check_width(queries: int, candidates: int) -> None:
+    """Raise ConfigError unless the vectors of queries and candidates have the same width."""
+    if queries != candidates:
+        raise ConfigError(
+            f"query: its vectors have the width {queries}, and the candidates {candidates}. Give the towers of one model."
+        )
+
+
+def sample_of(count: int, most: int) -> npt.NDArray[np.int64]:
+    """Return the numbers of `most` of `count` candidates, ascending; all if there are fewer."""
+    return np.sort(np.random.default_rng(0).choice(count, min(count, most), replace=False))
+
+
 def measured(
     entry: RetrievalEntry,
     queries: Floats,
@@ -115,11 +138,7 @@ def measured(
         measured_on: what the queries are.
         min_recall: choose the number of partitions to search for it; None leaves it.
     """
-    if queries.shape[1] != centroids.shape[1]:
-        raise ConfigError(
-            f"query: its vectors have the width {queries.shape[1]}, and the candidates {centroids.shape[1]}. Give the towers of "
-            "one model."
-        )
+    check_width(queries.shape[1], centroids.shape[1])
     if not len(queries):
         raise ConfigError("queries: there are none. Give at least one.")
     if entry.metric == "cosine":
@@ -162,8 +181,7 @@ def inputs_of(names: Collection[str], queries: Any) -> Mapping[str, Any]:
 
 
 def _sample(found: OpenedRetrieval) -> Floats:
-    count = found.entry.candidates
-    chosen = np.sort(np.random.default_rng(0).choice(count, min(count, QUERIES), replace=False))
+    chosen = sample_of(found.entry.candidates, QUERIES)
     rows = [
         vectors[chosen[(chosen >= first) & (chosen < first + len(vectors))] - first]
         for first, vectors in found.batches()

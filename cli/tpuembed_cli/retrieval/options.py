@@ -1,17 +1,20 @@
 """The options of `tpuembed export` for a retrieval."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from tpuembed.export.options import ExportOptions
 from tpuembed_cli.options import PATH, option_group
+from tpuembed_cli.output import table_of
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from tpuembed.manifest import RetrievalEntry
 
-__all__ = ["SECTION", "report_line", "retrieval_options", "retrieval_request"]
+__all__ = ["SECTION", "recall_table", "report_line", "retrieval_options", "retrieval_request"]
 
 _OPTIONS: Final = (
     click.option(
@@ -32,12 +35,14 @@ _OPTIONS: Final = (
     click.option("--metric", type=click.Choice(["dot", "cosine"]), help="How vectors are compared. Default: dot."),
     click.option(
         "--candidate-ids",
+        "ids",
         type=PATH,
         metavar="FILE",
         help="Ids of the candidates of a table or FILE.npy: .npy, or a text file with a name per line.",
     ),
     click.option(
         "--candidate-tags",
+        "tags",
         type=PATH,
         metavar="FILE.npy",
         help="Tags of the same candidates: uint64, a bit for each tag.",
@@ -55,17 +60,12 @@ _OPTIONS: Final = (
         help="For ivf: search so many partitions that X of the K best candidates are found on average. Default: 0.95.",
     ),
 )
-_NAMES: Final = {
-    "k": "k",
-    "index": "index",
-    "metric": "metric",
-    "candidate_ids": "ids",
-    "candidate_tags": "tags",
-    "queries": "queries",
-    "min_recall": "min_recall",
-}
-"""Names of the options, and of the arguments of `export_retrieval`."""
-SECTION: Final = ["--retrieve-from", *("--" + name.replace("_", "-") for name in _NAMES)]
+_NAMES: Final = ("k", "index", "metric", "ids", "tags", "queries", "min_recall")
+"""Of the options beside --retrieve-from, which are those of the arguments of `export_retrieval`."""
+SECTION: Final = (
+    *("--retrieve-from", "--k", "--index", "--metric"),
+    *("--candidate-ids", "--candidate-tags", "--queries", "--min-recall"),
+)
 """The flags of the options."""
 
 retrieval_options = option_group(_OPTIONS)
@@ -83,9 +83,8 @@ def retrieval_request(request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     source = request["retrieve_from"]
     if source is None:
         if given:
-            raise click.UsageError(
-                f"{_flag(next(iter(given)))} needs --retrieve-from. Give it, or leave {_flag(next(iter(given)))} out."
-            )
+            flag = _flag(next(iter(given)))
+            raise click.UsageError(f"{flag} needs --retrieve-from. Give it, or leave {flag} out.")
         return rest, None
     if rest["model"] is None:
         raise click.UsageError("--retrieve-from needs --model, the tower of the query. Give --model MODULE:FACTORY.")
@@ -94,8 +93,7 @@ def retrieval_request(request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         if rest[name]:
             raise click.UsageError(f"{_flag(name)}: an export with --retrieve-from does not have it. Leave it out.")
     arguments = {name: value for name, value in rest.items() if name in own and name != "model"}
-    named = {_NAMES[name]: value for name, value in given.items()}
-    return rest, {**arguments, "query": rest["model"], "candidates": source, **named}
+    return rest, {**arguments, "query": rest["model"], "candidates": source, **given}
 
 
 def report_line(entry: "RetrievalEntry") -> str:
@@ -110,7 +108,11 @@ def report_line(entry: "RetrievalEntry") -> str:
     )
 
 
+def recall_table(recall: Iterable[tuple[int, float]], title: str) -> "Table":
+    """Return the recall by the number of partitions that a search reads."""
+    return table_of(title, [{"partitions searched": nprobe, "recall": f"{share:.4f}"} for nprobe, share in recall])
+
+
 def _flag(name: str) -> str:
-    return {"tables": "--table", "features": "--feature", "output_names": "--output-name"}.get(
-        name, "--" + name.replace("_", "-")
-    )
+    """Return the flag of the running command's option `name`."""
+    return next(one.opts[0] for one in click.get_current_context().command.params if one.name == name)

@@ -6,9 +6,9 @@ import click
 
 from tpuembed_cli.command import Command
 from tpuembed_cli.options import PATH, verbosity_options
-from tpuembed_cli.output import print_json, table_of, to_terminal
+from tpuembed_cli.output import print_json, to_terminal
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
-from tpuembed_cli.retrieval.options import report_line
+from tpuembed_cli.retrieval.options import recall_table, report_line
 
 __all__ = ["recall"]
 
@@ -54,6 +54,5 @@ def recall(export: str, queries: str | None, verbose: bool, quiet: bool, as_json
     if quiet:
         return
     entry = report.retrieval
-    rows = [{"partitions searched": nprobe, "recall": f"{share:.4f}"} for nprobe, share in entry.recall]
     now = ", and reads them from now on" if report.changed else ""
-    to_terminal(f"{report.path}: {report_line(entry)}{now}", table_of(f"recall of {entry.k}", rows))
+    to_terminal(f"{report.path}: {report_line(entry)}{now}", recall_table(entry.recall, f"recall of {entry.k}"))

@@ -237,8 +237,7 @@ class SavedModelServable:
             found = self._callables.get(signature.name)
             if found is not None:
                 return found
-            searches = self._manifest is not None and self._manifest.retrieval is not None and self._native is not None
-            if self._manifest is not None and not searches and is_worth_packing(self._manifest, signature):
+            if self._manifest is not None and is_worth_packing(self._manifest, signature):
                 found = self._packed_call(self._manifest, signature)
             else:
                 found = self._make_callable(signature)

@@ -6,14 +6,22 @@ itself (`ImmutableConst`). The assignment shares the memory. So all processes, a
 one copy in the page cache.
 """
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
-__all__ = ["MappedTable"]
+from tpuembed.manifest import ArrayEntry
+
+__all__ = ["MappedTable", "store_array"]
 
 Tensor = Any
+
+_WRITE_BYTES: Final = 8 << 20
 
 
 class MappedTable(tf.saved_model.experimental.TrackableResource):
@@ -60,3 +68,29 @@ class MappedTable(tf.saved_model.experimental.TrackableResource):
     def _destroy_resource(self) -> None:
         """Destroy the variable, so that the file is unmapped when its model is gone."""
         tf.raw_ops.DestroyResourceOp(resource=self.resource_handle, ignore_lookup_error=True)
+
+
+def store_array(
+    array: npt.NDArray[Any], name: str, folder: Path, file: str, layout: str
+) -> tuple[Any, ArrayEntry | None]:
+    """Return what a graph reads an array from, and its entry in the manifest: None if it is a variable.
+
+    Args:
+        array: perhaps itself mapped from a file.
+        name: of the variable and the entry.
+        folder: of the version.
+        file: with layout "mmap", the path below `folder` that the array is written to, in pieces.
+        layout: see LAYOUTS.
+    """
+    if layout != "mmap":
+        return tf.Variable(np.asarray(array), trainable=False, name=name), None
+    path, checksum = folder / file, 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    with path.open("wb") as out:
+        for start in range(0, len(flat), _WRITE_BYTES):
+            piece = np.array(flat[start : start + _WRITE_BYTES])
+            out.write(piece.data)
+            checksum = google_crc32c.extend(checksum, piece)
+    entry = ArrayEntry(name=name, key="", rows=len(array), file=file, size=len(flat), crc32c=int(checksum))
+    return MappedTable(name, array.shape, tf.as_dtype(array.dtype), file), entry

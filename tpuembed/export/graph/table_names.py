@@ -5,13 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
-import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
-from tpuembed.export.graph.mapped_table import MappedTable
-from tpuembed.manifest import NAMES_FOLDER, ArrayEntry, NamesEntry
+from tpuembed.export.graph.mapped_table import store_array
+from tpuembed.manifest import NAMES_FOLDER, NamesEntry
 from tpuembed.vocabulary import WAYS, Vocabulary, salt_text
 
 __all__ = ["TableNames", "constant_names", "make_names", "stand_in_names"]
@@ -34,21 +31,12 @@ def make_names(
     arrays: dict[str, TableNames] = {}
     entries = []
     for number, (table, vocabulary) in enumerate(sorted(vocabularies.items())):
-        names = [f"names_{number}_keys", f"names_{number}_numbers"]
         salt, of_index, numbers_of_index = vocabulary.snapshot()  # of a live layer, it may grow meanwhile
-        values: list[npt.NDArray[Any]] = [of_index, numbers_of_index.reshape(-1)]
-        if layout == "mmap":
-            files = [f"{NAMES_FOLDER}/{number}.keys", f"{NAMES_FOLDER}/{number}.numbers"]
-            written = tuple(_write(folder, *each) for each in zip(names, files, values, strict=True))
-            keys, numbers = (
-                MappedTable(name, value.shape, tf.as_dtype(value.dtype), file)
-                for name, value, file in zip(names, values, files, strict=True)
-            )
-        else:
-            written = ()
-            keys, numbers = (
-                tf.Variable(value, trainable=False, name=name) for name, value in zip(names, values, strict=True)
-            )
+        stored = [
+            store_array(value, f"names_{number}_{what}", folder, f"{NAMES_FOLDER}/{number}.{what}", layout)
+            for what, value in (("keys", of_index), ("numbers", numbers_of_index.reshape(-1)))
+        ]
+        (keys, _), (numbers, _) = stored
         arrays[table] = TableNames(keys, numbers, len(of_index), salt_text(salt))
         entries.append(
             NamesEntry(
@@ -58,7 +46,7 @@ def make_names(
                 oov_buckets=vocabulary.oov_buckets,
                 is_keyed=vocabulary.oov_key is not None,
                 salt=salt_text(salt).decode(),
-                arrays=written,
+                arrays=tuple(entry for _, entry in stored if entry is not None),
             )
         )
     return arrays, tuple(entries)
@@ -77,19 +65,3 @@ def constant_names(vocabulary: Vocabulary) -> TableNames:
 def stand_in_names() -> TableNames:
     """Return arrays without names, for a trace that is thrown away."""
     return TableNames(tf.zeros([1, WAYS], tf.int64), tf.fill([WAYS], -1), 1, b"")
-
-
-def _write(folder: Path, name: str, file: str, value: npt.NDArray[Any]) -> ArrayEntry:
-    path = folder / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = np.ascontiguousarray(value)
-    with open(path, "wb") as out:
-        out.write(data.data)
-    return ArrayEntry(
-        name=name,
-        key="",
-        rows=len(data),
-        file=file,
-        size=data.nbytes,
-        crc32c=int(google_crc32c.extend(0, data.reshape(-1).view(np.uint8))),
-    )

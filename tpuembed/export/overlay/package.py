@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-import numpy as np
-
 from tpuembed.errors import ConfigError, ExportError, TpuEmbedError, reason
+from tpuembed.export.overlay.changes import rows_of_words
 from tpuembed.export.publish.folder import temporary_staging
 from tpuembed.export.publish.version_writer import MAX_VERSION, naming_model_dir, versions_among
 from tpuembed.export.stream.resume_log import flush
@@ -42,7 +41,6 @@ _MAX_INDEX_BYTES: Final = 16 << 20
 _LEAST_KEY_BYTES: Final = 16
 _PART_BYTES: Final = 512 << 20
 _PIECE_BYTES: Final = 4 << 20
-_WORDS_AT_ONCE: Final = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,11 +144,9 @@ def write_package(version_dir: Path, manifest: Manifest, target: FilePath, key: 
 
 
 def _write_ids(words: Path, target: Path) -> None:
-    bits = np.memmap(words, np.int32, "r")[::2]
     with open(target, "xb") as file:
-        for start in range(0, len(bits), _WORDS_AT_ONCE):
-            part = np.ascontiguousarray(bits[start : start + _WORDS_AT_ONCE]).view(np.uint8)
-            file.write((np.flatnonzero(np.unpackbits(part, bitorder="little")) + start * 32).astype(np.int64).data)
+        for rows in rows_of_words(words):
+            file.write(rows.data)
 
 
 def _sha256(path: Path) -> str:
