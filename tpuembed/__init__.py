@@ -12,7 +12,6 @@ from tpuembed.runtime.environment import check_keras_backend
 if TYPE_CHECKING:
     from tpuembed.backends.input_pipeline import input_options
     from tpuembed.checkpoint import TableInfo, open_checkpoint
-    from tpuembed.checkpoint.keras.vocabularies import read_vocabulary
     from tpuembed.checkpoint.tools import carry_checkpoint
     from tpuembed.config import (
         FTRL,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from tpuembed.layer import TPUEmbedding
     from tpuembed.live import export_model
     from tpuembed.live.callback import ExportCallback
+    from tpuembed.lookup_layers import read_vocabulary
     from tpuembed.restore import RestoreReport, restore_tables
     from tpuembed.retrieval.export import export_retrieval
     from tpuembed.runtime.tpu import TpuEnvironment, configure_tpu
@@ -74,7 +74,7 @@ _HOME = {
     "list_versions": "tpuembed.export",
     "open_checkpoint": "tpuembed.checkpoint",
     "prune_versions": "tpuembed.export",
-    "read_vocabulary": "tpuembed.checkpoint.keras.vocabularies",
+    "read_vocabulary": "tpuembed.lookup_layers",
     "restore_tables": "tpuembed.restore",
     "rollback_version": "tpuembed.export",
 }

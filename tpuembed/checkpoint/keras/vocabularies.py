@@ -11,7 +11,7 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 import numpy as np
@@ -20,52 +20,37 @@ from tpuembed.checkpoint.keras.archive import member_sizes, opened_member
 from tpuembed.checkpoint.keras.weights import Weights, open_window
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, reason
-from tpuembed.files import FilePath, UrlPath, as_path
+from tpuembed.files import FilePath
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["read_vocabulary"]
+__all__ = ["CLASSES", "add_pairs", "of_file", "of_layer"]
 
-_CLASSES: Final = ("StringLookup", "IntegerLookup")
+CLASSES: Final = ("StringLookup", "IntegerLookup")
+"""The lookup layers that can be read."""
 _VOCABULARY: Final = "vocabulary.txt"
 _LONGEST_TOKEN: Final = 1 << 16
 
 
-def read_vocabulary(source: Any, layer: str = "", *, grows: bool = False, min_count: int = 1) -> Vocabulary:
-    """Return the vocabulary of a Keras StringLookup or IntegerLookup, whose rows are the numbers that the layer gives.
-
-    A table that was trained with the layer's numbers keeps its rows.
-
-    Args:
-        source: the layer, or the path or URL of a `.keras` file.
-        layer: the name of the layer in the file. It may be left out if the file has one lookup layer.
-        grows, min_count: see `Vocabulary`.
-
-    Raises:
-        ConfigError: the layer gives other numbers than a Vocabulary can, has no vocabulary, or is not in the file.
-        CheckpointNotFoundError: there is no such file.
-        CheckpointCorruptError: the file is damaged.
-    """
-    options = {"grows": grows, "min_count": min_count}
-    if isinstance(source, str | Path | UrlPath):
-        return _of_file(as_path(source), layer, options)
-    if type(source).__name__ not in _CLASSES and not hasattr(source, "lookup_table"):
-        raise ConfigError(
-            f"vocabulary: a {type(source).__name__} is no StringLookup or IntegerLookup. Pass one, or the path of a .keras file."
-        )
-    return _of_layer(source, options)
-
-
-def _of_layer(layer: Any, options: Mapping[str, Any]) -> Vocabulary:
+def of_layer(layer: Any, options: Mapping[str, Any]) -> Vocabulary:
+    """Return the vocabulary of a live layer, with other `options` of it. Raises ConfigError as `read_vocabulary` does."""
     where = f"layer {layer.name!r}"
     found = _without_names(where, vars(layer), layer.vocabulary_dtype, options)
     if not int(layer.lookup_table.size()):
         raise ConfigError(f"{where}: has no vocabulary. Adapt it, or set its vocabulary, first.")
     keys, values = (tensor.numpy() for tensor in layer.lookup_table.export())
-    names, numbers = (values, keys) if layer.invert else (keys, values)
-    if not np.array_equal(np.sort(numbers), np.arange(len(names)) + found.oov_buckets):
-        raise ConfigError(f"{where}: its numbers do not follow each other. Make a Vocabulary of its names.")
-    found.add(names[np.argsort(numbers)])
+    add_pairs(where, *((values, keys) if layer.invert else (keys, values)), found)
     return found
+
+
+def add_pairs(where: str, names: Any, numbers: Any, found: Vocabulary) -> None:
+    """Give `found` the names, which must have the rows after its buckets as their numbers."""
+    first, last = found.oov_buckets, found.oov_buckets + len(names) - 1
+    if not np.array_equal(np.sort(numbers), np.arange(first, last + 1)):
+        raise ConfigError(
+            f"{where}: its {len(names)} names have numbers from {numbers.min()} to {numbers.max()}, and not each from {first} to "
+            f"{last}, as with {first} rows for unknown names. A mask_token takes a row, too. Make a Vocabulary of its names."
+        )
+    found.add(names[np.argsort(numbers)])
 
 
 def _without_names(where: str, settings: Mapping[str, Any], dtype: str, options: Mapping[str, Any]) -> Vocabulary:
@@ -98,9 +83,10 @@ def _without_names(where: str, settings: Mapping[str, Any], dtype: str, options:
     return found
 
 
-def _of_file(path: FilePath, layer: str, options: Mapping[str, Any]) -> Vocabulary:
+def of_file(path: FilePath, layer: str, options: Mapping[str, Any]) -> Vocabulary:
+    """Return the vocabulary of a layer in a `.keras` file. Raises the errors of `read_vocabulary`."""
     if path.suffix != ".keras":
-        raise ConfigError(f"vocabulary: {path} is no .keras file. Load the model, and pass its lookup layer.")
+        raise ConfigError(f"vocabulary: {path} is no .keras file and no SavedModel. Pass one, or the lookup layer.")
     if not path.is_file():
         raise CheckpointNotFoundError(f"model file {path}: does not exist. Check the path.")
     weights = Weights.open(path)
@@ -137,7 +123,7 @@ def _lookups(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     while pending:
         node = pending.pop()
         if isinstance(node, Mapping):
-            if node.get("class_name") in _CLASSES and isinstance(node.get("config"), Mapping):
+            if node.get("class_name") in CLASSES and isinstance(node.get("config"), Mapping):
                 yield node["class_name"], node["config"]
             pending.extend(node.values())
         elif isinstance(node, list):

@@ -82,6 +82,48 @@ def test_rows_of_a_file(kind: str, is_nested: bool, tmp_path: Path) -> None:
     assert (found.grows, found.min_count) == (True, 2)
 
 
+@pytest.mark.parametrize("is_archive", [True, False])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_rows_of_a_saved_model(kind: str, is_archive: bool, tmp_path: Path) -> None:
+    layer = LAYERS[kind]()
+    model = model_of(layer)
+    model.export(tmp_path / "m", verbose=False) if is_archive else tf.saved_model.save(model, str(tmp_path / "m"))
+    buckets = layer.num_oov_indices
+    check(tpuembed.read_vocabulary(tmp_path / "m", oov_buckets=buckets), layer)
+    for wrong in (None, buckets + 1, buckets + 2):
+        with pytest.raises(ConfigError, match="num_oov_indices" if wrong is None else f"from {buckets} to"):
+            tpuembed.read_vocabulary(str(tmp_path / "m"), oov_buckets=wrong)
+
+
+def test_saved_models_with_several_tables_and_with_none(tmp_path: Path) -> None:
+    words, others = strings(vocabulary=WORDS), integers(vocabulary=IDS)
+    entries = [keras.Input((1,), dtype="string"), keras.Input((1,), dtype="int64")]
+    model = keras.Model(entries, [words(entries[0]), others(entries[1])])
+    model.export(tmp_path / "m", verbose=False)
+    with pytest.raises(ConfigError, match="several") as error:
+        tpuembed.read_vocabulary(tmp_path / "m", oov_buckets=1)
+    places = [part.split("'")[1] for part in str(error.value).split(": ", 2)[2].split("; ")]
+    found = [tpuembed.read_vocabulary(tmp_path / "m", place, oov_buckets=1) for place in places]
+    for vocabulary in found:
+        check(vocabulary, words if vocabulary.dtype == "string" else others)
+    assert sorted(each.dtype for each in found) == ["int64", "string"]
+    with pytest.raises(ConfigError, match="elsewhere"):
+        tpuembed.read_vocabulary(tmp_path / "m", "elsewhere", oov_buckets=1)
+    with pytest.raises(ConfigError, match=f"{places[0]}.* from 1 to .* from 7 to"):
+        tpuembed.read_vocabulary(tmp_path / "m", places[0], oov_buckets=7)
+    with refused(ConfigError):
+        tpuembed.read_vocabulary(tmp_path / "m", places[0])
+    tf.saved_model.save(tf.Module(), str(tmp_path / "none"))
+    with refused(ConfigError):
+        tpuembed.read_vocabulary(tmp_path / "none", oov_buckets=1)
+    (tmp_path / "none" / "saved_model.pb").write_bytes(b"\xff" * 20)
+    with refused(CheckpointCorruptError):
+        tpuembed.read_vocabulary(tmp_path / "none", oov_buckets=1)
+    for source in (words, tmp_path / "m.keras"):
+        with refused(ConfigError):
+            tpuembed.read_vocabulary(source, oov_buckets=1)
+
+
 def test_layers_that_give_columns_or_names() -> None:
     counts = strings(vocabulary=WORDS, output_mode="multi_hot")
     found = tpuembed.read_vocabulary(counts)
