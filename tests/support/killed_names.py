@@ -1,4 +1,4 @@
-"""A training whose vocabulary grows, which saves and exports after each step, to be killed.
+"""A training whose vocabulary grows, which saves and exports after some steps, to be killed.
 
 `python -m tests.support.killed_names FOLDER RUN` continues what earlier runs left. Each run trains other names, so that a run that
 restores an old step has another history than the exports of the run before.
@@ -7,6 +7,7 @@ restores an old step has another history than the exports of the run before.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,8 +15,8 @@ import tensorflow as tf
 
 from tpuembed import SGD, FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_model
 
-ROWS, STEPS = 400, 200
-EVICTED_EVERY, MOST_AGE = 7, 5
+ROWS, STEPS = 400, 1000
+EXPORTED_EVERY, SAVED_EVERY, EVICTED_EVERY, MOST_AGE = 3, 2, 7, 5
 CLOCK = b"clock"
 """A name that each step trains."""
 
@@ -69,13 +70,14 @@ def main(folder: Path, run: int) -> None:
         if step % EVICTED_EVERY == 0:
             vocabulary.evict(not_seen_for=MOST_AGE, update=step)
         runs.assign(tf.concat([runs, [run]], 0))
-        versions = [int(path.name) for path in (folder / "m").glob("[0-9]*")]
-        newest = max(versions, default=0)
-        with open(folder / "log", "a") as log:
-            log.write(json.dumps([newest + 1, runs.numpy().tolist()]) + "\n")
-        delta = {"base": newest, "max_overlay": 0.9} if newest else {}
-        export_model(layer, folder / "m", layout="mmap", version=newest + 1, **delta)
-        manager.save()
+        if step % EXPORTED_EVERY == 0:
+            newest = max([int(path.name) for path in (folder / "m").glob("[0-9]*")], default=0)
+            with open(folder / "log", "a") as log:
+                log.write(json.dumps([newest + 1, runs.numpy().tolist()]) + "\n")
+            delta: dict[str, Any] = {"base": newest, "max_overlay": 0.9} if newest else {}
+            export_model(layer, folder / "m", layout="mmap", version=newest + 1, **delta)
+        if step % SAVED_EVERY == 0:
+            manager.save()
 
 
 if __name__ == "__main__":

@@ -81,13 +81,18 @@ def continue_counts(
 ) -> None:
     """Give vocabularies that kept their own names the counts and last updates of the names that the checkpoint has.
 
+    Updates are numbered as the layer counts them.
+
     `replaced` are the tables whose names were replaced by the checkpoint's.
     """
+    updates = int(local(live.updates).numpy())
     for plan in plans:
         own = vocabularies.get(plan.table)
         saved = None if own is None or plan.table in replaced or not own.grows else checkpoint.vocabulary(plan.source)
         if own is not None and saved is not None:
-            own.continue_counts(saved, int(local(live.updates).numpy()))
+            own.continue_counts(saved, updates)
+        if own is not None:
+            own.count_updates_from(updates)
 
 
 def _moved(vocabulary: Vocabulary, other: Vocabulary) -> Array:

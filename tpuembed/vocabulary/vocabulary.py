@@ -334,6 +334,19 @@ class Vocabulary:
                 self._counts.values[numbers] = old.counts[kept]
                 self._last_seen.values[numbers] = old.last_seen[kept]
 
+    def count_updates_from(self, update: int) -> None:
+        """Renumber the updates, so that the latest one is `update`. No name is older than the first update then.
+
+        Nothing changes if the vocabulary does not grow.
+        """
+        if not self.grows:
+            return
+        with self._lock:
+            last_seen = self._last_seen.values
+            last_seen[:] = np.maximum(last_seen.astype(np.int64) + (int(update) - self._update), 0)
+            last_seen[self._free] = _NEVER
+            self._update = int(update)
+
     def first_row(self, start: int, stop: int) -> int | None:
         """Return the first row of [start, stop) that has a name, or None."""
         rows = np.arange(max(start, self.oov_buckets), min(stop, self.rows))

@@ -86,6 +86,11 @@ def vocabulary_of(tables: "ReadableTables", table: str) -> Vocabulary:
         ConfigError: it has none.
     """
     found = tables.vocabulary(table)
+    if isinstance(tables, _ExportTables):
+        raise ConfigError(
+            f"export {tables.path}: exports have hashes that find names, and not the names. Leave the names out, or read the "
+            "checkpoint."
+        )
     if found is None:
         raise ConfigError(
             f"{tables.path}: table {table!r} has no vocabulary, so its rows have no names. Leave the names out."

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tests.support.checkpoint.named import named_layer, write_named, write_named_weights
 from tests.support.layer.restored import Array, Tables
 from tests.support.messages import refused
-from tpuembed import Vocabulary
+from tpuembed import Vocabulary, export_saved_model
 from tpuembed.checkpoint.tools import (
     LargestChange,
     NamesDiff,
@@ -117,7 +117,10 @@ def test_names_that_are_integers(tmp_path: Path) -> None:
         list(stream_named_rows(path, "films", [71]))
 
 
-def test_what_has_no_name(prefix: str) -> None:
+def test_what_has_no_name(prefix: str, tmp_path: Path) -> None:
+    export_saved_model(prefix, tmp_path / "m", tables=["films"])
+    with refused(ConfigError, match="export"):
+        read_rows(str(tmp_path / "m" / "1"), "films", names=True)
     with refused(ConfigError, match="plain"):
         read_rows(prefix, "plain", names=True)
     with refused(ConfigError, match="nobody"):
