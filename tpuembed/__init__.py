@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tpuembed.lookup_layers import read_vocabulary
     from tpuembed.restore import RestoreReport, restore_tables
     from tpuembed.retrieval.export import export_retrieval
+    from tpuembed.retrieval.training import FactorizedTopK, in_batch_softmax
     from tpuembed.runtime.tpu import TpuEnvironment, configure_tpu
     from tpuembed.vocabulary import Vocabulary
 
@@ -53,6 +54,7 @@ _HOME = {
     "Adam": "tpuembed.config",
     "ExportCallback": "tpuembed.live.callback",
     "ExportReport": "tpuembed.export",
+    "FactorizedTopK": "tpuembed.retrieval.training",
     "FeatureConfig": "tpuembed.config",
     "QuantizationConfig": "tpuembed.config",
     "RestoreReport": "tpuembed.restore",
@@ -70,6 +72,7 @@ _HOME = {
     "export_model": "tpuembed.live",
     "export_retrieval": "tpuembed.retrieval.export",
     "export_saved_model": "tpuembed.export",
+    "in_batch_softmax": "tpuembed.retrieval.training",
     "input_options": "tpuembed.backends.input_pipeline",
     "list_versions": "tpuembed.export",
     "open_checkpoint": "tpuembed.checkpoint",
@@ -87,6 +90,7 @@ __all__ = [
     "Adam",
     "ExportCallback",
     "ExportReport",
+    "FactorizedTopK",
     "FeatureConfig",
     "QuantizationConfig",
     "RestoreReport",
@@ -105,6 +109,7 @@ __all__ = [
     "export_model",
     "export_retrieval",
     "export_saved_model",
+    "in_batch_softmax",
     "input_options",
     "list_versions",
     "open_checkpoint",

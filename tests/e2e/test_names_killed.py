@@ -56,6 +56,6 @@ def test_names_keep_their_rows_when_training_is_killed(tmp_path: Path) -> None:
         ahead += len(history) > steps[-1]
         overlays += "overlay" in (version / "assets.extra" / "tpuembed.json").read_text()
     assert steps == sorted(steps)
-    assert steps[-1] > 7 * KILLS
+    assert steps[-1] > 3 * KILLS
     assert overlays
     print(f"{ahead} of {KILLS} exports were ahead of the newest checkpoint")

@@ -1,0 +1,148 @@
+"""The best candidates of TensorFlow Recommenders' layers, against numpy. Its own tests are in tests/e2e/test_tfrs_suite.py."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tpuembed.compat.tfrs.layers.factorized_top_k import BruteForce, ScaNN, Streaming
+
+from tests.support.messages import refused
+from tpuembed.compat import tfrs
+from tpuembed.errors import ConfigError
+
+Array = np.ndarray[Any, Any]
+KINDS: dict[str, Any] = {
+    "brute": BruteForce,
+    "streaming": Streaming,
+    "scann": lambda **options: ScaNN(num_leaves=9, num_leaves_to_search=9, **options),
+}
+
+
+def best_of(queries: Array, vectors: Array, names: Array, exclude: Array | None, k: int) -> tuple[Array, Array]:
+    missing = "" if names.dtype == object else -1
+    scores, found = np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), missing, names.dtype)
+    for number, query in enumerate(queries):
+        left = [at for at in range(len(names)) if exclude is None or names[at] not in exclude[number].tolist()]
+        left.sort(key=lambda at: -float(vectors[at] @ query))  # stable
+        for place, at in enumerate(left[:k]):
+            scores[number, place], found[number, place] = vectors[at] @ query, names[at]
+    return scores, found
+
+
+def check(layer: Any, rng: np.random.Generator, vectors: Array, names: Array, k: int | None = None) -> None:
+    queries = rng.normal(size=(int(rng.integers(0, 5)), vectors.shape[1])).astype(np.float32)
+    scores, found = best_of(queries, vectors, names, None, k or 6)
+    np.testing.assert_allclose(layer(queries, k=k)[0], scores, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(_text(layer(queries, k=k)[1]), found)
+    exclude = rng.choice([*names, "nobody" if names.dtype == object else -1], (len(queries), 4))
+    exclude = exclude.astype(names.dtype)
+    scores, found = best_of(queries, vectors, names, exclude, k or 6)
+    np.testing.assert_array_equal(_text(layer.query_with_exclusions(queries, exclude, k=k)[1]), found)
+
+
+def _text(found: Any) -> Array:
+    return (
+        np.array([[each.decode() for each in row] for row in found.numpy()], object).reshape(found.shape)
+        if found.dtype == tf.string
+        else found.numpy()
+    )
+
+
+def _candidates(rng: np.random.Generator, is_text: bool) -> tuple[Array, Array]:
+    count = int(rng.integers(1, 60))
+    names = rng.permutation(500)[:count]
+    return rng.normal(size=(count, 4)).astype(np.float32), names.astype(str).astype(object) if is_text else names
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_are_numpy_s_also_of_new_candidates(kind: str, is_text: bool) -> None:
+    rng = np.random.default_rng(len(kind) + is_text)
+    layer = KINDS[kind](k=6)
+    for turn in range(3):
+        vectors, names = _candidates(rng, is_text)
+        batches = tf.data.Dataset.from_tensor_slices((names, vectors)).batch(int(rng.integers(1, 20)))
+        if kind == "streaming" or turn:
+            assert layer.index_from_dataset(batches) is layer
+        else:
+            assert layer.index(vectors, names) is layer
+        check(layer, rng, vectors, names)
+        check(layer, rng, vectors, names, k=int(rng.integers(1, 80)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_identifiers_they_are_numbers(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(23, 4)).astype(np.float32)
+    layer = KINDS[kind](k=6).index_from_dataset(tf.data.Dataset.from_tensor_slices(vectors).batch(5))
+    check(layer, rng, vectors, np.arange(23, dtype=np.int32))
+    scores, found = layer(vectors[3])
+    assert scores.shape == found.shape == (6,)
+
+
+@pytest.mark.parametrize("kind", ["brute", "scann"])
+def test_a_saved_model_is_called_alike(kind: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    tower = keras.Sequential([keras.layers.StringLookup(vocabulary=["ann", "bob"]), keras.layers.Embedding(3, 4)])
+    vectors, names = _candidates(rng, is_text=True)
+    layer = KINDS[kind](query_model=tower, k=3).index(vectors, names)
+    before = layer(tf.constant(["bob", "zoe"]))
+    out = layer.query_with_exclusions(tf.constant(["bob", "zoe"]), before[1][:, :1])
+    layer.save(str(tmp_path / "m"))
+    loaded = tf.saved_model.load(str(tmp_path / "m"))
+    np.testing.assert_array_equal(_text(loaded(tf.constant(["bob", "zoe"]))[1]), _text(before[1]))
+    np.testing.assert_array_equal(
+        _text(loaded.query_with_exclusions(tf.constant(["bob", "zoe"]), before[1][:, :1])[1]), _text(out[1])
+    )
+
+
+def test_a_streaming_layer_reads_its_dataset_anew() -> None:
+    vectors = tf.Variable(np.eye(3, dtype=np.float32))
+    layer = Streaming(k=1).index_from_dataset(
+        tf.data.Dataset.range(3).batch(2).map(lambda ids: (ids, tf.gather(vectors, ids)))
+    )
+    assert layer(np.eye(3, dtype=np.float32))[1].numpy().tolist() == [[0], [1], [2]]
+    vectors.assign(vectors[::-1])
+    assert layer(np.eye(3, dtype=np.float32))[1].numpy().tolist() == [[2], [1], [0]]
+
+
+def test_fewer_partitions_find_fewer() -> None:
+    rng = np.random.default_rng(2)
+    vectors, queries = (rng.normal(size=(n, 8)).astype(np.float32) for n in (3000, 50))
+    truth = BruteForce(k=10).index(vectors)(queries)[1].numpy()
+    recalls = []
+    for searched in (1, 10, 100):
+        layer = ScaNN(k=10, num_leaves=100, num_leaves_to_search=searched, num_reordering_candidates=100).index(vectors)
+        found = layer(queries)[1].numpy()
+        recalls.append(np.mean([len({*a} & {*b}) / 10 for a, b in zip(found, truth, strict=True)]))
+        assert not layer.is_exact()
+    assert recalls[0] < recalls[1] < recalls[2] == 1.0
+
+
+def test_wrong_arguments_are_refused() -> None:
+    vectors = np.ones((4, 2), np.float32)
+    pairs = tf.data.Dataset.from_tensor_slices((np.arange(4), vectors))
+    indexed = BruteForce().index(vectors, np.arange(4))
+    for wrong in (
+        lambda: BruteForce(k=0),
+        lambda: BruteForce()(vectors),
+        lambda: Streaming()(vectors),
+        lambda: ScaNN()(vectors),
+        lambda: ScaNN(distance_measure="squared_l2"),
+        lambda: ScaNN(num_leaves=0),
+        lambda: ScaNN().index(vectors[:0]),
+        lambda: BruteForce().index(vectors[0]),
+        lambda: BruteForce().index(vectors, np.arange(3)),
+        lambda: BruteForce().index(vectors, np.arange(4, dtype=np.uint64)),
+        lambda: BruteForce().index_from_dataset(pairs.map(lambda a, b: (a, b, b)).batch(2)),
+        lambda: indexed.index(vectors, np.array(["a"] * 4, object)),
+        lambda: indexed.index(np.ones((4, 3), np.float32), np.arange(4)),
+    ):
+        with refused(ConfigError):
+            wrong()
+    with pytest.raises(NotImplementedError, match="index_from_dataset"):
+        Streaming().index(vectors)
+    assert tfrs.layers.factorized_top_k.BruteForce is BruteForce

@@ -1,0 +1,192 @@
+"""What two towers are trained and measured with: in-batch sampled softmax, and the accuracy of the best candidates."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tpuembed.config.checks import check_count
+from tpuembed.errors import ConfigError
+
+__all__ = ["FactorizedTopK", "in_batch_softmax", "missing_id", "stream_top_k"]
+
+Tensor = Any
+
+
+def in_batch_softmax(
+    queries: Tensor,
+    candidates: Tensor,
+    *,
+    sampling_probability: Tensor | None = None,
+    candidate_ids: Tensor | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the loss of each query, float32 [batch]: the cross entropy of its own candidate among those of the batch.
+
+    Candidate i is that of query i. The others are its negatives. Average or sum the losses, with weights if there are any.
+
+    A candidate that is often in the data is often a negative. `sampling_probability` corrects for it: the logarithm is
+    subtracted from the scores (logQ correction; Yi et al., "Sampling-bias-corrected neural modeling for large corpus item
+    recommendations", 2019). It is not clipped.
+
+    With several replicas, the negatives of a query are those of its own replica.
+
+    Args:
+        queries: float [batch, dim].
+        candidates: float [n, dim], n >= batch. Those after the first `batch` are negatives of all queries.
+        sampling_probability: float [n], above 0: how probable it is that an example of the data has this candidate. A vocabulary
+            that grows has `counts`, which make them.
+        candidate_ids: integers or strings, [n]. A negative with the id of a query's own candidate is not counted.
+        temperature: divides the scores, above 0.
+
+    Raises:
+        ConfigError: a shape or an argument is wrong.
+        tf.errors.InvalidArgumentError: a probability is 0 or less.
+
+    Source: `tfrs.tasks.Retrieval` of TensorFlow Recommenders, which clips probabilities to 1e-6 and takes the sum.
+    """
+    queries, candidates = (tf.cast(tf.convert_to_tensor(each), tf.float32) for each in (queries, candidates))
+    shapes = queries.shape, candidates.shape
+    if shapes[0].rank != 2 or shapes[1].rank != 2 or not shapes[0][1:].is_compatible_with(shapes[1][1:]):
+        raise ConfigError(
+            f"in_batch_softmax: queries must be [batch, dim] and candidates [n, dim], got {shapes[0]} and {shapes[1]}."
+        )
+    if shapes[0][0] is not None and shapes[1][0] is not None and shapes[1][0] < shapes[0][0]:
+        raise ConfigError(
+            f"in_batch_softmax: {shapes[0][0]} queries have {shapes[1][0]} candidates. Give each query its own, in its order."
+        )
+    if not temperature > 0:
+        raise ConfigError(f"in_batch_softmax: temperature must be above 0, got {temperature!r}.")
+    scores = tf.matmul(queries, candidates, transpose_b=True) / temperature
+    own = tf.range(tf.shape(scores)[0])
+    if sampling_probability is not None:
+        probability = _of_candidates("sampling_probability", sampling_probability, shapes[1])
+        probability = tf.cast(probability, tf.float32)
+        with tf.control_dependencies(
+            [tf.debugging.assert_positive(probability, "in_batch_softmax: sampling_probability must be above 0.")]
+        ):
+            scores -= tf.math.log(probability)
+    if candidate_ids is not None:
+        ids = _of_candidates("candidate_ids", candidate_ids, shapes[1])
+        same = tf.equal(ids[: tf.shape(scores)[0], None], ids[None, :])
+        is_own = tf.equal(own[:, None], tf.range(tf.shape(scores)[1])[None, :])
+        scores = tf.where(same & ~is_own, scores.dtype.min, scores)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(own, scores)
+
+
+def _of_candidates(what: str, values: Tensor, shape: tf.TensorShape) -> Tensor:
+    values = tf.convert_to_tensor(values)
+    if not values.shape.is_compatible_with(shape[:1]):
+        raise ConfigError(f"in_batch_softmax: {what} must be [n] as the candidates, {shape}, got {values.shape}.")
+    return values
+
+
+def stream_top_k(queries: Tensor, candidates: tf.data.Dataset, k: int) -> tuple[Tensor, Tensor]:
+    """Return scores, float32 [batch, k], and ids [batch, k] of the `k` candidates with the largest dot products.
+
+    The best comes first, and of equal ones the first in the dataset. If there are fewer than `k`, the other places have the
+    score -infinity and `missing_id`. Memory holds the scores of one batch of candidates.
+
+    Args:
+        queries: float32 [batch, dim].
+        candidates: batches (ids [n], vectors float32 [n, dim]).
+        k: how many.
+    """
+    ids_spec, _ = candidates.element_spec
+    missing = missing_id(ids_spec.dtype)
+    shape = [tf.shape(queries)[0], k]
+
+    def merged(state: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        ids, vectors = batch
+        found, places = tf.math.top_k(
+            tf.matmul(queries, vectors, transpose_b=True), tf.minimum(k, tf.shape(vectors)[0])
+        )
+        scores, order = tf.math.top_k(tf.concat([state[0], found], 1), k)
+        return scores, tf.gather(tf.concat([state[1], tf.gather(ids, places)], 1), order, batch_dims=1)
+
+    start = tf.fill(shape, float("-inf")), tf.fill(shape, missing)
+    scores, ids = candidates.reduce(start, merged)
+    return tf.ensure_shape(scores, [None, k]), tf.ensure_shape(ids, [None, k])
+
+
+def missing_id(dtype: tf.DType) -> Tensor:
+    """Return the id of a place without a candidate: "" or -1."""
+    return tf.constant("" if dtype == tf.string else -1, dtype)
+
+
+class FactorizedTopK(keras.metrics.Metric):
+    """How often a query's own candidate is among the best 1, 5, 10, 50 and 100 of all candidates.
+
+    The result is {"<name>/top_<k>_categorical_accuracy": value}, as in TensorFlow Recommenders. Candidates are compared by their
+    ids, so equal scores and rounding change nothing. A candidate that is not among `candidates` is never found.
+
+    Each update computes the scores of all candidates. So update it in evaluation, and not in each step of training.
+    """
+
+    def __init__(
+        self,
+        candidates: tf.data.Dataset | Callable[..., Any],
+        ks: Sequence[int] = (1, 5, 10, 50, 100),
+        name: str = "factorized_top_k",
+        **options: Any,
+    ) -> None:
+        """Measure among `candidates`.
+
+        Args:
+            candidates: a dataset of batches (ids [n], vectors float32 [n, dim]), which is read anew in each update. To compute
+                the vectors by a tower, map it: then they are those of the moment. Or a function of (queries, k) that returns
+                (scores, ids), both [batch, k], the best first, such as a layer of `compat.tfrs.layers.factorized_top_k`.
+            ks: the numbers of best candidates to look among, ascending.
+            name: of the metric.
+            options: of `keras.metrics.Metric`.
+
+        Raises:
+            ConfigError: an argument is wrong.
+        """
+        super().__init__(name=name, **options)
+        for k in ks:
+            check_count("ks", k)
+        if not ks or list(ks) != sorted(set(ks)):
+            raise ConfigError(f"FactorizedTopK: ks must be different and ascending, got {list(ks)}.")
+        if isinstance(candidates, tf.data.Dataset):
+            spec = candidates.element_spec
+            if not isinstance(spec, tuple) or len(spec) != 2:
+                raise ConfigError(
+                    f"FactorizedTopK: candidates must be batches (ids, vectors), got {spec}. Add the ids."
+                )
+            dataset = candidates
+            candidates = lambda queries, k: stream_top_k(queries, dataset, k)  # noqa: E731
+        self.ks, self._search = tuple(int(k) for k in ks), candidates
+        self.hits = self.add_variable((len(self.ks),), "zeros", name="hits")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, queries: Tensor, true_ids: Tensor, sample_weight: Tensor | None = None) -> None:
+        """Count the queries whose candidate is found.
+
+        Args:
+            queries: float32 [batch, dim], the queries' vectors.
+            true_ids: the id of each query's candidate, [batch] or [batch, 1].
+            sample_weight: how much each query counts, [batch] or [batch, 1]. None for 1.
+        """
+        queries = tf.cast(tf.convert_to_tensor(queries), tf.float32)
+        scores, ids = self._search(queries, self.ks[-1])
+        wanted = tf.reshape(tf.convert_to_tensor(true_ids), [-1, 1])
+        if wanted.dtype != ids.dtype:
+            if not (wanted.dtype.is_integer and ids.dtype.is_integer):
+                raise ConfigError(
+                    f"FactorizedTopK: true_ids are {wanted.dtype.name}, and the candidates' ids {ids.dtype.name}. Give one type."
+                )
+            wanted, ids = tf.cast(wanted, tf.int64), tf.cast(ids, tf.int64)
+        is_hit = tf.equal(ids, wanted) & (scores > float("-inf"))
+        hits = tf.stack([tf.reduce_any(is_hit[:, :k], 1) for k in self.ks], 1)
+        weights = tf.ones(tf.shape(wanted)) if sample_weight is None else sample_weight
+        weights = tf.cast(tf.reshape(tf.convert_to_tensor(weights), [-1, 1]), tf.float32)
+        tf.debugging.assert_equal(tf.shape(weights)[0], tf.shape(hits)[0], "FactorizedTopK: one weight per query.")
+        self.hits.assign_add(tf.reduce_sum(tf.cast(hits, tf.float32) * weights, 0))
+        self.total.assign_add(tf.reduce_sum(weights))
+
+    def result(self) -> dict[str, Tensor]:
+        """Return the share of queries whose candidate is among the best k, for each k."""
+        shares = tf.math.divide_no_nan(tf.convert_to_tensor(self.hits), tf.convert_to_tensor(self.total))
+        return {f"{self.name}/top_{k}_categorical_accuracy": shares[at] for at, k in enumerate(self.ks)}
