@@ -205,7 +205,8 @@ class TPUEmbedding(keras.layers.Layer):
                 ragged).
             serving_config: a nested structure of FeatureConfig over some of the layer's tables, to look up instead of
                 `feature_config`'s features. It trains nothing.
-            training: True gives new names rows, in vocabularies that grow. Keras passes it.
+            training: True gives new names rows, in vocabularies that grow. Keras passes it, through models whose `call` has this
+                argument.
 
         Returns:
             The structure with float activations at its leaves.
@@ -220,7 +221,9 @@ class TPUEmbedding(keras.layers.Layer):
             activations = backend.lookup(inputs)
         else:
             dummy = None if self._dummy is None else tf.convert_to_tensor(self._dummy.value)
-            activations = train(backend, inputs, dummy, self._parts.layer_options.updates, self._parts.taken, self)
+            is_training = False if self._parts.takes_rows else training
+            parts = self._parts
+            activations = train(backend, inputs, dummy, parts.layer_options.updates, parts.taken, self, is_training)
         return pack_like(structure, [tf.cast(activation, self.compute_dtype) for activation in activations])
 
     def _rows_of_names(self, inputs: Sequence[Ids], training: bool | None) -> list[Ids]:

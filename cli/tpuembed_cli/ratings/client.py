@@ -28,7 +28,7 @@ def serving(model_dir: Path) -> Iterator["Client"]:
         ServingError: it did not become ready; the message has its last lines.
     """
     command = [sys.executable, "-m", "tpuembed_cli.main", "serve", str(model_dir)]
-    command += ["--name", "ratings", "--rest-port", "0"]
+    command += ["--name", "demo", "--rest-port", "0"]
     log = model_dir.parent / "serve.log"
     with open(log, "w") as stderr, subprocess.Popen(command, stdout=stderr, stderr=stderr) as process:
         try:
@@ -52,7 +52,7 @@ def _ready_client(process: "subprocess.Popen[bytes]", log: Path) -> "Client":
 
 
 class Client:
-    """One connection to the model `ratings`."""
+    """One connection to the served model."""
 
     def __init__(self, port: int) -> None:
         self._connection = HTTPConnection("127.0.0.1", port, timeout=30)
@@ -68,21 +68,21 @@ class Client:
             return 0
         return response.status
 
-    def predict(self, users: Sequence[int], items: Sequence[int]) -> list[float]:
-        """Return a rating for each pair."""
-        rows = [{"user_id": int(user), "movie_id": int(item)} for user, item in zip(users, items, strict=True)]
-        self._connection.request("POST", "/v1/models/ratings:predict", json.dumps({"instances": rows}))
+    def answer(self, body: Any) -> list[Any]:
+        """Return the predictions for the body of a predict request."""
+        self._connection.request("POST", "/v1/models/demo:predict", json.dumps(body))
         response = self._connection.getresponse()
-        body: Any = json.loads(response.read())
+        found: Any = json.loads(response.read())
         if response.status != 200:
-            raise ServingError(f"demo: predict answered {response.status}: {body.get('error')}")
-        return [row[0] for row in body["predictions"]]
+            raise ServingError(f"demo: predict answered {response.status}: {found.get('error')}")
+        predictions: list[Any] = found["predictions"]
+        return predictions
 
-    def p50_ms(self, users: Sequence[int], items: Sequence[int]) -> float:
-        """Return the median time of one request per pair, in milliseconds."""
+    def p50_ms(self, bodies: Sequence[Any]) -> float:
+        """Return the median time of a request, in milliseconds, of those with these bodies."""
         times = []
-        for user, item in zip(users, items, strict=True):
+        for body in bodies:
             started = time.perf_counter()
-            self.predict([user], [item])
+            self.answer(body)
             times.append(time.perf_counter() - started)
         return statistics.median(times) * 1e3

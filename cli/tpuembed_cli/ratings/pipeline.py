@@ -18,7 +18,7 @@ from tpuembed_cli.ratings.client import Client, serving
 from tpuembed_cli.ratings.data import Ratings
 from tpuembed_cli.ratings.model import build, rmse
 
-__all__ = ["DemoResult", "run_demo"]
+__all__ = ["DemoResult", "make_folder", "run_demo"]
 
 _BATCH = 256
 _TIMED_REQUESTS = 300
@@ -51,7 +51,7 @@ class DemoResult:
 
 def run_demo(ratings: Ratings, origin: str, out: Path, epochs: int, say: Callable[[str], None]) -> DemoResult:
     """Run the whole pipeline. All files are written to `out`."""
-    _make_folder(out)
+    make_folder(out)
     keras.utils.set_random_seed(42)
     train, test = data.split(ratings)
     users, items = int(ratings.users.max()) + 1, int(ratings.items.max()) + 1
@@ -67,7 +67,7 @@ def run_demo(ratings: Ratings, origin: str, out: Path, epochs: int, say: Callabl
     with serving(out / "ratings") as client:
         say(f"5/5 predict over HTTP: {len(test)} test ratings, then {_TIMED_REQUESTS} requests of one row")
         served = _predict(client, test)
-        p50 = client.p50_ms(test.users[:_TIMED_REQUESTS].tolist(), test.items[:_TIMED_REQUESTS].tolist())
+        p50 = client.p50_ms([_body(test.take(slice(at, at + 1))) for at in range(min(_TIMED_REQUESTS, len(test)))])
     return DemoResult(
         ratings=f"{len(ratings)} ({origin})",
         train_rmse=train_rmse,
@@ -87,7 +87,8 @@ def run_demo(ratings: Ratings, origin: str, out: Path, epochs: int, say: Callabl
     )
 
 
-def _make_folder(out: Path) -> None:
+def make_folder(out: Path) -> None:
+    """Create the folder of `--out`. Raises ConfigError if it cannot be created."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -110,11 +111,13 @@ def _train(model: Any, train: Ratings, epochs: int, say: Callable[[str], None]) 
 
 
 def _predict(client: Client, test: Ratings, rows: int = 1000) -> npt.NDArray[np.float32]:
-    parts = [
-        client.predict(test.users[start : start + rows].tolist(), test.items[start : start + rows].tolist())
-        for start in range(0, len(test), rows)
-    ]
-    return np.concatenate([np.asarray(part, np.float32) for part in parts])
+    parts = [client.answer(_body(test.take(slice(start, start + rows)))) for start in range(0, len(test), rows)]
+    return np.concatenate([np.asarray(part, np.float32)[:, 0] for part in parts])
+
+
+def _body(ratings: Ratings) -> Any:
+    named = zip(ratings.users.tolist(), ratings.items.tolist(), strict=True)
+    return {"instances": [{"user_id": user, "movie_id": item} for user, item in named]}
 
 
 def _write_predictions(path: Path, test: Ratings, predictions: npt.NDArray[np.float32]) -> Path:

@@ -43,7 +43,8 @@ from tpuembed.compat.tfrs.layers.embedding import tpu_embedding_layer; tpu_embed
 from tpuembed.compat.tfrs.layers.embedding.tpu_embedding_layer import TPUEmbedding, translate_keras_optimizer
 from tpuembed.compat.tfrs.experimental.layers.embedding import PartialTPUEmbedding, partial_tpu_embedding
 import tpuembed.compat.tfrs.experimental.layers.embedding.partial_tpu_embedding as p; p.PartialTPUEmbedding
-from tpuembed.compat.tfrs import layers; layers.embedding.tpu_embedding_layer
+from tpuembed.compat.tfrs import layers; layers.embedding.tpu_embedding_layer; layers.factorized_top_k.ScaNN
+from tpuembed.compat.tfrs.layers.factorized_top_k import BruteForce, ScaNN, Streaming, TopK
 from tpuembed.compat.keras_rs.layers import DistributedEmbedding, FeatureConfig, TableConfig
 from tpuembed.compat.keras_rs import layers; layers.DistributedEmbedding
 """

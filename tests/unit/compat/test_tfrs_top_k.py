@@ -7,10 +7,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tpuembed.compat.tfrs.layers.factorized_top_k import BruteForce, ScaNN, Streaming
 
 from tests.support.messages import refused
 from tpuembed.compat import tfrs
+from tpuembed.compat.tfrs_top_k import BruteForce, ScaNN, Streaming
 from tpuembed.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
