@@ -157,32 +157,32 @@ def test_names_grow_in_training_only() -> None:
     assert vocabulary.get_vocabulary() == ["[UNK]", "a", "b", "c"]
 
 
-class _Model(keras.Model):
+class SilentModel(keras.Model):
     """What users write: its `call` has no argument `training`, so Keras' fit does not tell the layers that they train."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
         table = TableConfig(ROWS, DIM, "named", optimizer="adagrad")
-        self.embedding = TPUEmbedding({"one": FeatureConfig(table, vocabulary=vocabulary)})
+        self.embedding = TPUEmbedding({"one": FeatureConfig(table, vocabulary=vocabulary)}, name="embedding")
 
     def call(self, inputs: Any) -> Any:
         return tf.reduce_sum(self.embedding(inputs)["one"], 1)
 
 
-class _TrainingModel(_Model):
+class TellingModel(SilentModel):
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         return tf.reduce_sum(self.embedding(inputs, training=training)["one"], 1)
 
 
 def test_training_that_would_leave_new_names_out_is_refused() -> None:
     data = tf.data.Dataset.from_tensors(({"one": tf.constant(["a", "b"])}, tf.ones([2])))
-    model = _Model(Vocabulary(oov_buckets=1, grows=True))
+    model = SilentModel(Vocabulary(oov_buckets=1, grows=True))
     model.compile("adam", "mse")
     with refused(TrainingError, match="named"):
         model.fit(data, verbose=0, shuffle=False)
     assert not len(model.embedding.vocabularies["named"])
     model.evaluate(data, verbose=0)
-    telling = _TrainingModel(Vocabulary(oov_buckets=1, grows=True))
+    telling = TellingModel(Vocabulary(oov_buckets=1, grows=True))
     telling.compile("adam", "mse")
     telling.fit(data, verbose=0, shuffle=False)
     assert telling.embedding.vocabularies["named"].get_vocabulary() == ["[UNK]", "a", "b"]
@@ -197,7 +197,7 @@ def test_training_that_would_leave_new_names_out_is_refused() -> None:
             tape.gradient(loss, layer.trainable_variables)
     assert int(layer.updates) == 2
     assert not layer.vocabularies["named"].has("c")
-    fixed = _Model(Vocabulary(["a", "b"]))  # names that do not grow need no argument
+    fixed = SilentModel(Vocabulary(["a", "b"]))  # names that do not grow need no argument
     fixed.compile("adam", "mse")
     fixed.fit(data, verbose=0, shuffle=False)
 
