@@ -61,6 +61,8 @@ class TopK(tf.Module, abc.ABC):
         """
         _check_elements(candidates)
         batches = list(candidates)
+        if not batches:
+            raise ConfigError("candidates: the dataset has none. Give at least one batch.")
         if not isinstance(candidates.element_spec, tuple):
             return self.index(tf.concat(batches, 0))
         return self.index(tf.concat([each for _, each in batches], 0), tf.concat([each for each, _ in batches], 0))

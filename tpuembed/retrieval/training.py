@@ -61,25 +61,31 @@ def in_batch_softmax(
     scores = tf.matmul(queries, candidates, transpose_b=True) / temperature
     own = tf.range(tf.shape(scores)[0])
     if sampling_probability is not None:
-        probability = _of_candidates("sampling_probability", sampling_probability, shapes[1])
+        probability = _of_candidates("sampling_probability", sampling_probability, candidates)
         probability = tf.cast(probability, tf.float32)
         with tf.control_dependencies(
             [tf.debugging.assert_positive(probability, "in_batch_softmax: sampling_probability must be above 0.")]
         ):
             scores -= tf.math.log(probability)
     if candidate_ids is not None:
-        ids = _of_candidates("candidate_ids", candidate_ids, shapes[1])
+        ids = _of_candidates("candidate_ids", candidate_ids, candidates)
         same = tf.equal(ids[: tf.shape(scores)[0], None], ids[None, :])
         is_own = tf.equal(own[:, None], tf.range(tf.shape(scores)[1])[None, :])
         scores = tf.where(same & ~is_own, scores.dtype.min, scores)
     return tf.nn.sparse_softmax_cross_entropy_with_logits(own, scores)
 
 
-def _of_candidates(what: str, values: Tensor, shape: tf.TensorShape) -> Tensor:
-    values = tf.convert_to_tensor(values)
+def _of_candidates(what: str, values: Tensor, candidates: Tensor) -> Tensor:
+    values, shape = tf.convert_to_tensor(values), candidates.shape
     if not values.shape.is_compatible_with(shape[:1]):
         raise ConfigError(f"in_batch_softmax: {what} must be [n] as the candidates, {shape}, got {values.shape}.")
-    return values
+    return _as_many(values, candidates, f"in_batch_softmax: {what} must be one for each candidate.")
+
+
+def _as_many(values: Tensor, others: Tensor, message: str) -> Tensor:
+    """Return `values`, which must be as many as `others`: one alone would be taken for all."""
+    with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(values)[0], tf.shape(others)[0], message)]):
+        return tf.identity(values)
 
 
 def stream_top_k(queries: Tensor, candidates: tf.data.Dataset, k: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +127,8 @@ class FactorizedTopK(keras.metrics.Metric):
     The result is {"<name>/top_<k>_categorical_accuracy": value}, as in TensorFlow Recommenders. Candidates are compared by their
     ids, so equal scores and rounding change nothing. A candidate that is not among `candidates` is never found.
 
-    Each update computes the scores of all candidates. So update it in evaluation, and not in each step of training.
+    Each update computes the scores of all candidates. So update it in evaluation, and not in each step of training. A dataset is
+    not read in code that XLA compiles: leave `jit_compile` out of `compile`.
     """
 
     def __init__(
@@ -172,6 +179,7 @@ class FactorizedTopK(keras.metrics.Metric):
         queries = tf.cast(tf.convert_to_tensor(queries), tf.float32)
         scores, ids = self._search(queries, self.ks[-1])
         wanted = tf.reshape(tf.convert_to_tensor(true_ids), [-1, 1])
+        wanted = _as_many(wanted, queries, "FactorizedTopK: true_ids must be one for each query.")
         if wanted.dtype != ids.dtype:
             if not (wanted.dtype.is_integer and ids.dtype.is_integer):
                 raise ConfigError(
@@ -182,7 +190,7 @@ class FactorizedTopK(keras.metrics.Metric):
         hits = tf.stack([tf.reduce_any(is_hit[:, :k], 1) for k in self.ks], 1)
         weights = tf.ones(tf.shape(wanted)) if sample_weight is None else sample_weight
         weights = tf.cast(tf.reshape(tf.convert_to_tensor(weights), [-1, 1]), tf.float32)
-        tf.debugging.assert_equal(tf.shape(weights)[0], tf.shape(hits)[0], "FactorizedTopK: one weight per query.")
+        weights = _as_many(weights, queries, "FactorizedTopK: sample_weight must be one for each query.")
         self.hits.assign_add(tf.reduce_sum(tf.cast(hits, tf.float32) * weights, 0))
         self.total.assign_add(tf.reduce_sum(weights))
 

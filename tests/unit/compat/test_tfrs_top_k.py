@@ -138,6 +138,7 @@ def test_wrong_arguments_are_refused() -> None:
         lambda: BruteForce().index(vectors, np.arange(3)),
         lambda: BruteForce().index(vectors, np.arange(4, dtype=np.uint64)),
         lambda: BruteForce().index_from_dataset(pairs.map(lambda a, b: (a, b, b)).batch(2)),
+        lambda: BruteForce().index_from_dataset(pairs.take(0).batch(2)),
         lambda: indexed.index(vectors, np.array(["a"] * 4, object)),
         lambda: indexed.index(np.ones((4, 3), np.float32), np.arange(4)),
     ):

@@ -93,6 +93,11 @@ def test_wrong_arguments_of_the_loss_are_refused() -> None:
     ):
         with refused(ConfigError):
             in_batch_softmax(*arguments, **options)
+    one = tf.function(
+        lambda ids: in_batch_softmax(ones, ones, candidate_ids=ids), input_signature=[tf.TensorSpec([None])]
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="each candidate"):  # one would be the id of all
+        one(tf.ones([1]))
     with pytest.raises(tf.errors.InvalidArgumentError, match="above 0"):
         in_batch_softmax(ones, ones, sampling_probability=np.array([1, 0, 1], np.float32))
 
@@ -169,5 +174,10 @@ def test_wrong_arguments_of_the_metric_are_refused() -> None:
     for candidates, ks in ((pairs, (0,)), (pairs, (5, 1)), (pairs, ()), (pairs.map(lambda _, vectors: vectors), (1,))):
         with refused(ConfigError):
             FactorizedTopK(candidates, ks)
+    metric = FactorizedTopK(pairs, (1,))
     with refused(ConfigError):
-        FactorizedTopK(pairs, (1,)).update_state(vectors, np.array(["a"] * 4, object))
+        metric.update_state(vectors, np.array(["a"] * 4, object))
+    for ids, weights in ((np.arange(1), None), (np.arange(4), np.ones(1)), (np.arange(5), np.ones(4))):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="one for each query"):
+            metric.update_state(vectors, ids, sample_weight=weights)
+    assert not metric.total.numpy()
