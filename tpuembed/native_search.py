@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tpuembed.manifest import STORAGE_TYPES, Manifest
 from tpuembed.native_lookup import VARIANTS, load_library, mapped_array, variant
 
-__all__ = ["EXCLUDE", "REQUIRE", "Index", "NativeSearch", "search_ranges", "search_refusal"]
+__all__ = ["EXCLUDE", "REQUIRE", "NativeSearch", "SearchIndex", "search_ranges", "search_refusal"]
 
 Array = npt.NDArray[Any]
 
@@ -25,7 +25,7 @@ _ROWS: Final = 256
 """ROWS of search.c."""
 
 
-class Index(ctypes.Structure):
+class SearchIndex(ctypes.Structure):
     """`struct index` of search.c."""
 
     _fields_ = [
@@ -35,7 +35,7 @@ class Index(ctypes.Structure):
 
 
 def search_ranges(
-    index: Index, queries: Array, wanted: Array | None, ranges: Array, scores: Array, places: Array
+    index: SearchIndex, queries: Array, wanted: Array | None, ranges: Array, scores: Array, places: Array
 ) -> None:
     """Write the best of some rows of the index: scores, float32 [batch, k], and places, int64 [batch, k].
 
@@ -103,10 +103,10 @@ class NativeSearch:
         if stack.overlay is not None:
             self._rows += [mapped_array(version_dir, array) for array in (stack.overlay.rows, stack.overlay.words)]
             replaced, self._fresh_count = self._rows[2].ctypes.data, stack.overlay.rows.rows
-        self._index = Index(self._rows[0].ctypes.data, None, ids, tags, replaced, *form)
+        self._index = SearchIndex(self._rows[0].ctypes.data, None, ids, tags, replaced, *form)
         if self._fresh_count:
             fresh = self._arrays["fresh"].ctypes.data
-            self._fresh = Index(self._rows[1].ctypes.data, fresh, ids, tags, None, *form)
+            self._fresh = SearchIndex(self._rows[1].ctypes.data, fresh, ids, tags, None, *form)
         if entry.index == "ivf":
             self._centroids = np.array(self._arrays["centroids"].reshape(entry.partitions, self.dim))
             self._first_rows = np.array(self._arrays["first_blocks"]) * entry.block_rows

@@ -14,12 +14,12 @@ from click.core import ParameterSource
 from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed.files import UrlPath, as_path
-from tpuembed_cli.batching_options import batching_options, take_batching
 from tpuembed_cli.command import Command
 from tpuembed_cli.options import SIZE
 from tpuembed_cli.platforms import Platform
-from tpuembed_cli.security_options import security_options, take_security
-from tpuembed_cli.telemetry_options import take_log, take_telemetry, telemetry_options
+from tpuembed_cli.serving_options.batching import batching_options, take_batching
+from tpuembed_cli.serving_options.security import security_options, take_security
+from tpuembed_cli.serving_options.telemetry import take_log, take_telemetry, telemetry_options
 
 if TYPE_CHECKING:  # only this command imports the server's package
     from tpuembed_serving import ServerSettings

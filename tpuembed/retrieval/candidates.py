@@ -15,7 +15,7 @@ from tpuembed.errors import ConfigError, reason
 from tpuembed.retrieval.partitions import Floats
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["Batch", "Candidates", "array_of", "collect", "of_array", "of_table", "of_tower"]
+__all__ = ["CandidateBatch", "Candidates", "array_of", "collect", "of_array", "of_table", "of_tower"]
 
 _TABLE: Final = "table:"
 _BATCH_BYTES: Final = 8 << 20
@@ -27,7 +27,7 @@ Ids = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class CandidateBatch:
     """Some candidates.
 
     Attributes:
@@ -101,7 +101,7 @@ class Candidates:
         return np.memmap(self.folder / "tags", np.uint64, "r")
 
 
-def collect(batches: Iterable[Batch], folder: Path, *, is_cosine: bool) -> Candidates:
+def collect(batches: Iterable[CandidateBatch], folder: Path, *, is_cosine: bool) -> Candidates:
     """Write all candidates into files of `folder`, and check them.
 
     Args:
@@ -210,7 +210,7 @@ def _check_new(ids: Ids, seen: Vocabulary, first: int) -> None:
 # ---- sources
 
 
-def of_table(checkpoint: ReadableTables, given: str, ids: Ids | None, tags: Any) -> Iterator[Batch]:
+def of_table(checkpoint: ReadableTables, given: str, ids: Ids | None, tags: Any) -> Iterator[CandidateBatch]:
     """Yield the rows of a table, "table:NAME", with their numbers or their names as ids.
 
     Rows of a table with a vocabulary that have no name are no candidates.
@@ -229,16 +229,16 @@ def of_table(checkpoint: ReadableTables, given: str, ids: Ids | None, tags: Any)
         rows = checkpoint.read(name, start, stop).astype(np.float32)
         its_tags = None if tags is None else tags[start:stop]
         if vocabulary is None:
-            yield Batch(rows, None if ids is None else ids[start:stop], its_tags)
+            yield CandidateBatch(rows, None if ids is None else ids[start:stop], its_tags)
             continue
         names = vocabulary.names(np.arange(start, min(stop, vocabulary.rows)))
         named = np.array([index for index, one in enumerate(names) if one is not None], np.int64)
         chosen: Ids = [names[index] for index in named]
         chosen = np.array(chosen, np.int64) if vocabulary.dtype == "int64" else chosen
-        yield Batch(rows[named], chosen, None if its_tags is None else its_tags[named])
+        yield CandidateBatch(rows[named], chosen, None if its_tags is None else its_tags[named])
 
 
-def of_array(vectors: Any, ids: Ids | None, tags: Any) -> Iterator[Batch]:
+def of_array(vectors: Any, ids: Ids | None, tags: Any) -> Iterator[CandidateBatch]:
     """Yield the rows of an array, [n, dim]."""
     if vectors.ndim != 2 or vectors.dtype.kind not in "fiu":
         raise ConfigError(
@@ -249,14 +249,14 @@ def of_array(vectors: Any, ids: Ids | None, tags: Any) -> Iterator[Batch]:
     step = max(1, _BATCH_BYTES // (4 * vectors.shape[1] or 1))
     for start in range(0, len(vectors), step):
         some = slice(start, start + step)
-        yield Batch(
+        yield CandidateBatch(
             np.array(vectors[some], np.float32),
             None if ids is None else ids[some],
             None if tags is None else tags[some],
         )
 
 
-def of_tower(tower: Any, dataset: Iterable[Any]) -> Iterator[Batch]:
+def of_tower(tower: Any, dataset: Iterable[Any]) -> Iterator[CandidateBatch]:
     """Yield what `tower` makes of the elements of `dataset`: dicts of its inputs, and `id`, and perhaps `tags`."""
     for number, element in enumerate(dataset):
         if not isinstance(element, Mapping) or "id" not in element:
@@ -264,7 +264,7 @@ def of_tower(tower: Any, dataset: Iterable[Any]) -> Iterator[Batch]:
                 f"candidates: element {number} of the dataset must be a dict with the model's inputs and 'id', got "
                 f"{sorted(element) if isinstance(element, Mapping) else type(element).__name__}. Add the ids of the batch."
             )
-        yield Batch(tower(element), _ids("id", element["id"]), _tags(element.get("tags")))
+        yield CandidateBatch(tower(element), _ids("id", element["id"]), _tags(element.get("tags")))
 
 
 def _check_count(what: str, given: Any, rows: int, of: str) -> None:

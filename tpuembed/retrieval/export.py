@@ -26,7 +26,7 @@ from tpuembed.export.run import Progress, run_export
 from tpuembed.export.stream.shard import Source
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import RetrievalEntry
-from tpuembed.retrieval.candidates import Batch, Candidates, array_of, collect, of_array, of_table, of_tower
+from tpuembed.retrieval.candidates import CandidateBatch, Candidates, array_of, collect, of_array, of_table, of_tower
 from tpuembed.retrieval.opened import OpenedRetrieval, open_retrieval
 from tpuembed.retrieval.partitions import (
     BLOCK_ROWS,
@@ -191,7 +191,7 @@ def _working_folder(model_dir: str | FilePath) -> Iterator[Path]:
                 path.rmdir()
 
 
-def _batches(checkpoint: Checkpoint, candidates: Any, ids: Any, tags: Any) -> Iterator[Batch]:
+def _batches(checkpoint: Checkpoint, candidates: Any, ids: Any, tags: Any) -> Iterator[CandidateBatch]:
     """Return the candidates that `candidates` names."""
     given_ids, given_tags = array_of("ids", ids), array_of("tags", tags)
     if isinstance(candidates, str) and candidates.startswith(_TABLE):

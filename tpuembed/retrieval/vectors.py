@@ -13,7 +13,7 @@ from tpuembed.checkpoint.tools import find_export
 from tpuembed.checkpoint.tools.exports import first_row, open_tables
 from tpuembed.errors import ConfigError, MissingExtraError, reason
 from tpuembed.files import FilePath
-from tpuembed.retrieval.candidates import Batch, Ids, of_table
+from tpuembed.retrieval.candidates import CandidateBatch, Ids, of_table
 from tpuembed.retrieval.opened import OpenedRetrieval
 
 __all__ = ["VectorsReport", "write_vectors"]
@@ -94,9 +94,9 @@ def write_vectors(
     return VectorsReport(path=target, ids_path=ids_path, table=table, count=count, dim=dim, ids=kind)
 
 
-def _candidates(found: OpenedRetrieval) -> Iterator[Batch]:
+def _candidates(found: OpenedRetrieval) -> Iterator[CandidateBatch]:
     for first, vectors in found.batches():
-        yield Batch(vectors, found.ids(first, first + len(vectors)), None)
+        yield CandidateBatch(vectors, found.ids(first, first + len(vectors)), None)
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def _replacing(*paths: Path) -> Iterator[list[Path]]:
             source.unlink(missing_ok=True)
 
 
-def _write_npy(batches: Iterator[Batch], target: Path, dim: int) -> tuple[Path, int, str]:
+def _write_npy(batches: Iterator[CandidateBatch], target: Path, dim: int) -> tuple[Path, int, str]:
     numbers, texts = target.with_suffix(".ids.npy"), target.with_suffix(".ids.txt")
     count, kind = 0, "int64"
     with _replacing(target, numbers, texts) as (vectors_path, numbers_path, texts_path):
@@ -160,7 +160,7 @@ def _check_lines(names: list[bytes]) -> None:
             )
 
 
-def _write_parquet(batches: Iterator[Batch], target: Path, dim: int) -> tuple[Path, int, str]:
+def _write_parquet(batches: Iterator[CandidateBatch], target: Path, dim: int) -> tuple[Path, int, str]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

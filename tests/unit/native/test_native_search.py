@@ -8,7 +8,7 @@ import pytest
 
 from tpuembed.manifest import STORAGE_TYPES
 from tpuembed.native_lookup import available
-from tpuembed.native_search import Index, search_ranges
+from tpuembed.native_search import SearchIndex, search_ranges
 
 pytestmark = pytest.mark.skipif(bool(available()), reason=f"the C library is not compiled: {available()}")
 RANDOM = np.random.default_rng(9)
@@ -42,7 +42,7 @@ def test_the_best_rows_are_those_of_a_stable_sort(storage: str) -> None:
         ends = np.sort(RANDOM.choice(count + 1, 4)).reshape(2, 2)
         wanted = RANDOM.choice([0, 1, 6], batch).astype(np.uint64) if RANDOM.random() < 0.7 else None
         has_tags = RANDOM.random() < 0.8
-        index = Index(
+        index = SearchIndex(
             rows.ctypes.data,
             None if places is None else places.ctypes.data,
             ids.ctypes.data,
