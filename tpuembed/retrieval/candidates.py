@@ -1,6 +1,8 @@
 """Collects candidates: their vectors, ids and tags go into files of a folder, batch by batch."""
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
@@ -12,6 +14,7 @@ import numpy.typing as npt
 
 from tpuembed.checkpoint.tools.exports import ReadableTables
 from tpuembed.errors import ConfigError, reason
+from tpuembed.retrieval.made_vectors import MadeVectors
 from tpuembed.retrieval.partitions import Floats
 from tpuembed.vocabulary import Vocabulary
 
@@ -256,15 +259,27 @@ def of_array(vectors: Any, ids: Ids | None, tags: Any) -> Iterator[CandidateBatc
         )
 
 
-def of_tower(tower: Any, dataset: Iterable[Any]) -> Iterator[CandidateBatch]:
-    """Yield what `tower` makes of the elements of `dataset`: dicts of its inputs, and `id`, and perhaps `tags`."""
-    for number, element in enumerate(dataset):
-        if not isinstance(element, Mapping) or "id" not in element:
-            raise ConfigError(
-                f"candidates: element {number} of the dataset must be a dict with the model's inputs and 'id', got "
-                f"{sorted(element) if isinstance(element, Mapping) else type(element).__name__}. Add the ids of the batch."
-            )
-        yield CandidateBatch(tower(element), _ids("id", element["id"]), _tags(element.get("tags")))
+def of_tower(tower: Any, dataset: Iterable[Any], made: Path | None = None) -> Iterator[CandidateBatch]:
+    """Yield what `tower` makes of the elements of `dataset`: dicts of its inputs, and `id`, and perhaps `tags`.
+
+    Args:
+        tower: a `Tower`.
+        dataset: the elements.
+        made: a file that keeps the vectors, see `MadeVectors`.
+    """
+    with contextlib.ExitStack() as stack:
+        kept: MadeVectors | None = None
+        for number, element in enumerate(dataset):
+            if not isinstance(element, Mapping) or "id" not in element:
+                raise ConfigError(
+                    f"candidates: element {number} of the dataset must be a dict with the model's inputs and 'id', got "
+                    f"{sorted(element) if isinstance(element, Mapping) else type(element).__name__}. Add the ids of the batch."
+                )
+            if not number and made is not None and (identity := tower.identity(element)):
+                kept = stack.enter_context(MadeVectors(made, identity))
+            make = functools.partial(tower, element)
+            vectors = make() if kept is None else kept.vectors(tower.digest(element), make)
+            yield CandidateBatch(vectors, _ids("id", element["id"]), _tags(element.get("tags")))
 
 
 def _check_count(what: str, given: Any, rows: int, of: str) -> None:

@@ -27,6 +27,7 @@ from tpuembed.export.stream.shard import Source
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import RetrievalEntry
 from tpuembed.retrieval.candidates import CandidateBatch, Candidates, array_of, collect, of_array, of_table, of_tower
+from tpuembed.retrieval.made_vectors import FILE
 from tpuembed.retrieval.opened import OpenedRetrieval, open_retrieval
 from tpuembed.retrieval.partitions import (
     BLOCK_ROWS,
@@ -120,7 +121,7 @@ def export_retrieval(
         open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
         _working_folder(model_dir) as folder,
     ):
-        found = collect(_batches(opened, candidates, ids, tags), folder, is_cosine=metric == "cosine")
+        found = collect(_batches(opened, candidates, ids, tags, folder / FILE), folder, is_cosine=metric == "cosine")
         table = "candidates" if "candidates" not in opened.tables() else "candidates_index"
         recall = _MIN_RECALL if min_recall is None else min_recall
 
@@ -173,7 +174,10 @@ def _fits(entry: RetrievalEntry, found: Candidates, k: int, index: str, metric: 
 
 @contextlib.contextmanager
 def _working_folder(model_dir: str | FilePath) -> Iterator[Path]:
-    """Yield a folder for the candidates: on the disk of `model_dir`, or of temporary files if that is a store."""
+    """Yield a folder for the candidates: on the disk of `model_dir`, or of temporary files if that is a store.
+
+    On a disk it has the vectors that a tower made in an export that was interrupted.
+    """
     path = as_path(model_dir)
     if not isinstance(path, Path):
         with tempfile.TemporaryDirectory(prefix="tpuembed-candidates-") as folder:
@@ -183,7 +187,7 @@ def _working_folder(model_dir: str | FilePath) -> Iterator[Path]:
     try:
         with naming_model_dir(path):
             path.mkdir(parents=True, exist_ok=True)
-            with temporary_staging(path, "candidates", str(os.getpid())) as staging:
+            with temporary_staging(path, "candidates", str(os.getpid()), kept=FILE) as staging:
                 yield staging
     finally:
         if not existed:
@@ -191,8 +195,8 @@ def _working_folder(model_dir: str | FilePath) -> Iterator[Path]:
                 path.rmdir()
 
 
-def _batches(checkpoint: Checkpoint, candidates: Any, ids: Any, tags: Any) -> Iterator[CandidateBatch]:
-    """Return the candidates that `candidates` names."""
+def _batches(checkpoint: Checkpoint, candidates: Any, ids: Any, tags: Any, made: Path) -> Iterator[CandidateBatch]:
+    """Return the candidates that `candidates` names. The file `made` keeps what a tower makes."""
     given_ids, given_tags = array_of("ids", ids), array_of("tags", tags)
     if isinstance(candidates, str) and candidates.startswith(_TABLE):
         return of_table(checkpoint, candidates, given_ids, given_tags)
@@ -227,7 +231,7 @@ def _batches(checkpoint: Checkpoint, candidates: Any, ids: Any, tags: Any) -> It
         return made[0]
 
     built = Tower(checkpoint, tower)
-    return of_tower(built, parts[0])
+    return of_tower(built, parts[0], made)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """Runs a tower of a checkpoint: its model looks up rows in the checkpoint's files, and no table is in memory."""
 
-from collections.abc import Mapping
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +26,8 @@ from tpuembed.vocabulary import Vocabulary
 __all__ = ["Tower", "only_output"]
 
 _MOST_WHOLE_BYTES: Final = 256 << 20
+_ROWS: Final = "tpuembed_rows_of_table_"
+_PY_FUNC: Final = "PyFuncStateless"
 
 
 class _CheckpointTables(StackedTables):
@@ -49,7 +54,8 @@ class _CheckpointTables(StackedTables):
     def gather(self, stack: str, ids: Any) -> Any:
         """Return float32 [*shape, dim] for int64 `ids` of that shape, rows of the table `stack`."""
         info = self._available[stack]
-        rows = tf.numpy_function(lambda ids: self._rows(stack, ids), [ids], tf.float32, stateful=False)
+        with tf.name_scope(f"{_ROWS}{sorted(self._available).index(stack)}"):
+            rows = tf.numpy_function(lambda ids: self._rows(stack, ids), [ids], tf.float32, stateful=False)
         rows.set_shape([*ids.shape, info.dim] if ids.shape.rank is not None else None)
         return rows
 
@@ -105,24 +111,67 @@ class Tower:
         Raises:
             ConfigError: an input is missing, or the model does not make one vector of each row.
         """
-        specs = self._model.input_specs()
+        try:
+            found: npt.NDArray[np.float32] = self._run(self._inputs(inputs)).numpy()
+        except tf.errors.InvalidArgumentError as error:
+            raise ConfigError(f"the tower failed: {' '.join(error.message.split())}") from None
+        return found
+
+    def _inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the model's inputs as tensors of its types."""
+        specs, special = self._model.input_specs(), tf.RaggedTensor | tf.SparseTensor
         if missing := sorted(specs.keys() - inputs.keys()):
             raise ConfigError(
                 f"inputs: the model takes {missing[0]!r}, which is not among {', '.join(sorted(inputs))}. Add it."
             )
-        special = tf.RaggedTensor | tf.SparseTensor
-        others = {name: inputs[name] for name in specs if isinstance(inputs[name], special)}
-        plain = {
-            name: tf.cast(inputs[name], spec.dtype) if spec.dtype != tf.string else tf.convert_to_tensor(inputs[name])
+        return {
+            name: inputs[name]
+            if isinstance(inputs[name], special)
+            else tf.convert_to_tensor(inputs[name])
+            if spec.dtype == tf.string
+            else tf.cast(inputs[name], spec.dtype)
             for name, spec in specs.items()
-            if name not in others
         }
+
+    def _run(self, inputs: Mapping[str, Any]) -> Any:
+        special = tf.RaggedTensor | tf.SparseTensor
+        others = {name: value for name, value in inputs.items() if isinstance(value, special)}
+        plain = {name: value for name, value in inputs.items() if name not in others}
+        return only_output(self._model.outputs(self._model.decode(plain, others)))
+
+    def digest(self, inputs: Mapping[str, Any]) -> bytes:
+        """Return a digest of all that the vectors of these `inputs` depend on but for the tower, 32 bytes."""
+        found = hashlib.sha256()
+        for name, value in sorted(self._inputs(inputs).items()):
+            for part in (name, *tf.nest.flatten(value, expand_composites=True)):
+                found.update(tf.io.serialize_tensor(part).numpy())
+        return found.digest()
+
+    def identity(self, inputs: Mapping[str, Any]) -> str:
+        """Return what two towers share only if they make the same vectors: graph, weights, checkpoint. "" if it cannot be proven.
+
+        Args:
+            inputs: some, for the graph's trace.
+        """
         try:
-            outputs = self._model.outputs(self._model.decode(plain, others))
-            found: npt.NDArray[np.float32] = only_output(outputs).numpy()
-        except tf.errors.InvalidArgumentError as error:
-            raise ConfigError(f"the tower failed: {' '.join(error.message.split())}") from None
-        return found
+            traced = tf.function(self._run).get_concrete_function(self._inputs(inputs))
+        except Exception:  # noqa: BLE001 - a model may run where it cannot be traced
+            return ""
+        graph = traced.graph.as_graph_def()
+        functions = {function.signature.name: function for function in graph.library.function}
+        nodes = [*graph.node, *(node for function in functions.values() for node in function.node_def)]
+        if any("PyFunc" in node.op and _table_of(node) is None for node in nodes):
+            return ""
+        found = hashlib.sha256(_structure(graph.node, [], [], functions))
+        variables = {id(variable.handle): variable for variable in traced.graph.variables}
+        for tensor, _ in traced.graph.captures:
+            value = variables.get(id(tensor), tensor)
+            if value.dtype in (tf.resource, tf.variant):  # a hash table, for one
+                return ""
+            found.update(tf.io.serialize_tensor(tf.convert_to_tensor(value)).numpy())
+        quantized = {name: repr(config) for name, config in sorted(self._tables.quantization.items())}
+        tables = sorted(self._checkpoint.tables())
+        return json.dumps([self._checkpoint.fingerprint(), tables, found.hexdigest(), quantized, tf.__version__])
 
     def own_rows(self, count: int) -> dict[str, Any] | None:
         """Return inputs for `count` rows of the table that the model looks up in, if it has one input and one table."""
@@ -137,6 +186,47 @@ class Tower:
         if not values or spec.shape.rank not in (1, 2) or isinstance(values[0], bytes) != (spec.dtype == tf.string):
             return None
         return {name: np.array(values).reshape([-1, 1] if spec.shape.rank == 2 else [-1])}
+
+
+def _structure(nodes: Any, arguments: Sequence[str], results: Iterable[str], functions: Mapping[str, Any]) -> bytes:
+    """Return what graphs have in common if they compute the same, whatever the names of their nodes.
+
+    Args:
+        nodes: NodeDefs, in order.
+        arguments: names of a function's arguments.
+        results: what a function returns, in order.
+        functions: FunctionDefs by name, which nodes call.
+    """
+    numbers = {name: number for number, name in enumerate([*arguments, *(node.name for node in nodes)])}
+
+    def place(given: str) -> str:
+        name, colon, output = given.lstrip("^").partition(":")
+        return f"{'^' * given.startswith('^')}{numbers[name]}{colon}{output}"
+
+    def called(name: str) -> str:
+        function = functions[name]
+        own = [each.name for each in function.signature.input_arg]
+        out = [function.ret[each.name] for each in function.signature.output_arg]
+        return _structure(function.node_def, own, out, functions).hex()
+
+    parts: list[Any] = []
+    for node in nodes:
+        parts.append([node.op, [place(each) for each in node.input], _table_of(node)])
+        for key, value in sorted(node.attr.items()):
+            if value.HasField("func"):
+                parts.append([key, called(value.func.name)])
+            elif value.list.func:
+                parts.append([key, [called(each.name) for each in value.list.func]])
+            elif not key.startswith("_") and (node.op, key) != (_PY_FUNC, "token"):
+                # "_" begins hints, and the token is another one in each process.
+                parts.append([key, value.SerializeToString(deterministic=True).hex()])
+    return hashlib.sha256(json.dumps([len(arguments), parts, [place(each) for each in results]]).encode()).digest()
+
+
+def _table_of(node: Any) -> int | None:
+    """Return the number of the table whose rows a node reads; None for another node."""
+    found = re.search(rf"(?:^|/){_ROWS}(\d+)(?:_\d+)?/", node.name) if node.op == _PY_FUNC else None
+    return int(found[1]) if found else None
 
 
 def only_output(outputs: Mapping[str, Any]) -> Any:

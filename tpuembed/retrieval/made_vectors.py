@@ -1,0 +1,92 @@
+"""Keeps the vectors that a tower has made, so that an export that was interrupted does not make them again.
+
+A file has a header, JSON, and a record for each batch: the digest of the tower's inputs, the number of vectors, their width and
+checksum, and the vectors. A vector is used again only if the tower's graph and weights, the checkpoint, and all inputs of its batch
+are the same.
+"""
+
+import dataclasses
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import google_crc32c
+import numpy as np
+
+from tpuembed.retrieval.partitions import Floats
+
+__all__ = ["FILE", "MadeVectors"]
+
+FILE: Final = "made_vectors"
+_RECORD: Final = struct.Struct("<32sQII")
+
+
+@dataclasses.dataclass
+class MadeVectors:
+    """The vectors of one tower, in a file.
+
+    Attributes:
+        path: of the file. It may have vectors of an interrupted run.
+        identity: of the tower. Vectors of another one are removed.
+        used_again: number of vectors that were not made again.
+    """
+
+    path: Path
+    identity: str
+    used_again: int = 0
+
+    def __enter__(self) -> Self:
+        header = json.dumps(self.identity).encode() + b"\n"
+        self.path.touch()
+        self._file = self.path.open("r+b")
+        self._may_be_there = self._file.readline() == header
+        if not self._may_be_there:
+            self._cut(0)
+            self._file.write(header)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def vectors(self, digest: bytes, make: Callable[[], Floats]) -> Floats:
+        """Return the vectors of the next batch, float32 [n, dim]: those of the file, or what `make` returns.
+
+        Args:
+            digest: of the batch's inputs, 32 bytes.
+            make: makes the vectors.
+        """
+        if self._may_be_there:
+            start = self._file.tell()
+            found = self._read(digest)
+            if found is not None:
+                self.used_again += len(found)
+                return found
+            self._may_be_there = False
+            self._cut(start)
+        vectors = np.ascontiguousarray(make(), np.float32)
+        if vectors.ndim == 2:
+            data = vectors.tobytes()
+            self._file.write(_RECORD.pack(digest, *vectors.shape, google_crc32c.value(data)) + data)
+            self._file.flush()
+        return vectors
+
+    def _read(self, digest: bytes) -> Floats | None:
+        head = self._file.read(_RECORD.size)
+        if len(head) < _RECORD.size:
+            return None
+        own, rows, dim, checksum = _RECORD.unpack(head)
+        if own != digest:
+            return None
+        data = self._file.read(4 * rows * dim)
+        if len(data) < 4 * rows * dim or google_crc32c.value(data) != checksum:
+            return None
+        return np.frombuffer(data, np.float32).reshape(rows, dim).copy()
+
+    def _cut(self, size: int) -> None:
+        self._file.seek(size)
+        self._file.truncate()
