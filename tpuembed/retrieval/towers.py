@@ -155,14 +155,15 @@ class Tower:
         """
         try:
             traced = tf.function(self._run).get_concrete_function(self._inputs(inputs))
-        except Exception:  # noqa: BLE001 - a model may run where it cannot be traced
+        except Exception:  # a model may run where it cannot be traced
             return ""
         graph = traced.graph.as_graph_def()
         functions = {function.signature.name: function for function in graph.library.function}
         nodes = [*graph.node, *(node for function in functions.values() for node in function.node_def)]
         if any("PyFunc" in node.op and _table_of(node) is None for node in nodes):
             return ""
-        found = hashlib.sha256(_structure(graph.node, [], [], functions))
+        results = [each.name for each in traced.graph.outputs]
+        found = hashlib.sha256(_structure(graph.node, [], results, functions))
         variables = {id(variable.handle): variable for variable in traced.graph.variables}
         for tensor, _ in traced.graph.captures:
             value = variables.get(id(tensor), tensor)
@@ -204,7 +205,9 @@ def _structure(nodes: Any, arguments: Sequence[str], results: Iterable[str], fun
         return f"{'^' * given.startswith('^')}{numbers[name]}{colon}{output}"
 
     def called(name: str) -> str:
-        function = functions[name]
+        function = functions.get(name)
+        if function is None:
+            return name
         own = [each.name for each in function.signature.input_arg]
         out = [function.ret[each.name] for each in function.signature.output_arg]
         return _structure(function.node_def, own, out, functions).hex()
@@ -213,12 +216,13 @@ def _structure(nodes: Any, arguments: Sequence[str], results: Iterable[str], fun
     for node in nodes:
         parts.append([node.op, [place(each) for each in node.input], _table_of(node)])
         for key, value in sorted(node.attr.items()):
+            if key.startswith("_") or (node.op, key) == (_PY_FUNC, "token"):
+                continue  # a hint, or a number that is another one in each process
             if value.HasField("func"):
                 parts.append([key, called(value.func.name)])
             elif value.list.func:
                 parts.append([key, [called(each.name) for each in value.list.func]])
-            elif not key.startswith("_") and (node.op, key) != (_PY_FUNC, "token"):
-                # "_" begins hints, and the token is another one in each process.
+            else:
                 parts.append([key, value.SerializeToString(deterministic=True).hex()])
     return hashlib.sha256(json.dumps([len(arguments), parts, [place(each) for each in results]]).encode()).digest()
 
