@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpuembed.checkpoint.keras.vocabularies import CLASSES, add_pairs, of_file, of_layer
-from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
+from tpuembed.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, reason
 from tpuembed.files import FilePath, UrlPath, as_path
 from tpuembed.vocabulary import Vocabulary
 
@@ -29,7 +29,8 @@ def read_vocabulary(
         source: the layer, the path or URL of a `.keras` file, or the path of a SavedModel.
         layer: the name of the layer in the file; in a SavedModel, which has no such names, the place of its hash table, as the
             error lists them. It may be left out if there is one lookup layer.
-        oov_buckets: the layer's `num_oov_indices`. A SavedModel needs it, because it does not say.
+        oov_buckets: the layer's `num_oov_indices`. A SavedModel needs it, because it does not say. It does not say either whether
+            the layer has a `mask_token`, which takes row 0: pass such a layer itself.
         grows, min_count: see `Vocabulary`.
 
     Raises:
@@ -43,9 +44,12 @@ def read_vocabulary(
         path = as_path(source)
         if path.suffix != ".keras" and (path / "saved_model.pb").is_file():
             return _of_saved_model(path, layer, oov_buckets, options)
+        if not path.exists():
+            raise CheckpointNotFoundError(f"vocabulary: {path} does not exist. Check the path.")
     if oov_buckets is not None:
         raise ConfigError(
-            f"vocabulary: oov_buckets={oov_buckets} is for SavedModels. A layer and a .keras file say it themselves."
+            f"vocabulary: oov_buckets={oov_buckets} is for SavedModels, and {source} is none. A layer and a .keras file say it "
+            "themselves."
         )
     if isinstance(source, str | Path | UrlPath):
         return of_file(path, layer, options)

@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from tpuembed.vocabulary.text import SLACK, Texts
 
-__all__ = ["integers_in", "lines_of"]
+__all__ = ["integers_in", "lines_of", "names_in"]
 
 _PIECE_BYTES: Final = 64 << 20
 _LINES_AT_ONCE: Final = 1 << 20
 _END: Final = 10
+_RETURN: Final = 13
 
 
 def integers_in(path: Path) -> npt.NDArray[np.int64]:
@@ -41,6 +42,23 @@ def _integer(line: bytes) -> int:
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"it has {value}, which is no int64")
     return value
+
+
+def names_in(path: Path) -> Texts:
+    """Return the names of a text file with one a line.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: all lines end with CR LF.
+    """
+    names = lines_of(path)
+    pieces = (slice(start, start + _LINES_AT_ONCE) for start in range(0, len(names), _LINES_AT_ONCE))
+    if len(names) and all(
+        (names.lengths[some] > 0).all() and (names.data[names.starts[some] + names.lengths[some] - 1] == _RETURN).all()
+        for some in pieces
+    ):
+        raise ValueError("its lines end with CR LF, and names would end with CR. Convert it to lines that end with LF")
+    return names
 
 
 def lines_of(path: Path) -> Texts:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
-from tpuembed.vocabulary.files import integers_in, lines_of
+from tpuembed.vocabulary.files import integers_in, names_in
 from tpuembed.vocabulary.index import NONE, Index
 from tpuembed.vocabulary.name_arrays import Batch, DType, NameStore, names_of
 from tpuembed.vocabulary.saved import (
@@ -142,7 +142,7 @@ class Vocabulary:
         """
         found = cls(dtype=dtype, oov_buckets=oov_buckets, oov_key=oov_key, grows=grows, min_count=min_count)
         try:
-            names = integers_in(Path(path)) if dtype == "int64" else lines_of(Path(path))
+            names = integers_in(Path(path)) if dtype == "int64" else names_in(Path(path))
         except (OSError, ValueError, EOFError) as error:
             raise ConfigError(f"vocabulary {path}: cannot be read: {reason(error)}.") from None
         found._fill(names)
@@ -306,7 +306,8 @@ class Vocabulary:
     def last_seen(self) -> npt.NDArray[np.int32]:
         """Return the update in which the name of each row was last seen, int32 [rows]; -1 for buckets and free rows.
 
-        A name that training has not seen has the update that was the latest when it was added.
+        A name that training has not seen has the update that was the latest when it was added. If none was known, it has the one
+        before the first that is.
 
         Raises:
             ConfigError: the vocabulary does not grow.
@@ -382,6 +383,8 @@ class Vocabulary:
             if value is not None:
                 _check_count(what, value, least)
         with self._lock:
+            if update is not None:
+                self._begin(update + 1)
             chosen = np.ones(len(self._names), bool)
             chosen[self._free] = False
             if not_seen_for is not None:
@@ -770,11 +773,21 @@ class Vocabulary:
 
     def _mark(self, numbers: _Integers, update: int) -> None:
         """Count names as seen in `update`, once for each time that a number is there."""
+        self._begin(update)
         self._update = max(self._update, int(update))
         different, times = np.unique(numbers, return_counts=True)
         counts, last_seen = self._counts.values, self._last_seen.values
         counts[different] = np.minimum(counts[different] + times, _MOST_COUNT)
         last_seen[different] = np.maximum(last_seen[different], update)
+
+    def _begin(self, update: int) -> None:
+        """Let the names that no update has seen yet be as young as the one before `update`, if it is the first that is known.
+
+        So the names of a vocabulary that did not count are not old when it begins to.
+        """
+        if not self._update and update > 1 and not self._counts.values.any():
+            last_seen = self._last_seen.values
+            np.maximum(last_seen, update - 1, out=last_seen, where=last_seen != _NEVER)
 
     def _check_grows(self, method: str) -> None:
         if not self.grows:

@@ -5,6 +5,7 @@ import copy
 import io
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,8 @@ class Reference:
                     self.waiting[name] += 0 if is_full else times[name]
                 else:
                     self.give(name, ROOM)
+        if not self.update and update > 1 and not any(self.counts.values()):
+            self.last_seen = {name: max(seen, update - 1) for name, seen in self.last_seen.items()}
         self.update = max(self.update, update)
         for name, count in times.items():
             if name in self.rows:
@@ -228,9 +231,9 @@ def test_rows_that_were_seen_elsewhere() -> None:
     mine = Vocabulary(["a", "b", "c"], oov_buckets=2, grows=True)
     mine.seen([[0, 2], [PADDING, 2], [UNKNOWN, 4]], update=5)
     assert mine.counts.tolist() == [0, 0, 2, 0, 1]
-    assert mine.last_seen.tolist() == [-1, -1, 5, 0, 5]
+    assert mine.last_seen.tolist() == [-1, -1, 5, 4, 5]
     mine.seen([2], update=3)
-    assert mine.last_seen.tolist() == [-1, -1, 5, 0, 5]
+    assert mine.last_seen.tolist() == [-1, -1, 5, 4, 5]
     mine.evict(not_seen_for=1)
     mine.seen([3], update=9)  # free
     assert mine.counts.tolist() == [0, 0, 3, 0, 1]
@@ -249,6 +252,26 @@ def test_a_name_that_is_added_in_mid_training_is_not_old() -> None:
     mine.add(["b"])
     assert mine.evict(not_seen_for=1).tolist() == []
     assert mine.evict(not_seen_for=1, update=101).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("way", ["bytes", "assign", "file"])
+def test_names_that_were_not_counted_before_are_not_old(way: str, tmp_path: Path) -> None:
+    """A checkpoint of a fixed vocabulary, of update 20, is restored into one that grows."""
+    fixed, mine = Vocabulary(["a", "b"]), Vocabulary(grows=True)
+    if way == "file":
+        (tmp_path / "names").write_bytes(b"a\nb\n")
+        mine = Vocabulary.from_file(tmp_path / "names", grows=True)
+    else:
+        mine.assign(Vocabulary.from_bytes(fixed.to_bytes()) if way == "bytes" else fixed)
+    saved = Vocabulary.from_bytes(mine.to_bytes())
+    for each in (mine, saved):
+        assert each.evict(not_seen_for=1, update=20).tolist() == []
+        each.grow(["a", "c"], room=9, update=21)
+        assert each.evict(not_seen_for=10).tolist() == []
+        assert each.last_seen.tolist() == [21, 20, 21]
+        for update in range(22, 31):
+            each.grow(["a", "c"], room=9, update=update)
+        assert each.evict(not_seen_for=10).tolist() == [1]
 
 
 def test_the_bytes_of_evicted_names_are_given_back() -> None:

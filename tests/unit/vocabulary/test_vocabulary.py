@@ -171,7 +171,7 @@ def test_adapt_counts_as_a_counter_does() -> None:
     ]
 
 
-@pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"a\nb", b"\n", b"a\n\nb\n", b"\0\n\xff\n", b"a\r\nb\r\n"])
+@pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"a\nb", b"\n", b"a\n\nb\n", b"\0\n\xff\n", b"a\r\nb\n"])
 def test_files_have_one_name_a_line(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_PIECE_BYTES", 2)
     (tmp_path / "names").write_bytes(content)
@@ -228,3 +228,15 @@ def test_damaged_bytes_are_refused(dtype: Any) -> None:
             Vocabulary.from_bytes(content[:place])
     with refused(CheckpointCorruptError):
         Vocabulary.from_bytes(b"")
+
+
+def test_lines_that_end_with_crlf_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "names"
+    for content in (b"ann\r\nbob\r\n", b"\r\n"):
+        path.write_bytes(content)
+        with refused(ConfigError):
+            Vocabulary.from_file(path)
+    path.write_bytes(b"ann\r\nbob\n")  # one name may end so
+    assert Vocabulary.from_file(path).get_vocabulary() == ["ann\r", "bob"]
+    path.write_bytes(b"5\r\n7\r\n")
+    assert Vocabulary.from_file(path, dtype="int64").get_vocabulary()[-2:] == [5, 7]

@@ -154,7 +154,14 @@ def _read_vocabulary(path: Path, old: Vocabulary) -> Vocabulary:
         return (
             Vocabulary.from_bytes(path.read_bytes(), f"vocabulary {path}")
             if is_saved
-            else Vocabulary.from_file(path, dtype=old.dtype, oov_buckets=old.oov_buckets, oov_key=old.oov_key)
+            else Vocabulary.from_file(
+                path,
+                dtype=old.dtype,
+                oov_buckets=old.oov_buckets,
+                oov_key=old.oov_key,
+                grows=old.grows,
+                min_count=old.min_count,
+            )
         )
     except OSError as error:
         raise ConfigError(f"vocabulary {path}: cannot be read: {reason(error)}.") from None

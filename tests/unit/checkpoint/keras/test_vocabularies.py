@@ -119,7 +119,7 @@ def test_saved_models_with_several_tables_and_with_none(tmp_path: Path) -> None:
     (tmp_path / "none" / "saved_model.pb").write_bytes(b"\xff" * 20)
     with refused(CheckpointCorruptError):
         tpuembed.read_vocabulary(tmp_path / "none", oov_buckets=1)
-    for source in (words, tmp_path / "m.keras"):
+    for source in (words, tmp_path):
         with refused(ConfigError):
             tpuembed.read_vocabulary(source, oov_buckets=1)
 
@@ -196,8 +196,11 @@ def test_what_is_no_lookup_layer_is_refused(tmp_path: Path) -> None:
     ):
         with refused(ConfigError):
             tpuembed.read_vocabulary(source)
+    for missing in ("missing.keras", "missing"):
+        with refused(CheckpointNotFoundError):
+            tpuembed.read_vocabulary(tmp_path / missing)
     with refused(CheckpointNotFoundError):
-        tpuembed.read_vocabulary(tmp_path / "missing.keras")
+        tpuembed.read_vocabulary(tmp_path / "missing", oov_buckets=1)
 
 
 @pytest.mark.parametrize("text", ["[NO]\na\nb", "[UNK]\na\na", "[UNK]", ""], ids=["token", "twice", "no name", "empty"])

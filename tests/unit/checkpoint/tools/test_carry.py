@@ -148,6 +148,20 @@ def test_vocabularies_in_files(tmp_path: Path) -> None:
         assert report.names.buckets == (1, buckets)
 
 
+def test_a_text_file_keeps_what_was_counted(tmp_path: Path) -> None:
+    old = Vocabulary(["a", "b"], grows=True, min_count=2)
+    old.grow(["b"] * 5, room=9, update=7)
+    path = _write(tmp_path, {"films": _rows(4, 2)}, {"films": old})
+    (tmp_path / "names.txt").write_text("c\nb\n")
+    carry_checkpoint(path, tmp_path / "names.txt", tmp_path / "carried")
+    with open_checkpoint(tmp_path / "carried") as carried:
+        new = carried.vocabulary("films")
+    assert new is not None
+    assert (new.grows, new.min_count) == (True, 2)
+    assert dict(zip(new.names([0, 1]), new.counts.tolist(), strict=True)) == {b"c": 0, b"b": 5}
+    assert new.evict(not_seen_for=1).tolist() == []
+
+
 def test_the_command(tmp_path: Path) -> None:
     path = _write(tmp_path, {"films": _rows(3, 2)}, {"films": Vocabulary(["a", b"\x1b[31m", "b"])})
     (tmp_path / "names.txt").write_text("b\n" + "".join(f"new {number}\n" for number in range(7)))
