@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tpuembed.backends.checkpoint_keys import children_of, saved_keys
+from tpuembed.backends.tf_config import local
 from tpuembed.backends.tf_tpu import LAYOUTS, saved_layouts
 from tpuembed.backends.training import wait_for_lookups
 from tpuembed.checkpoint import open_checkpoint
@@ -17,8 +18,15 @@ from tpuembed.errors import UnknownTableError
 from tpuembed.files import FilePath
 from tpuembed.layer import TPUEmbedding
 from tpuembed.restore import RestoreReport, restore_saved, restore_tables
-from tpuembed.runtime.weight_files import load_tables, save_tables
+from tpuembed.runtime.weight_files import (
+    check_tables,
+    load_tables,
+    load_vocabularies,
+    save_tables,
+    save_vocabularies,
+)
 from tpuembed.table_access import LiveTables
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["PartitionedEmbedding", "Places", "place_features"]
 
@@ -106,6 +114,11 @@ class PartitionedEmbedding(keras.layers.Layer):
             config.name: variable for _, layer in self._parts for config, variable in layer.embedding_tables.items()
         }
 
+    @property
+    def vocabularies(self) -> dict[str, Vocabulary]:
+        """Return {table name: the vocabulary of its rows}, for the tables that have one."""
+        return {table: names for _, layer in self._parts for table, names in layer.vocabularies.items()}
+
     # ---- weight files: by table names, without the places
 
     def save_own_variables(self, store: Any) -> None:
@@ -113,6 +126,9 @@ class PartitionedEmbedding(keras.layers.Layer):
         configs = [layer.checkpoint_config() for _, layer in self._parts]
         config = {part: {name: value for c in configs for name, value in c[part].items()} for part in configs[0]}
         save_tables(store, self._named_variables(), max(int(count.numpy()) for count in self._counts()), config)
+        for _, layer in self._parts:
+            if layer._vocabularies is not None:
+                save_vocabularies(store, layer._vocabularies)
 
     def load_own_variables(self, store: Any) -> None:
         """Assign the arrays of `save_own_variables`, under any strategy.
@@ -121,6 +137,10 @@ class PartitionedEmbedding(keras.layers.Layer):
             CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape.
         """
         if variables := self._named_variables():  # none inside an export, which reads the rows from its checkpoint
+            check_tables(store, self.name, variables)  # a file that is refused changes no name
+            for _, layer in self._parts:
+                if layer._vocabularies is not None:
+                    load_vocabularies(store, self.name, layer._vocabularies)
             _Counts(self._counts()).assign(load_tables(store, self.name, variables))
 
     def _named_variables(self) -> dict[str, Any]:
@@ -161,7 +181,8 @@ class PartitionedEmbedding(keras.layers.Layer):
         tables: Iterable[str] | Mapping[str, str] | None = None,
         slots: bool = True,
         *,
-        resize: Mapping[str, str] | None = None,
+        by: str = "number",
+        resize: Mapping[str, str] | bool | None = None,
         lossy: bool = False,
         **options: Any,
     ) -> RestoreReport:
@@ -169,7 +190,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         if tables is None:
             with open_checkpoint(path, **options) as checkpoint:
                 tables = self._all_sources(checkpoint.tables())
-        return restore_tables(self, path, tables, slots, resize=resize, lossy=lossy, **options)
+        return restore_tables(self, path, tables, slots, by=by, resize=resize, lossy=lossy, **options)
 
     def _all_sources(self, names: Iterable[str]) -> Mapping[str, str] | None:
         """Return {table: its name in the checkpoint} if the checkpoint's `names` are exactly the layer's tables. Else
@@ -219,6 +240,10 @@ class _Counts:
         """Set every count to `value`."""
         for count in self.counts:
             count.assign(value)
+
+    def numpy(self) -> Any:
+        """Return the count."""
+        return local(self.counts[0]).numpy()
 
 
 def _each(functions: Iterable[Callable[[], None]]) -> None:

@@ -85,14 +85,13 @@ def continue_counts(
 
     `replaced` are the tables whose names were replaced by the checkpoint's.
     """
-    updates = int(local(live.updates).numpy())
-    for plan in plans:
-        own = vocabularies.get(plan.table)
-        saved = None if own is None or plan.table in replaced or not own.grows else checkpoint.vocabulary(plan.source)
-        if own is not None and saved is not None:
+    growing = [plan for plan in plans if plan.table in vocabularies and vocabularies[plan.table].grows]
+    for plan in growing:
+        own, updates = vocabularies[plan.table], int(local(live.updates).numpy())
+        saved = None if plan.table in replaced else checkpoint.vocabulary(plan.source)
+        if saved is not None:
             own.continue_counts(saved, updates)
-        if own is not None:
-            own.count_updates_from(updates)
+        own.count_updates_from(updates)
 
 
 def _moved(vocabulary: Vocabulary, other: Vocabulary) -> Array:

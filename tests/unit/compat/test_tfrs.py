@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.support.fake_tpu import fake_tpu
 from tests.support.messages import refused
-from tpuembed import Adam, FeatureConfig, TableConfig, open_checkpoint
+from tpuembed import Adagrad, Adam, FeatureConfig, TableConfig, Vocabulary, open_checkpoint
 from tpuembed.compat import tfrs
 from tpuembed.errors import ConfigError
 
@@ -292,3 +292,37 @@ def test_what_is_no_keras_optimizer_is_refused() -> None:
 def test_what_tables_cannot_honour_is_refused(optimizer: Any) -> None:
     with refused(ConfigError):
         tfrs.translate_keras_optimizer(optimizer)
+
+
+def _with_names() -> Any:
+    features = {
+        "small": FeatureConfig(TableConfig(9, 2, "small"), vocabulary=Vocabulary(oov_buckets=1, grows=True)),
+        "large": FeatureConfig(TableConfig(200, 2, "large"), vocabulary=Vocabulary(oov_buckets=1, grows=True)),
+    }
+    return tfrs.PartialTPUEmbedding(features, optimizer=Adagrad(0.1), size_threshold=100)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "restore_tables", "without slots", "by name", "weights"])
+def test_names_come_back_with_their_rows(way: str, tmp_path: Path) -> None:
+    trained, new = _with_names(), _with_names()
+    names = {name: tf.constant([f"{name} {number}" for number in range(5)]) for name in ("small", "large")}
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(rows) for rows in trained(names, training=True).values()])
+    tape.gradient(loss, trained.trainable_variables)
+    new({name: tf.constant(["other", "names"]) for name in names})
+    path = tf.train.Checkpoint(layer=trained).write(str(tmp_path / "ckpt"))
+    if way == "checkpoint":
+        tf.train.Checkpoint(layer=new).restore(path)
+    elif way == "weights":
+        store: dict[str, Any] = {}
+        trained.save_own_variables(store)
+        new.load_own_variables(store)
+    elif way == "by name":
+        for name, vocabulary in new.vocabularies.items():
+            vocabulary.add([f"{name} {number}" for number in (4, 2, 0, 1, 3)])
+        new.restore_tables(path, by="name")
+    else:
+        new.restore_tables(path, slots=way != "without slots")
+    for name, rows in trained(names).items():
+        np.testing.assert_array_equal(new(names)[name], rows)
+        assert len(new.vocabularies[name]) == 5
