@@ -19,7 +19,13 @@ __all__ = ["read_vocabulary"]
 
 
 def read_vocabulary(
-    source: Any, layer: str = "", *, oov_buckets: int | None = None, grows: bool = False, min_count: int = 1
+    source: Any,
+    layer: str = "",
+    *,
+    oov_buckets: int | None = None,
+    oov_key: tuple[int, int] | None = None,
+    grows: bool = False,
+    min_count: int = 1,
 ) -> Vocabulary:
     """Return the vocabulary of a Keras StringLookup or IntegerLookup, whose rows are the numbers that the layer gives.
 
@@ -30,7 +36,8 @@ def read_vocabulary(
         layer: the name of the layer in the file; in a SavedModel, which has no such names, the place of its hash table, as the
             error lists them. It may be left out if there is one lookup layer.
         oov_buckets: the layer's `num_oov_indices`. A SavedModel needs it, because it does not say. It does not say either whether
-            the layer has a `mask_token`, which takes row 0: pass such a layer itself.
+            the layer has a `mask_token`, which takes row 0, or another `oov_method`: pass such a layer itself.
+        oov_key: the layer's `salt`, for a SavedModel, which does not say it. Other sources do.
         grows, min_count: see `Vocabulary`.
 
     Raises:
@@ -43,14 +50,14 @@ def read_vocabulary(
     if isinstance(source, str | Path | UrlPath):
         path = as_path(source)
         if path.suffix != ".keras" and (path / "saved_model.pb").is_file():
-            return _of_saved_model(path, layer, oov_buckets, options)
+            return _of_saved_model(path, layer, oov_buckets, {**options, "oov_key": oov_key})
         if not path.exists():
             raise CheckpointNotFoundError(f"vocabulary: {path} does not exist. Check the path.")
-    if oov_buckets is not None:
-        raise ConfigError(
-            f"vocabulary: oov_buckets={oov_buckets} is for SavedModels, and {source} is none. A layer and a .keras file say it "
-            "themselves."
-        )
+    for name, value in (("oov_buckets", oov_buckets), ("oov_key", oov_key)):
+        if value is not None:
+            raise ConfigError(
+                f"vocabulary: {name}={value} is for SavedModels, and {source} is none. A layer and a .keras file say it themselves."
+            )
     if isinstance(source, str | Path | UrlPath):
         return of_file(path, layer, options)
     if type(source).__name__ not in CLASSES and not hasattr(source, "lookup_table"):

@@ -64,9 +64,10 @@ class ServingFeature:
         out_of_vocabulary: "error" fails the request, "zeros" gives a row of zeros, a row number gives that row. None
             takes the checkpoint's: that of its feature with the same name and table, else that of the table, else
             error.
-        vocabulary: the feature takes names: a Vocabulary, or a mapping of its options (dtype, oov_buckets, and file for a text
-            file of names). Without names, it is the vocabulary that the checkpoint has for the table. None takes row
-            numbers.
+        vocabulary: the names that the feature takes: a Vocabulary, or a mapping of its options (dtype, oov_buckets, and file for
+            a text file of names). None takes those that the checkpoint has for the table. If it has none, or if the layer's
+            feature with the same name and table took row numbers, it takes row numbers.
+        takes_rows: take row numbers, even if the checkpoint has names for the table.
     """
 
     table: str
@@ -76,6 +77,7 @@ class ServingFeature:
     max_sequence_length: int = 0
     out_of_vocabulary: str | int | None = None
     vocabulary: Vocabulary | None = None
+    takes_rows: bool = False
 
     def __post_init__(self) -> None:
         check_name("serving feature: table", self.table)
@@ -85,14 +87,16 @@ class ServingFeature:
         if self.combiner is not None:
             check_choice("serving feature: combiner", self.combiner, COMBINERS)
         check_count("serving feature: max_sequence_length", self.max_sequence_length, 0, 2**31 - 1)
-        if not isinstance(self.weighted, bool):
-            raise ConfigError(f"serving feature: weighted must be true or false, got {self.weighted!r}")
+        for field in ("weighted", "takes_rows"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"serving feature: {field} must be true or false, got {getattr(self, field)!r}")
         if self.out_of_vocabulary is not None:
             check_out_of_vocabulary("serving feature", self.out_of_vocabulary)
         clashes = {
             "input: id with weighted: true": self.input == "id" and self.weighted,
             "input: id with max_sequence_length": self.input == "id" and self.max_sequence_length > 0,
             "weighted: true with max_sequence_length": self.weighted and self.max_sequence_length > 0,
+            "takes_rows: true with a vocabulary": self.takes_rows and self.vocabulary is not None,
         }
         for clash, present in clashes.items():
             if present:

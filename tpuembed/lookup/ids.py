@@ -185,7 +185,12 @@ class Ids(abc.ABC):
         """
         dtype, table = self.ids.dtype, self.config.table
         if not (dtype.is_integer or dtype.is_floating):
-            raise ConfigError(f"{named(self.path)}: ids must be integers, got {dtype.name}.")
+            mend = ""
+            if dtype.name == "string":
+                mend = " Give the feature a vocabulary to take names."
+                if self.config.vocabulary is not None:
+                    mend = " The layer takes rows: make them with its names_to_rows, or build it without takes_rows."
+            raise ConfigError(f"{named(self.path)}: ids must be integers, got {dtype.name}.{mend}")
         if dtype.is_floating and table.vocabulary_size > _EXACT_INTEGERS.get(dtype, 0):
             raise ConfigError(
                 f"{named(self.path)}: {dtype.name} cannot hold every id of table {table.name!r} "

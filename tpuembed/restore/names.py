@@ -108,7 +108,7 @@ def plan_names(
     """Return the plans of the tables of `pairs`, {the layer's name: the checkpoint's}, that have a vocabulary in both.
 
     Raises:
-        CheckpointMismatchError: none has one, a table has one on one side alone, or dtypes differ.
+        CheckpointMismatchError: none has one, a table has one on one side alone, dtypes differ, or all names would be dropped.
         CheckpointCorruptError: a vocabulary is damaged.
     """
     found: dict[str, NamesPlan] = {}
@@ -126,6 +126,11 @@ def plan_names(
             raise CheckpointMismatchError(
                 f"{where} has names of dtype {saved.dtype}. Table {table!r} of layer {layer!r} has {own.dtype}. Restore the "
                 "table by number, in a separate call."
+            )
+        if len(saved) and not len(own):
+            raise CheckpointMismatchError(
+                f"{where} has {len(saved)} names. The vocabulary of table {table!r} of layer {layer!r} has none, so all of them "
+                "would be dropped. Leave by='name' out to take the checkpoint's names, or give the vocabulary the names to keep."
             )
         found[table] = NamesPlan.of(saved, own)
     if not found:

@@ -24,6 +24,7 @@ from tpuembed.vocabulary.saved import (
     chunks,
     parse,
 )
+from tpuembed.vocabulary.sightings import MOST_UPDATE, NEVER, Sightings
 from tpuembed.vocabulary.sketch import MOST, Sketch
 from tpuembed.vocabulary.text import GrowingArray
 
@@ -35,11 +36,8 @@ PADDING: Final = -1
 """The row of padding in a list."""
 UNKNOWN: Final = -2
 """The row of a name that is not in a vocabulary without buckets. It is outside of every table."""
-_MOST_UPDATE: Final = 2**31 - 1
-_MOST_COUNT: Final = 2**32 - 1
 _MOST_SALTS: Final = 100
 _NAMES_AT_ONCE: Final = 1 << 18
-_NEVER: Final = -1
 
 
 class Follower(Protocol):
@@ -118,7 +116,6 @@ class Vocabulary:
         self._followers: list[tuple[weakref.ref[Follower], str, int]] = []
         self._free: _Integers
         self._sketch: Sketch | None = None
-        self._update = 0
         self._clear()
         self._fill(self._names.batch(names))
 
@@ -162,17 +159,21 @@ class Vocabulary:
         """Return the vocabulary of the names in `data`, the most frequent first. Names of one frequency keep their order.
 
         Args:
-            data: arrays of names, such as a batched `tf.data.Dataset`. They are read once, one after the other.
+            data: arrays of names, such as a batched `tf.data.Dataset`, also of ragged and sparse tensors. They are read once, one
+                after the other.
             dtype, oov_buckets, oov_key, grows: see the constructor.
             min_count: leave out names that occur less often. It holds for new names in training too, if it `grows`.
+
+        Raises:
+            ConfigError: a name has another type, an element of `data` is no array, or an option is wrong.
         """
         found = cls(
             dtype=dtype, oov_buckets=oov_buckets, oov_key=oov_key, grows=grows, min_count=min_count if grows else 1
         )
         _check_count("min_count", min_count, 1)
         seen, counts = cls(dtype=dtype), GrowingArray(np.int64)
-        for names in data.as_numpy_iterator() if hasattr(data, "as_numpy_iterator") else data:
-            rows = seen.add(names).ravel()
+        for names in data:
+            rows = seen.add(_names_in(names)).ravel()
             counts.extend(len(seen), 0)
             np.add.at(counts.values, rows, 1)
         chosen = np.argsort(-counts.values, kind="stable")
@@ -254,7 +255,7 @@ class Vocabulary:
         """
         self._check_grows("grow")
         _check_count("room", room, 0)
-        _check_count("update", update, 0, _MOST_UPDATE)
+        _check_count("update", update, 0, MOST_UPDATE)
         shape, batch = self._names.flat(names)
         with self._lock:
             keys = self._keys(batch)
@@ -263,7 +264,7 @@ class Vocabulary:
                 is_name = ~self._names.is_padding(batch)
             missing, before = np.flatnonzero(is_name & (found == NONE)), len(self)
             self._admit(batch, keys, found, missing, self._room(room - self.oov_buckets), self.min_count)
-            self._mark(found[is_name & (found != NONE)], update)
+            self._sightings.mark(found[is_name & (found != NONE)], update)
             has_grown = len(self) > before
         if has_grown:
             for follower, table in self._living():
@@ -281,7 +282,7 @@ class Vocabulary:
             ConfigError: the vocabulary does not grow, or has no such row.
         """
         self._check_grows("seen")
-        _check_count("update", update, 0, _MOST_UPDATE)
+        _check_count("update", update, 0, MOST_UPDATE)
         with self._lock:
             numbers = np.asarray(rows, np.int64).ravel() - self.oov_buckets
             numbers = numbers[numbers >= 0]
@@ -289,7 +290,7 @@ class Vocabulary:
                 raise ConfigError(
                     f"vocabulary: row {numbers.max() + self.oov_buckets} is outside of its {self.rows} rows."
                 )
-            self._mark(numbers[~np.isin(numbers, self._free)], update)
+            self._sightings.mark(numbers[~np.isin(numbers, self._free)], update)
 
     @property
     def counts(self) -> npt.NDArray[np.uint32]:
@@ -300,7 +301,7 @@ class Vocabulary:
         """
         self._check_grows("counts")
         with self._lock:
-            return np.concatenate([np.zeros(self.oov_buckets, np.uint32), self._counts.values])
+            return np.concatenate([np.zeros(self.oov_buckets, np.uint32), self._sightings.counts])
 
     @property
     def last_seen(self) -> npt.NDArray[np.int32]:
@@ -314,7 +315,7 @@ class Vocabulary:
         """
         self._check_grows("last_seen")
         with self._lock:
-            return np.concatenate([np.full(self.oov_buckets, _NEVER, np.int32), self._last_seen.values])
+            return np.concatenate([np.full(self.oov_buckets, NEVER, np.int32), self._sightings.last_seen])
 
     def continue_counts(self, old: "Vocabulary", update: int) -> None:
         """Take the counts and last updates of names from `old`, whose rows they got. A new name was last seen in `update`.
@@ -327,13 +328,9 @@ class Vocabulary:
         kept = np.flatnonzero(rows >= self.oov_buckets)
         kept = kept[kept >= old.oov_buckets]
         with self._lock:
-            self._update = min(max(int(update), old._update), _MOST_UPDATE)
-            self._counts.values[:], self._last_seen.values[:] = 0, self._update
-            self._last_seen.values[self._free] = _NEVER
+            self._sightings.start_at(max(int(update), old._sightings.update))
             if old.grows:
-                numbers = rows[kept] - self.oov_buckets
-                self._counts.values[numbers] = old.counts[kept]
-                self._last_seen.values[numbers] = old.last_seen[kept]
+                self._sightings.put(rows[kept] - self.oov_buckets, old.counts[kept], old.last_seen[kept])
 
     def count_updates_from(self, update: int) -> None:
         """Renumber the updates, so that the latest one is `update`. No name is older than the first update then.
@@ -343,10 +340,7 @@ class Vocabulary:
         if not self.grows:
             return
         with self._lock:
-            last_seen = self._last_seen.values
-            last_seen[:] = np.maximum(last_seen.astype(np.int64) + (int(update) - self._update), 0)
-            last_seen[self._free] = _NEVER
-            self._update = int(update)
+            self._sightings.renumber(update)
 
     def first_row(self, start: int, stop: int) -> int | None:
         """Return the first row of [start, stop) that has a name, or None."""
@@ -383,23 +377,43 @@ class Vocabulary:
             if value is not None:
                 _check_count(what, value, least)
         with self._lock:
-            if update is not None:
-                self._begin(update + 1)
-            chosen = np.ones(len(self._names), bool)
-            chosen[self._free] = False
-            if not_seen_for is not None:
-                chosen &= self._last_seen.values <= (self._update if update is None else update) - not_seen_for
-            if min_count is not None:
-                chosen &= self._counts.values < min_count
-            numbers = np.flatnonzero(chosen)
-            if len(numbers):
-                self._index.remove(self._keys(self._names.get(numbers)))
-                self._names.drop(numbers)
-                self._counts.values[numbers], self._last_seen.values[numbers] = 0, _NEVER
-                self._free = np.union1d(self._free, numbers)
+            numbers = self._sightings.chosen(not_seen_for, min_count, update)
+            self._drop(numbers)
             self._sketch = None
         self._tell(numbers + self.oov_buckets)
         return numbers + self.oov_buckets
+
+    def remove(self, names: Any) -> _Integers:
+        """Remove `names`, which may be an array or nested lists. Returns their rows, int64, ascending.
+
+        What `evict` says of the rows, and of graphs that were made before, holds here too.
+
+        Raises:
+            ConfigError: a name has another type, or is not in the vocabulary. None is removed then.
+        """
+        _, batch = self._names.flat(names)
+        with self._lock:
+            found = self._find(batch, self._keys(batch))
+            unknown = np.flatnonzero(found == NONE)
+            if len(unknown):
+                name = self._names.item(batch, int(unknown[0]))
+                raise ConfigError(
+                    f"vocabulary: name {name!r} is not among its {len(self)} names, so it cannot be removed."
+                )
+            numbers = np.unique(found)
+            self._drop(numbers)
+        self._tell(numbers + self.oov_buckets)
+        return numbers + self.oov_buckets
+
+    def _drop(self, numbers: _Integers) -> None:
+        """Take the names of `numbers`, which are ascending. They are free then."""
+        if not len(numbers):
+            return
+        self._index.remove(self._keys(self._names.get(numbers)))
+        self._names.drop(numbers)
+        self._free = np.union1d(self._free, numbers)
+        if self.grows:
+            self._sightings.forget(numbers)
 
     def rows_in(self, other: "Vocabulary") -> _Integers:
         """Return the row that `other` gives the name of each row, int64 [rows]; UNKNOWN for a name that it lacks.
@@ -527,8 +541,8 @@ class Vocabulary:
         if self.lookup([padding])[0] >= self.oov_buckets:
             shown = '""' if self.dtype == "string" else -1
             raise ConfigError(
-                f"{where}: its vocabulary has the name {shown}, which is padding in lists. Remove the name, or give the "
-                "feature one name per row."
+                f"{where}: its vocabulary has the name {shown}, which is padding in lists. Remove it with `remove`, or "
+                "give the feature one name per row."
             )
 
     def options(self) -> dict[str, Any]:
@@ -616,21 +630,21 @@ class Vocabulary:
         alive: Any = slice(None)
         if len(self._free) or copy:
             alive = np.setdiff1d(np.arange(len(self._names)), self._free, assume_unique=True)
-        counts, last_seen = (self._counts.values[alive], self._last_seen.values[alive]) if self.grows else (None, None)
+        seen = self._sightings
+        counts, last_seen = (seen.counts[alive], seen.last_seen[alive]) if self.grows else (None, None)
         names = self._names.get(alive)
-        return SavedNames(self.options(), names, self._free, self._update, counts, last_seen)
+        return SavedNames(self.options(), names, self._free, seen.update, counts, last_seen)
 
     def _load(self, saved: SavedNames, is_own: bool) -> None:
         """Fill it, which has no names, with those of `saved`, whose arrays are its own, or are copied."""
-        self._update = saved.update
+        self._sightings.update = saved.update
         size = len(saved.names) + len(saved.free)
         self._fill(saved.names, None if is_own and not len(saved.free) else saved.numbers(), size)
         self._free = saved.free
         if self.grows and saved.counts is not None and saved.last_seen is not None:
-            numbers = saved.numbers()
-            self._counts.values[numbers], self._last_seen.values[numbers] = saved.counts, saved.last_seen
+            self._sightings.put(saved.numbers(), saved.counts, saved.last_seen)
         if self.grows:
-            self._counts.values[self._free], self._last_seen.values[self._free] = 0, _NEVER
+            self._sightings.forget(self._free)
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -643,9 +657,9 @@ class Vocabulary:
 
     def _clear(self) -> None:
         self._names = names_of(self.dtype)
-        self._counts, self._last_seen = GrowingArray(np.uint32), GrowingArray(np.int32)
+        self._sightings = Sightings()
         self._index = Index()
-        self._salt, self._update = 0, 0
+        self._salt = 0
         self._free = np.zeros(0, np.int64)
         self._sketch = None
 
@@ -690,8 +704,7 @@ class Vocabulary:
         else:
             self._names.put(numbers, batch, count)
         if self.grows:
-            self._counts.extend(count, 0)
-            self._last_seen.extend(count, self._update)
+            self._sightings.extend(count)
         if is_unique:
             self._index.add(keys, numbers.astype(np.int32, copy=False))
         else:
@@ -750,9 +763,8 @@ class Vocabulary:
             return
         self._names.put(numbers, batch)
         if self.grows:
-            self._counts.extend(len(self._names), 0)
-            self._last_seen.extend(len(self._names), 0)
-            self._counts.values[numbers], self._last_seen.values[numbers] = counts, self._update
+            self._sightings.extend(len(self._names))
+            self._sightings.put(numbers, counts, self._sightings.update)
         if len(_repeated(keys)) or (self._index.find(keys) != NONE).any():
             before = self._index.rows[self._index.rows != NONE].astype(np.int64)
             self._choose_salt(np.union1d(before, numbers))
@@ -770,24 +782,6 @@ class Vocabulary:
                 self._index.add(keys, numbers.astype(np.int32, copy=False))
                 return
         raise ConfigError("vocabulary: its names were made to have equal hashes. Use integers of your own hash.")
-
-    def _mark(self, numbers: _Integers, update: int) -> None:
-        """Count names as seen in `update`, once for each time that a number is there."""
-        self._begin(update)
-        self._update = max(self._update, int(update))
-        different, times = np.unique(numbers, return_counts=True)
-        counts, last_seen = self._counts.values, self._last_seen.values
-        counts[different] = np.minimum(counts[different] + times, _MOST_COUNT)
-        last_seen[different] = np.maximum(last_seen[different], update)
-
-    def _begin(self, update: int) -> None:
-        """Let the names that no update has seen yet be as young as the one before `update`, if it is the first that is known.
-
-        So the names of a vocabulary that did not count are not old when it begins to.
-        """
-        if not self._update and update > 1 and not self._counts.values.any():
-            last_seen = self._last_seen.values
-            np.maximum(last_seen, update - 1, out=last_seen, where=last_seen != _NEVER)
 
     def _check_grows(self, method: str) -> None:
         if not self.grows:
@@ -840,10 +834,26 @@ def _numbered(names: NameStore, batch: Batch, keys: _Integers) -> tuple[_Integer
     return rank[inverse], first[order]
 
 
+def _names_in(element: Any) -> Any:
+    """Return the names of an element of a dataset. Raises ConfigError if it has several parts."""
+    if hasattr(element, "flat_values"):  # ragged
+        element = element.flat_values
+    elif hasattr(element, "dense_shape"):  # sparse
+        element = element.values
+    if isinstance(element, tuple | dict):
+        raise ConfigError(
+            f"vocabulary: adapt needs one array of names at a time, got a {type(element).__name__} of {len(element)} parts. Choose "
+            'the part with the names, as in dataset.map(lambda row: row["user"]).'
+        )
+    return element.numpy() if hasattr(element, "numpy") else element
+
+
 def _text(name: Any) -> Any:
     if not isinstance(name, bytes):
         return name
     try:
         return name.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"vocabulary: name {name!r} is not UTF-8, so it is no str. Use `names`.") from None
+        raise ConfigError(
+            f"vocabulary: name {name!r} is not UTF-8, so it is no str. Use names(range(vocabulary.rows))."
+        ) from None

@@ -470,6 +470,8 @@ def test_refusals() -> None:
         layer({"bag": tf.ragged.constant([[1]]), "one": tf.constant(["x"]), "ids": tf.constant([0])})
     with refused(ConfigError):
         TPUEmbedding({"a": FeatureConfig(table, vocabulary=["x"])}, "sgd", takes_rows=1)  # type: ignore[arg-type]
+    with refused(ConfigError, match="names_to_rows"):
+        TPUEmbedding({"a": FeatureConfig(table, vocabulary=["x"])}, "sgd", takes_rows=True)({"a": tf.constant(["x"])})
 
 
 @pytest.mark.parametrize("policy", ["error", "zeros", 7])

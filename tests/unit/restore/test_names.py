@@ -179,6 +179,10 @@ def _refusals() -> dict[str, tuple[type[Exception], Callable[[Path], Any]]]:
             CheckpointMismatchError,
             lambda path: _layer(Vocabulary([1], dtype="int64"), 2).restore_tables(_write(path, ["1"], rows), by="name"),
         ),
+        "no-names-in-the-layer": (
+            CheckpointMismatchError,
+            lambda path: _layer([], 2).restore_tables(_write(path, ["a"], rows), by="name"),
+        ),
         "dim": (
             CheckpointMismatchError,
             lambda path: restore_tables(_layer(["a"], 2, 4), _write(path, ["a"], rows), by="name", resize=True),

@@ -241,9 +241,28 @@ def test_rows_that_were_seen_elsewhere() -> None:
 
 def test_counts_end_at_their_highest() -> None:
     mine = Vocabulary(["a"], grows=True)
-    mine._counts.values[:] = 2**32 - 2
+    mine._sightings.counts[:] = 2**32 - 2
     mine.grow(["a"] * 5, room=1, update=1)
     assert mine.counts.tolist() == [2**32 - 1]
+
+
+@pytest.mark.parametrize("grows", [True, False])
+@pytest.mark.parametrize("dtype", ["string", "int64"])
+def test_names_are_removed_by_themselves(dtype: Any, grows: bool) -> None:
+    names: list[Any] = [b"", b"ann", b"\xff", b"bob"] if dtype == "string" else [-1, 0, -(2**63), 7]
+    new: list[Any] = [b"new", b"newer"] if dtype == "string" else [100, 101]
+    mine = Vocabulary(names, dtype=dtype, oov_buckets=BUCKETS, grows=grows)
+    with refused(ConfigError, match="among its 4 names"):
+        mine.remove([names[1], new[0]])
+    assert len(mine) == 4
+    assert mine.remove([[names[2], names[0]], [names[0], names[0]]]).tolist() == [BUCKETS, BUCKETS + 2]
+    assert (len(mine), mine.rows, mine.free_rows.tolist()) == (2, BUCKETS + 4, [BUCKETS, BUCKETS + 2])
+    assert mine.names(range(mine.rows)) == [None, None, None, names[1], None, names[3]]
+    assert not mine.has(names[0])
+    assert Vocabulary.from_bytes(mine.to_bytes()).same_names(mine)
+    assert mine.add([*new, names[0]]).tolist() == [BUCKETS, BUCKETS + 2, BUCKETS + 4]
+    assert mine.names(range(BUCKETS, mine.rows)) == [new[0], names[1], new[1], names[3], names[0]]
+    assert mine.remove(names[:0]).tolist() == []
 
 
 def test_a_name_that_is_added_in_mid_training_is_not_old() -> None:

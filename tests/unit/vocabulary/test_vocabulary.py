@@ -171,6 +171,23 @@ def test_adapt_counts_as_a_counter_does() -> None:
     ]
 
 
+def test_adapt_takes_tensors_of_all_kinds() -> None:
+    ragged = tf.ragged.constant([["b", "a"], ["b"]])
+    whole = tf.data.Dataset.from_tensors
+    for data in (
+        whole(ragged),
+        whole(ragged.to_sparse()),
+        whole(tf.constant([["b"], ["a"], ["b"]])),
+        tf.data.Dataset.from_tensor_slices(["b", "a", "b"]),
+        [ragged],
+    ):
+        assert Vocabulary.adapt(data).get_vocabulary() == ["b", "a"]
+    assert Vocabulary.adapt(tf.data.Dataset.range(2), dtype="int64").get_vocabulary() == [0, 1]
+    for parts in (({"user": ["a"]}), (["a"], ["label"])):
+        with refused(ConfigError, match="one array of names"):
+            Vocabulary.adapt(whole(parts))
+
+
 @pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"a\nb", b"\n", b"a\n\nb\n", b"\0\n\xff\n", b"a\r\nb\n"])
 def test_files_have_one_name_a_line(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_PIECE_BYTES", 2)

@@ -67,17 +67,21 @@ def _without_names(where: str, settings: Mapping[str, Any], dtype: str, options:
         ConfigError: the layer gives other numbers than a Vocabulary.
     """
     buckets = settings.get("num_oov_indices", 1)
-    found = Vocabulary(dtype="string" if dtype == "string" else "int64", oov_buckets=buckets, **options)
+    method, salt = settings.get("oov_method", "floormod"), settings.get("salt")
+    key = None
+    if dtype == "string" and salt is not None and buckets > 1:
+        key = tuple(salt) if isinstance(salt, list | tuple) else (salt, salt)
+    found = Vocabulary(dtype="string" if dtype == "string" else "int64", oov_buckets=buckets, oov_key=key, **options)
     if settings.get("mask_token") is not None:
         raise ConfigError(
             f"{where}: its mask_token {settings['mask_token']!r} has row 0, and a Vocabulary has no such row. Leave row 0 out of "
             f"the table, and pass Vocabulary(layer.get_vocabulary(False), oov_buckets={buckets})."
         )
-    method, salt = settings.get("oov_method", "floormod"), settings.get("salt")
-    if buckets > 1 and (salt is not None or (dtype != "string" and method != "floormod")):
+    if buckets > 1 and dtype != "string" and (salt is not None or method != "floormod"):
         raise ConfigError(
-            f"{where}: chooses one of {buckets} buckets with oov_method={method!r} and salt={salt!r}. A Vocabulary chooses as "
-            "Keras does without them. Unknown names would have other rows: train with num_oov_indices=1, or without them."
+            f"{where}: chooses one of {buckets} buckets with oov_method={method!r} and salt={salt!r}. A Vocabulary of integers "
+            "chooses as Keras does without them. Unknown names would have other rows. Train with num_oov_indices=1, or without "
+            "them."
         )
     if settings.get("encoding", "utf-8") not in ("utf-8", None):
         raise ConfigError(f"{where}: has encoding {settings['encoding']!r}. A Vocabulary is UTF-8. Give it bytes.")
@@ -192,7 +196,10 @@ def _add_asset(where: str, path: FilePath, member: str, settings: Mapping[str, A
         if special and not special[-1].endswith(b"\n"):
             raise _no_vocabulary(where)
         try:
-            found.assign(Vocabulary.from_file(lines.name, dtype=found.dtype, oov_buckets=found.oov_buckets))
+            read_back = Vocabulary.from_file(
+                lines.name, dtype=found.dtype, oov_buckets=found.oov_buckets, oov_key=found.oov_key
+            )
+            found.assign(read_back)
         except ConfigError as error:
             why = str(error).replace(f"vocabulary {lines.name}: cannot be read: ", "")
             why = why.removeprefix("vocabulary: ").partition(". ")[0]

@@ -1,7 +1,8 @@
 """Chooses the vocabulary of each table that features look up in by name: the given names, or those of the checkpoint."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
 from tpuembed.errors import ConfigError
@@ -16,16 +17,26 @@ Saved = Callable[[str], Vocabulary | None]
 """Returns the vocabulary that a checkpoint has for a table, or None."""
 
 
-def with_names(features: "Sequence[ServedFeature]", saved: Saved) -> "tuple[ServedFeature, ...]":
+def with_names(
+    features: "Sequence[ServedFeature]", saved: Saved, trained_with_rows: Container[tuple[str, str]] = ()
+) -> "tuple[ServedFeature, ...]":
     """Return `features` with the names of their tables, where they take names. Features of one table share them.
+
+    Args:
+        features: what was asked for.
+        saved: returns the checkpoint's vocabulary of a table, or None.
+        trained_with_rows: name and table of the layer's features that took row numbers.
 
     Raises:
         ConfigError: a vocabulary is none of its table, or two of one table differ.
     """
+    saved = functools.cache(saved)
     found: dict[str, Vocabulary] = {}
     named = {}
     for feature in sorted(features, key=lambda each: not each.spec.vocabulary):  # those with names first
         given, table, where = feature.spec.vocabulary, feature.table, f"feature {feature.name!r}"
+        if given is None and not feature.spec.takes_rows and (feature.name, table) not in trained_with_rows:
+            given = saved(table)
         if given is None:
             continue
         chosen = vocabulary_of(where, given, table, feature.rows, found.get if table in found else saved)
@@ -34,7 +45,7 @@ def with_names(features: "Sequence[ServedFeature]", saved: Saved) -> "tuple[Serv
         if feature.spec.input == "ids" and chosen.has(padding):
             raise ConfigError(
                 f"{where}: the vocabulary of table {table!r} has the name {padding!r}, which is the padding of lists. Serve "
-                'one name per row with input "id", or train without this name.'
+                'one name per row with input "id", or remove the name with Vocabulary.remove.'
             )
         named[feature.name] = dataclasses.replace(feature, spec=dataclasses.replace(feature.spec, vocabulary=chosen))
     return tuple(named.get(feature.name, feature) for feature in features)
@@ -64,8 +75,8 @@ def vocabulary_of(where: str, given: Vocabulary, table: str, rows: int, saved: S
     found = given if found is None else found
     if not len(found):
         raise ConfigError(
-            f"{where}: the vocabulary of table {table!r} in the checkpoint has no names yet. Train it, or leave "
-            "vocabulary out to serve row numbers."
+            f"{where}: the vocabulary of table {table!r} in the checkpoint has no names yet. Train it, or serve row numbers with "
+            "takes_rows: true."
         )
     if found.rows > rows:
         raise ConfigError(

@@ -108,9 +108,12 @@ def served_features(
     check_tables(config, tables)
     combiners = {name: fields.get("combiner") for name, fields in (own or {}).get("tables", {}).items()}
     combiners |= {name: stated.combiner for name, stated in config.tables.items() if stated.combiner}
-    policies = _Policies(own)
+    policies, trained_with_rows = _Policies(own), set[tuple[str, str]]()
+    if own is not None and '"vocabulary"' in json.dumps(own):
+        layer = ServingConfig.from_features(feature_config_from_dict(own)).features
+        trained_with_rows = {(name, spec.table) for name, spec in layer.items() if spec.vocabulary is None}
     resolved = [_resolve(name, spec, tables, combiners, policies) for name, spec in config.features.items()]
-    features = with_names(resolved, saved)
+    features = with_names(resolved, saved, trained_with_rows)
     check_input_names([*config.features, *(feature.weights_name for feature in features if feature.spec.weighted)])
     return features
 

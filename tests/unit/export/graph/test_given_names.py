@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tpuembed import TableConfig, Vocabulary
+from tpuembed import FeatureConfig, TableConfig, Vocabulary
 from tpuembed.checkpoint import TableInfo
-from tpuembed.config import ServingConfig, ServingFeature
+from tpuembed.config import ServingConfig, ServingFeature, feature_config_from_dict, feature_config_to_dict
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.signature import served_features
 from tpuembed.export.graph.stacked_tables import AnyTables, StackedTables
@@ -40,7 +40,30 @@ def test_names_are_given_or_those_of_the_checkpoint() -> None:
     assert served({"f": user(NAMES)}) == {"f": NAMES}
     assert served({"f": user(empty)}, {"users": NAMES}) == {"f": NAMES}
     assert served({"f": user(same)}, {"users": NAMES}) == {"f": NAMES}
-    assert served({"f": user(None)}, {"users": NAMES}) == {"f": None}
+    assert served({"f": user(None)}, {"users": NAMES}) == {"f": NAMES}
+    assert served({"f": user(None)}, {"items": NAMES}) == {"f": None}
+    assert served({"f": {**user(None), "takes_rows": True}}, {"users": NAMES}) == {"f": None}
+    with refused(ConfigError, match="takes_rows: true with a vocabulary"):
+        served({"f": {**user(NAMES), "takes_rows": True}})
+
+
+def test_a_feature_that_was_trained_with_rows_takes_rows() -> None:
+    table = TableConfig(10, 4, "users")
+    layer = {"named": FeatureConfig(table, vocabulary=NAMES), "numbered": FeatureConfig(table)}
+    own = feature_config_to_dict(layer)
+
+    def vocabularies(features: Mapping[str, ServingFeature]) -> dict[str, Vocabulary | None]:
+        found = served_features(ServingConfig(features=features), TABLES, own, {"users": NAMES}.get)
+        return {feature.name: feature.spec.vocabulary for feature in found}
+
+    assert vocabularies(ServingConfig.from_features(feature_config_from_dict(own)).features) == {
+        "named": NAMES,
+        "numbered": None,
+    }
+    given = {name: ServingFeature(table="users") for name in ("named", "numbered", "new")}
+    assert vocabularies(given) == {"named": NAMES, "numbered": None, "new": NAMES}
+    moved = {"numbered": ServingFeature(table="items")}
+    assert vocabularies(moved) == {"numbered": None}
 
 
 def test_features_of_a_table_share_its_names() -> None:
