@@ -76,6 +76,48 @@ def best(queries: Array, vectors: Array, k: int, passes: Array | None = None) ->
     return np.where(found > -np.inf, order, -1), found
 
 
+@pytest.mark.parametrize("index", ["exact", "ivf"])
+def test_a_query_that_is_nan_finds_none(trained: Trained, tmp_path: Path, index: str) -> None:
+    def scaled() -> keras.Model:
+        model = query()
+        return keras.Model(
+            model.inputs, keras.ops.where(keras.ops.equal(model.inputs[0][:, None], 3), np.nan, model.outputs[0])
+        )
+
+    options: dict[str, Any] = {"query": scaled, "candidates": films, "k": 5, "index": index}
+    if index == "ivf":
+        with pytest.raises(ConfigError, match="1 of the 60 vectors"):
+            export_retrieval(trained.prefix, tmp_path, **options)
+    version = export_retrieval(
+        trained.prefix, tmp_path, **options, queries=np.arange(3) if index == "ivf" else None
+    ).path
+    found = capi.predict(version, {"user": np.array([3, 4])})
+    assert found["ids"][0].tolist() == [-1] * 5
+    assert found["scores"][0].tolist() == [-np.inf] * 5
+    np.testing.assert_array_equal(found["ids"][1], best(trained.users[4:5], trained.films, 5)[0][0] * 7 - 303)
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-24, 1e24])
+def test_cosines_of_very_short_and_long_queries(tmp_path: Path, size: float) -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(50, DIM)).astype(np.float32)
+
+    def scaled() -> keras.Model:
+        given = keras.Input((DIM,), name="vector")
+        return keras.Model({"vector": given}, keras.layers.Identity()(given))
+
+    prefix = tf.train.Checkpoint(
+        tables=TPUEmbedding({"x": FeatureConfig(TableConfig(2, 2, "x"))}, optimizer="sgd")
+    ).write(str(tmp_path / "ckpt"))
+    version = export_retrieval(prefix, tmp_path / "m", query=scaled, candidates=vectors, k=5, metric="cosine").path
+    queries = (rng.integers(-9, 10, (7, DIM)) * size).astype(np.float32)
+    wide = queries.astype(np.float64) / np.linalg.norm(queries.astype(np.float64), axis=1, keepdims=True)
+    wanted, scores = best(wide, vectors / np.linalg.norm(vectors, axis=1, keepdims=True), 5)
+    found = capi.predict(version, {"vector": queries})
+    np.testing.assert_array_equal(found["ids"], wanted)
+    np.testing.assert_allclose(found["scores"], scores, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 @pytest.mark.parametrize("index", ["exact", "ivf"])
 def test_the_best_candidates_are_those_of_numpy(trained: Trained, tmp_path: Path, index: str, layout: str) -> None:

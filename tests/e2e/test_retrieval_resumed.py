@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_retrieval
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError
 from tpuembed.retrieval.towers import Tower
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
@@ -155,6 +156,77 @@ def test_vectors_of_something_else_are_made_anew(
     assert made == expected
     shutil.rmtree(folder)
     assert same(found, export(prefix, folder, Films(**changes), **options))
+
+
+def test_another_root_of_the_checkpoint_is_another_tower(tmp_path: Path, made: list[int]) -> None:
+    def towers() -> dict[str, Any]:
+        return {"query": query(), "film": embedded("film")}
+
+    def embedded(name: str) -> keras.Model:
+        ids = keras.Input((), dtype="int64", name=name)
+        layer = TPUEmbedding({name: FeatureConfig(TableConfig(FILMS, 3, "films"))}, name="of_film")
+        return keras.Model({name: ids}, layer({name: ids})[name])
+
+    class Embedded(Films):
+        def __call__(self) -> Any:
+            return embedded("film"), self.batches()
+
+    saved = tf.train.Checkpoint(**{root: tf.train.Checkpoint(**towers()) for root in ("model", "average")})
+    prefix = saved.write(str(tmp_path / "ckpt"))
+    with pytest.raises(StoppedError):
+        export(prefix, tmp_path / "m", Embedded(4), checkpoint_options={"root": "model"})
+    made.clear()
+    found = export(prefix, tmp_path / "m", Embedded(), checkpoint_options={"root": "average"})
+    assert made == [0, 10, 20, 30, 40, 50, 60]
+    assert same(found, export(prefix, tmp_path / "whole", Embedded(), checkpoint_options={"root": "average"}))
+
+
+@pytest.mark.parametrize("moment", ["candidates", "query"])
+def test_a_checkpoint_that_is_replaced_meanwhile_is_an_error(prefixes: list[str], tmp_path: Path, moment: str) -> None:
+    for number, prefix in enumerate(prefixes):
+        shutil.copytree(Path(prefix).parent, tmp_path / str(number))
+
+    def replace() -> None:
+        for file in (tmp_path / "1").iterdir():
+            shutil.copy(file, tmp_path / "0")
+
+    class Replaced(Films):
+        def batches(self) -> Iterator[dict[str, Any]]:
+            for number, batch in enumerate(super().batches()):
+                if number == 3 and moment == "candidates":
+                    replace()
+                yield batch
+
+    def other_query() -> keras.Model:
+        if moment == "query":
+            replace()
+        return query()
+
+    error = (
+        CheckpointMismatchError if moment == "candidates" else CheckpointCorruptError
+    )  # the weights have other checksums
+    with pytest.raises(error, match="changed during its export" if moment == "candidates" else "Restore it from"):
+        export_retrieval(tmp_path / "0" / "ckpt", tmp_path / "m", query=other_query, candidates=Replaced(), k=3)
+    assert not [*(tmp_path / "m").glob("[0-9]*")]
+
+
+def test_a_tower_that_reads_a_file_is_run_again(prefixes: list[str], tmp_path: Path, made: list[int]) -> None:
+    (tmp_path / "factor").write_text("2", encoding="utf-8")
+
+    class WithFile(Films):
+        def __call__(self) -> Any:
+            ids = keras.Input((), dtype="int64", name="film")
+            scaled = keras.layers.Lambda(
+                lambda rows: rows * tf.strings.to_number(tf.io.read_file(str(tmp_path / "factor"))), output_shape=(3,)
+            )(tower("film", FILMS)({"film": ids}))
+            return keras.Model({"film": ids}, scaled), self.batches()
+
+    with pytest.raises(StoppedError):
+        export(prefixes[0], tmp_path / "m", WithFile(4))
+    (tmp_path / "factor").write_text("3", encoding="utf-8")
+    made.clear()
+    export(prefixes[0], tmp_path / "m", WithFile())
+    assert len(made) == 7
 
 
 def test_a_tower_that_cannot_be_compared_is_run_again(prefixes: list[str], tmp_path: Path, made: list[int]) -> None:

@@ -7,8 +7,8 @@ Source: tensorflow_recommenders/layers/factorized_top_k.py.
 """
 
 import abc
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Self
 
 import numpy as np
 import tensorflow as tf
@@ -17,11 +17,27 @@ from tpuembed.config.checks import check_count
 from tpuembed.errors import ConfigError
 from tpuembed.retrieval.partitions import BLOCK_ROWS, assign, centroids_of, in_order
 from tpuembed.retrieval.search import best, search_partitions
-from tpuembed.retrieval.training import missing_id, stream_top_k
+from tpuembed.retrieval.training import missing_id, stream_top_k, without_nan
 
 __all__ = ["BruteForce", "ScaNN", "Streaming", "TopK"]
 
 Tensor = Any
+
+_LEAST_ROWS_OF_LEAF: Final = 16
+
+
+class _Called:
+    """Notes what a layer was called with, as types whose batch may have any size."""
+
+    def __init__(self) -> None:
+        self.types: list[Any] = []
+
+    def note(self, queries: Any) -> None:
+        """Add the types of `queries`, a structure of tensors whose first axis is the batch."""
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, queries)
+        if all(each.shape.rank for each in tf.nest.flatten(tensors)):
+            types = tf.nest.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), tensors)
+            self.types += [types] if types not in self.types else []
 
 
 class TopK(tf.Module, abc.ABC):
@@ -40,6 +56,7 @@ class TopK(tf.Module, abc.ABC):
         check_count("k", k)
         self.query_model = query_model
         self._k = int(k)
+        self._called = _Called()
 
     @abc.abstractmethod
     def index(self, candidates: Tensor, identifiers: Tensor | None = None) -> Self:
@@ -82,25 +99,44 @@ class TopK(tf.Module, abc.ABC):
             ConfigError: there are no candidates yet.
         """
         vectors = self._vectors_of(queries)
-        found = self._search(vectors if vectors.shape.rank == 2 else vectors[None], self._k if k is None else k)
-        return found if vectors.shape.rank == 2 else (found[0][0], found[1][0])
+        if vectors.shape.rank == 2:
+            self._called.note(queries)
+            return self._search(vectors, self._k if k is None else k)
+        scores, identifiers = self._search(vectors[None], self._k if k is None else k)
+        return scores[0], identifiers[0]
 
     def query_with_exclusions(self, queries: Any, exclusions: Tensor, k: int | None = None) -> tuple[Tensor, Tensor]:
         """Return what a call returns, without the identifiers `exclusions`, [batch, n], of each query.
 
         TensorFlow Recommenders lowers their scores by 100,000 instead.
+
+        Raises:
+            ConfigError: there are no candidates yet, or exclusions have another shape or type than identifiers.
         """
         vectors, exclusions = self._vectors_of(queries), tf.convert_to_tensor(exclusions)
+        if exclusions.shape.rank != 2:
+            raise ConfigError(f"exclusions: must be of shape [batch, n], got {exclusions.shape}.")
         k = self._k if k is None else k
         scores, identifiers = self._search(vectors, k + tf.shape(exclusions)[1])
-        is_out = tf.reduce_any(tf.equal(identifiers[:, :, None], exclusions[:, None, :]), 2)
+        known = identifiers
+        if exclusions.dtype != known.dtype:
+            if not (exclusions.dtype.is_integer and known.dtype.is_integer):
+                raise ConfigError(
+                    f"exclusions: are {exclusions.dtype.name}, and the identifiers {known.dtype.name}. Give one type."
+                )
+            exclusions, known = tf.cast(exclusions, tf.int64), tf.cast(known, tf.int64)
+        is_out = tf.reduce_any(tf.equal(known[:, :, None], exclusions[:, None, :]), 2)
         scores, places = tf.math.top_k(tf.where(is_out, float("-inf"), scores), k)
         found = tf.gather(identifiers, places, batch_dims=1)
         return scores, tf.where(scores > float("-inf"), found, missing_id(found.dtype))
 
+    @abc.abstractmethod
     def save(self, path: str, options: tf.saved_model.SaveOptions | None = None) -> None:
-        """Write a SavedModel with what was called before. `tf.saved_model.load` returns what can be called alike."""
-        tf.saved_model.save(self, path, options=options)
+        """Write a SavedModel. `tf.saved_model.load` returns what can be called with as many queries as there are.
+
+        Raises:
+            ConfigError: the layer cannot be saved, or was not called before.
+        """
 
     def _vectors_of(self, queries: Any) -> Tensor:
         vectors = queries if self.query_model is None else self.query_model(queries)
@@ -130,9 +166,22 @@ def _checked(candidates: Tensor, identifiers: Tensor | None) -> tuple[Tensor, Te
     names = tf.range(tf.shape(vectors)[0]) if identifiers is None else tf.convert_to_tensor(identifiers)
     if names.shape.as_list() != [vectors.shape[0]]:
         raise ConfigError(f"identifiers: {vectors.shape[0]} candidates have identifiers of shape {names.shape}.")
-    if names.dtype.is_unsigned or names.dtype.is_bool:
-        raise ConfigError(f"identifiers: must be integers with a sign, floats or strings, got {names.dtype.name}.")
+    _check_type(names.dtype)
+    finite = tf.reduce_all(tf.math.is_finite(vectors), 1)
+    if not len(vectors):
+        raise ConfigError("candidates: there are none. Give at least one.")
+    if not tf.reduce_all(finite):
+        first = int(tf.argmin(tf.cast(finite, tf.int32)))
+        raise ConfigError(
+            f"candidates: vector {first} has a value that is NaN or infinite, which has no place in an order of scores. Find out "
+            "why training produced it."
+        )
     return vectors, names
+
+
+def _check_type(dtype: tf.DType) -> None:
+    if dtype.is_unsigned or dtype.is_bool:
+        raise ConfigError(f"identifiers: must be integers with a sign, floats or strings, got {dtype.name}.")
 
 
 class Streaming(TopK):
@@ -159,7 +208,9 @@ class Streaming(TopK):
     def index_from_dataset(self, candidates: tf.data.Dataset) -> Self:
         """Replace the dataset. See `TopK`."""
         _check_elements(candidates)
-        if not isinstance(candidates.element_spec, tuple):
+        if isinstance(candidates.element_spec, tuple):
+            _check_type(candidates.element_spec[0].dtype)
+        else:
             candidates = candidates.scan(
                 0, lambda first, batch: (first + len(batch), (tf.range(first, first + len(batch)), batch))
             )
@@ -169,6 +220,12 @@ class Streaming(TopK):
     def is_exact(self) -> bool:
         """Return True."""
         return True
+
+    def save(self, path: str, options: tf.saved_model.SaveOptions | None = None) -> None:  # noqa: ARG002 - see `TopK`
+        """Raise ConfigError: a SavedModel has no dataset."""
+        raise ConfigError(
+            f"Streaming: {path} cannot have its dataset. Save a BruteForce, or write a version with tpuembed.export_retrieval."
+        )
 
     def _search(self, queries: Tensor, k: Any) -> tuple[Tensor, Tensor]:
         if self._candidates is None:
@@ -186,6 +243,29 @@ class _Indexed(TopK):
 
     __call__ = tf.function(TopK.__call__)
     query_with_exclusions = tf.function(TopK.query_with_exclusions)
+
+    def save(self, path: str, options: tf.saved_model.SaveOptions | None = None) -> None:
+        """Write a SavedModel. See `TopK`.
+
+        Its signature `serving_default` has the names of one that Keras 2 writes: `input_1`, or those of a mapping of queries,
+        `output_1` for the scores, and `output_2` for the identifiers.
+        """
+        if not self._called.types:
+            raise ConfigError(
+                f"{type(self).__name__}: was not called, so that its inputs are unknown. Call it, then save it."
+            )
+        for types in list(self._called.types):
+            self.__call__.get_concrete_function(types)
+        types = self._called.types[0]
+        specs = dict(types) if isinstance(types, Mapping) else {"input_1": types}
+        specs = {name: tf.TensorSpec(spec.shape, spec.dtype, name) for name, spec in specs.items()}
+
+        @tf.function(input_signature=[specs], autograph=False)
+        def serve(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            scores, identifiers = self(inputs if isinstance(types, Mapping) else inputs["input_1"])
+            return {"output_1": scores, "output_2": identifiers}
+
+        tf.saved_model.save(self, path, signatures=serve, options=options)
 
     def _set(self, vectors: Tensor, identifiers: Tensor) -> None:
         if self._candidates is None:
@@ -228,7 +308,8 @@ class BruteForce(_Indexed):
 
     def _search(self, queries: Tensor, k: Any) -> tuple[Tensor, Tensor]:
         self._check_is_indexed()
-        return self._named(*best(tf.matmul(queries, self._candidates, transpose_b=True), tf.convert_to_tensor(k)))
+        scores = without_nan(tf.matmul(queries, self._candidates, transpose_b=True))
+        return self._named(*best(scores, tf.convert_to_tensor(k)))
 
 
 class ScaNN(_Indexed):
@@ -250,7 +331,9 @@ class ScaNN(_Indexed):
         parallelize_batch_searches: bool = True,
         name: str | None = None,
     ) -> None:
-        """Search `num_leaves_to_search` of `num_leaves` partitions.
+        """Search `num_leaves_to_search` of `num_leaves` partitions, or as many as have `k` candidates.
+
+        There are fewer partitions if they would have fewer than 16 candidates on average.
 
         Vectors are not compressed, so `dimensions_per_block` and `num_reordering_candidates` change nothing. Neither do
         `training_iterations` and `parallelize_batch_searches`.
@@ -272,24 +355,27 @@ class ScaNN(_Indexed):
         """Divide candidates into partitions. See `TopK`."""
         vectors, names = _checked(candidates, identifiers)
         rows = vectors.numpy()
-        if not len(rows):
-            raise ConfigError("ScaNN: needs a candidate at least.")
-        centroids = centroids_of(rows, self._leaves)
-        partitions = assign(rows, centroids)
-        places = int((-(-np.bincount(partitions, minlength=self._leaves) // BLOCK_ROWS)).sum()) * BLOCK_ROWS
-        order = np.empty(places, np.int64)
-        first = in_order(partitions, self._leaves, lambda _: order)
+        centroids = centroids_of(rows, min(self._leaves, max(1, len(rows) // _LEAST_ROWS_OF_LEAF)))
+        used, found = np.unique(assign(rows, centroids), return_inverse=True)
+        centroids, partitions = centroids[used], found.astype(np.int32)
+        sizes = np.bincount(partitions)
+        order = np.empty(int((-(-sizes // BLOCK_ROWS)).sum()) * BLOCK_ROWS, np.int64)
+        first = in_order(partitions, len(used), lambda _: order)
+        least_rows = np.cumsum(np.sort(sizes))  # of so many partitions, whichever they are
         self._set(
             tf.where(order[:, None] >= 0, tf.gather(vectors, tf.maximum(order, 0)), 0.0),
             tf.gather(names, tf.maximum(order, 0)),
         )
         if self._centroids is None:
-            self._centroids = tf.Variable(centroids, trainable=False, name="centroids")
-            self._first_blocks = tf.Variable(first, trainable=False, name="first_blocks")
+            shape = tf.TensorShape([None, vectors.shape[1]])
+            self._centroids = tf.Variable(centroids, shape=shape, trainable=False, name="centroids")
+            self._first_blocks = tf.Variable(first, shape=[None], trainable=False, name="first_blocks")
+            self._least_rows = tf.Variable(least_rows, shape=[None], trainable=False, name="least_rows")
             self._numbers = tf.Variable(order, shape=[None], trainable=False, name="numbers")
         else:
             self._centroids.assign(centroids)
             self._first_blocks.assign(first)
+            self._least_rows.assign(least_rows)
             self._numbers.assign(order)
         return self
 
@@ -299,7 +385,9 @@ class ScaNN(_Indexed):
 
     def _search(self, queries: Tensor, k: Any) -> tuple[Tensor, Tensor]:
         self._check_is_indexed()
-        rows = tf.range(BLOCK_ROWS, dtype=tf.int64)
+        rows, k = tf.range(BLOCK_ROWS, dtype=tf.int64), tf.convert_to_tensor(k)
+        enough = tf.searchsorted(self._least_rows.read_value(), tf.cast(k, tf.int64)[None])[0] + 1
+        probes = tf.minimum(tf.maximum(enough, self._searched), tf.shape(self._centroids)[0])
         return self._named(
             *search_partitions(
                 queries,
@@ -307,7 +395,7 @@ class ScaNN(_Indexed):
                 self._first_blocks,
                 lambda blocks: tf.gather(self._candidates, tf.reshape(blocks[:, None] * BLOCK_ROWS + rows, [-1])),
                 lambda places, _: tf.gather(self._numbers, places) >= 0,
-                tf.constant(self._searched),
-                tf.convert_to_tensor(k),
+                probes,
+                k,
             )
         )

@@ -95,10 +95,11 @@ def export_saved_model(
         naming_roots(checkpoint, checkpoint_options, model),
         open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
     ):
+        source = source_of(opened)  # before anything is read
         request = make_request(
             opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
         )
-        return run_export(opened, request, model_dir, chosen, on_progress=on_progress)
+        return run_export(opened, request, model_dir, chosen, source=source, on_progress=on_progress)
 
 
 def plan_saved_model(

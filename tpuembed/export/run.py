@@ -29,7 +29,7 @@ from tpuembed.export.report import ExportReport, StreamReport
 from tpuembed.export.retention.prune import prune_after
 from tpuembed.export.stream.engines import Engine, check_engine, choose_engine, default_workers
 from tpuembed.export.stream.execute import ErrorBound, stream_tables
-from tpuembed.export.stream.shard import Source, ignore, peak_rss_bytes
+from tpuembed.export.stream.shard import Source, check_unchanged, ignore, peak_rss_bytes
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import HistoryEntry
 
@@ -155,6 +155,7 @@ def run_export(
             if streamed is None:
                 streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=bound.check_shard)
             bound.check(streamed.errors)
+            check_unchanged(checkpoint, source)  # dense weights, and candidates, were read here
             done = _Done(assemble(writer, streamed, graph, facts, histories), streamed, graph)
     path, streamed, removed = done.path, done.streamed, tuple[int, ...]()
     version = int(path.name)
@@ -232,6 +233,7 @@ def _overlay(
                 graph = request.save_graph(writer.plan, writer.path)
                 _warn_of_other_signature(base, graph)
                 save_full_graph(lambda folder: request.save_graph(plan, folder), writer.path)
+                check_unchanged(checkpoint, source)
                 path = assemble(writer, streamed, graph, facts, histories)
                 return _Done(path, streamed, graph, found.rows, found.rows_compared)
     _check_needs_version(options, reason)

@@ -1,13 +1,14 @@
 """Collects candidates: their vectors, ids and tags go into files of a folder, batch by batch."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from tpuembed.retrieval.made_vectors import MadeVectors
 from tpuembed.retrieval.partitions import Floats
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["CandidateBatch", "Candidates", "array_of", "collect", "of_array", "of_table", "of_tower"]
+__all__ = ["CandidateBatch", "Candidates", "RunsTower", "array_of", "collect", "of_array", "of_table", "of_tower"]
 
 _TABLE: Final = "table:"
 _BATCH_BYTES: Final = 8 << 20
@@ -259,16 +260,41 @@ def of_array(vectors: Any, ids: Ids | None, tags: Any) -> Iterator[CandidateBatc
         )
 
 
-def of_tower(tower: Any, dataset: Iterable[Any], made: Path | None = None) -> Iterator[CandidateBatch]:
+class RunsTower(Protocol):
+    """Runs a tower on batches, here or on a cluster.
+
+    Attributes:
+        at_once: how many batches to start before the first one is waited for.
+    """
+
+    at_once: int
+
+    def start(self, inputs: Mapping[str, Any]) -> Callable[[], Floats]:
+        """Return what waits for the vectors of a batch, float32 [n, dim], and returns them."""
+
+
+def of_tower(
+    tower: Any, dataset: Iterable[Any], made: Path | None = None, runs: RunsTower | None = None
+) -> Iterator[CandidateBatch]:
     """Yield what `tower` makes of the elements of `dataset`: dicts of its inputs, and `id`, and perhaps `tags`.
 
     Args:
         tower: a `Tower`.
         dataset: the elements.
         made: a file that keeps the vectors, see `MadeVectors`.
+        runs: runs the tower. None runs it here.
     """
+    kept: MadeVectors | None = None
+    started: collections.deque[tuple[Mapping[str, Any], bytes, Callable[[], Floats], bool]] = collections.deque()
+
+    def oldest() -> CandidateBatch:
+        element, digest, vectors_of, is_new = started.popleft()
+        vectors = vectors_of()
+        if kept is not None and is_new:
+            kept.add(digest, vectors)
+        return CandidateBatch(vectors, _ids("id", element["id"]), _tags(element.get("tags")))
+
     with contextlib.ExitStack() as stack:
-        kept: MadeVectors | None = None
         for number, element in enumerate(dataset):
             if not isinstance(element, Mapping) or "id" not in element:
                 raise ConfigError(
@@ -277,9 +303,17 @@ def of_tower(tower: Any, dataset: Iterable[Any], made: Path | None = None) -> It
                 )
             if not number and made is not None and (identity := tower.identity(element)):
                 kept = stack.enter_context(MadeVectors(made, identity))
-            make = functools.partial(tower, element)
-            vectors = make() if kept is None else kept.vectors(tower.digest(element), make)
-            yield CandidateBatch(vectors, _ids("id", element["id"]), _tags(element.get("tags")))
+            digest = b"" if kept is None else tower.digest(element)
+            found = None if kept is None else kept.found(digest)
+            if found is not None:
+                started.append((element, digest, functools.partial(np.asarray, found), False))
+            else:
+                make = functools.partial(tower, element) if runs is None else runs.start(element)
+                started.append((element, digest, make, True))
+            if len(started) >= (1 if runs is None else runs.at_once):
+                yield oldest()
+        while started:
+            yield oldest()
 
 
 def _check_count(what: str, given: Any, rows: int, of: str) -> None:

@@ -22,8 +22,8 @@ from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import temporary_staging
 from tpuembed.export.publish.version_writer import naming_model_dir
 from tpuembed.export.report import ExportReport
-from tpuembed.export.run import Progress, run_export
-from tpuembed.export.stream.shard import Source
+from tpuembed.export.run import Progress, run_export, source_of
+from tpuembed.export.stream.shard import Source, check_unchanged
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import RetrievalEntry
 from tpuembed.retrieval.candidates import CandidateBatch, Candidates, array_of, collect, of_array, of_table, of_tower
@@ -121,7 +121,10 @@ def export_retrieval(
         open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
         _working_folder(model_dir) as folder,
     ):
-        found = collect(_batches(opened, candidates, ids, tags, folder / FILE), folder, is_cosine=metric == "cosine")
+        source = source_of(opened)  # before anything is read
+        batches = _batches(opened, candidates, ids, tags, folder / FILE, chosen, checkpoint_options or {})
+        found = collect(batches, folder, is_cosine=metric == "cosine")
+        check_unchanged(opened, source)
         table = "candidates" if "candidates" not in opened.tables() else "candidates_index"
         recall = _MIN_RECALL if min_recall is None else min_recall
 
@@ -129,7 +132,7 @@ def export_retrieval(
             made = dataclasses.replace(made, entry=dataclasses.replace(made.entry, table=table, metric=metric))
             what = f"{found.digest} {made.entry.index} {made.entry.partitions}"
             tables = WithCandidates(opened, table, folder, found.dim, what)
-            return tables, _Request(tables, query, made), tables.source()
+            return tables, _Request(tables, query, made), tables.source(source.fingerprint)
 
         def anew() -> tuple[WithCandidates, _Request, Source]:
             made = _Index.of(found, index, k, chosen.max_memory_bytes)
@@ -142,13 +145,13 @@ def export_retrieval(
             return joined(made)
 
         base = _base_of(model_dir, chosen.base, lambda entry: _fits(entry, found, k, index, metric, min_recall))
-        tables, request, source = anew() if base is None else joined(_Index.on(base, found, k))
+        tables, request, streamed = anew() if base is None else joined(_Index.on(base, found, k))
         return run_export(
             tables,
             request,
             model_dir,
             chosen,
-            source=source,
+            source=streamed,
             on_progress=on_progress,
             instead=None if base is None else anew,
         )
@@ -195,7 +198,15 @@ def _working_folder(model_dir: str | FilePath) -> Iterator[Path]:
                 path.rmdir()
 
 
-def _batches(checkpoint: Checkpoint, candidates: Any, ids: Any, tags: Any, made: Path) -> Iterator[CandidateBatch]:
+def _batches(
+    checkpoint: Checkpoint,
+    candidates: Any,
+    ids: Any,
+    tags: Any,
+    made: Path,
+    options: ExportOptions,
+    checkpoint_options: Mapping[str, Any],
+) -> Iterator[CandidateBatch]:
     """Return the candidates that `candidates` names. The file `made` keeps what a tower makes."""
     given_ids, given_tags = array_of("ids", ids), array_of("tags", tags)
     if isinstance(candidates, str) and candidates.startswith(_TABLE):
@@ -231,7 +242,11 @@ def _batches(checkpoint: Checkpoint, candidates: Any, ids: Any, tags: Any, made:
         return made[0]
 
     built = Tower(checkpoint, tower)
-    return of_tower(built, parts[0], made)
+    if options.engine != "ray":
+        return of_tower(built, parts[0], made)
+    from tpuembed.retrieval.ray_towers import on_ray
+
+    return on_ray(built, candidates, checkpoint_options, parts[0], made, options)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ are the same.
 import dataclasses
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -53,27 +52,27 @@ class MadeVectors:
     ) -> None:
         self._file.close()
 
-    def vectors(self, digest: bytes, make: Callable[[], Floats]) -> Floats:
-        """Return the vectors of the next batch, float32 [n, dim]: those of the file, or what `make` returns.
+    def found(self, digest: bytes) -> Floats | None:
+        """Return the vectors of the next batch, float32 [n, dim]; None if the file does not have them, nor those of later ones.
 
-        Args:
-            digest: of the batch's inputs, 32 bytes.
-            make: makes the vectors.
+        `digest` is that of the batch's inputs, 32 bytes.
         """
-        if self._may_be_there:
-            start = self._file.tell()
-            found = self._read(digest)
-            if found is not None:
-                self.used_again += len(found)
-                return found
+        if not self._may_be_there:
+            return None
+        start = self._file.tell()
+        vectors = self._read(digest)
+        if vectors is None:
             self._may_be_there = False
             self._cut(start)
-        vectors = np.ascontiguousarray(make(), np.float32)
-        if vectors.ndim == 2:
-            data = vectors.tobytes()
-            self._file.write(_RECORD.pack(digest, *vectors.shape, google_crc32c.value(data)) + data)
-            self._file.flush()
+        else:
+            self.used_again += len(vectors)
         return vectors
+
+    def add(self, digest: bytes, vectors: Floats) -> None:
+        """Append the vectors of the batch after the last one that is there, float32 [n, dim]."""
+        data = np.ascontiguousarray(vectors, np.float32).tobytes()
+        self._file.write(_RECORD.pack(digest, *vectors.shape, google_crc32c.value(data)) + data)
+        self._file.flush()
 
     def _read(self, digest: bytes) -> Floats | None:
         head = self._file.read(_RECORD.size)

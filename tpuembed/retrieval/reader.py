@@ -38,8 +38,8 @@ class WithCandidates(Checkpoint):
         info = TableInfo(name, len(self._order), dim, np.dtype(np.float32))
         self._tables = {**checkpoint.tables(), name: info}
 
-    def source(self) -> Source:
-        """Return it as worker processes open it."""
+    def source(self, fingerprint: str) -> Source:
+        """Return it as worker processes open it. `fingerprint` is that of the checkpoint before anything was read of it."""
         options = {
             "options": dict(self._of.options),
             "name": self._name,
@@ -49,9 +49,10 @@ class WithCandidates(Checkpoint):
         }
         return Source(
             path=self.path,
-            fingerprint=self.fingerprint(),
+            fingerprint=json.dumps([fingerprint, self._digest]),
             options=json.dumps(options),
             opener=f"{__name__}:{_open.__name__}",
+            lasts=False,  # the candidates' folder is removed
         )
 
     def fingerprint(self) -> str:

@@ -137,13 +137,22 @@ def measured(
         partitions: of each candidate; -1 for one that every search finds.
         measured_on: what the queries are.
         min_recall: choose the number of partitions to search for it; None leaves it.
+
+    Raises:
+        ConfigError: there are no queries, they have another width than candidates, or one is not finite.
     """
     check_width(queries.shape[1], centroids.shape[1])
+    if not (finite := np.isfinite(queries).all(1)).all():
+        raise ConfigError(
+            f"queries: {int((~finite).sum())} of the {len(queries)} vectors that the query's tower returned have a value that is "
+            "NaN or infinite, so no recall can be measured. Find out why training produced them, or give queries."
+        )
     if not len(queries):
         raise ConfigError("queries: there are none. Give at least one.")
     if entry.metric == "cosine":
-        lengths = np.linalg.norm(queries, axis=1, keepdims=True)
-        queries = np.divide(queries, lengths, out=np.zeros_like(queries), where=lengths > 0)
+        wide = queries.astype(np.float64)
+        lengths = np.linalg.norm(wide, axis=1, keepdims=True)
+        queries = np.divide(wide, lengths, out=np.zeros_like(wide), where=lengths > 0).astype(np.float32)
     best = true_neighbours(queries, batches, min(entry.k, entry.candidates))
     place = np.maximum(ranks(queries, centroids, partitions[best]), 0)
     found = np.bincount(place.ravel(), minlength=entry.partitions).cumsum() / place.size

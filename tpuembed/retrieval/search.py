@@ -53,7 +53,7 @@ def search_all(queries: Tensor, rows: Rows, count: int, passes: Callable[[Tensor
 
     def piece(first: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         scores = tf.matmul(queries, rows(first, size), transpose_b=True)
-        found, place = best(tf.where(passes(first, size), scores, _LOWEST), k)
+        found, place = best(tf.where(passes(first, size) & (scores > _LOWEST), scores, _LOWEST), k)  # nor NaN
         return found, tf.cast(place, tf.int64) + first
 
     if count <= _PIECE_ROWS:
@@ -107,7 +107,7 @@ def search_partitions(
         chosen = tf.ragged.range(starts, ends).flat_values
         scores = tf.linalg.matvec(blocks(chosen), queries[number])
         places = tf.reshape(chosen[:, None] * BLOCK_ROWS + tf.range(BLOCK_ROWS, dtype=tf.int64), [-1])
-        scores = tf.where(passes(places, number), scores, _LOWEST)
+        scores = tf.where(passes(places, number) & (scores > _LOWEST), scores, _LOWEST)  # nor NaN
         found, at = best(scores[None], k)
         places = tf.concat([places, [0]], 0)  # there may be no row at all
         return found[0], tf.gather(places, at[0])

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +29,11 @@ __all__ = ["Tower", "only_output"]
 _MOST_WHOLE_BYTES: Final = 256 << 20
 _ROWS: Final = "tpuembed_rows_of_table_"
 _PY_FUNC: Final = "PyFuncStateless"
+_READS_FILES: Final = frozenset({"MatchingFiles", "ReadFile"})
+_READS_VARIABLES: Final = frozenset(
+    {"Assert", "Case", "If", "ReadVariableOp", "ResourceGather", "ResourceGatherNd", "StatefulPartitionedCall", "While"}
+)
+"""Operations with a state whose results follow from their inputs and from variables."""
 
 
 class _CheckpointTables(StackedTables):
@@ -86,7 +92,11 @@ class _CheckpointTables(StackedTables):
 
 
 class Tower:
-    """A model of the checkpoint with one output, a vector for each row."""
+    """A model of the checkpoint with one output, a vector for each row.
+
+    Attributes:
+        checkpoint: whose rows and weights it has.
+    """
 
     def __init__(self, checkpoint: Checkpoint, factory: str | Factory) -> None:
         """Build the model, and restore its dense weights by name. Weights of other parts of the saved model are left out.
@@ -98,7 +108,7 @@ class Tower:
         self._model, made = build_model(factory, tables)
         restore_dense_weights(self._model.model, checkpoint, tables.required, allow_unused_weights=True, made=made)
         tables.open(quantization_of(checkpoint.layer_config, tables.quantization))
-        self._tables, self._checkpoint = tables, checkpoint
+        self._tables, self.checkpoint = tables, checkpoint
 
     @property
     def input_names(self) -> frozenset[str]:
@@ -112,13 +122,17 @@ class Tower:
             ConfigError: an input is missing, or the model does not make one vector of each row.
         """
         try:
-            found: npt.NDArray[np.float32] = self._run(self._inputs(inputs)).numpy()
+            found: npt.NDArray[np.float32] = self._run(self.tensors(inputs)).numpy()
         except tf.errors.InvalidArgumentError as error:
             raise ConfigError(f"the tower failed: {' '.join(error.message.split())}") from None
         return found
 
-    def _inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model's inputs as tensors of its types."""
+    def tensors(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the model's inputs among `inputs`, as tensors of its types.
+
+        Raises:
+            ConfigError: one is missing.
+        """
         specs, special = self._model.input_specs(), tf.RaggedTensor | tf.SparseTensor
         if missing := sorted(specs.keys() - inputs.keys()):
             raise ConfigError(
@@ -142,7 +156,7 @@ class Tower:
     def digest(self, inputs: Mapping[str, Any]) -> bytes:
         """Return a digest of all that the vectors of these `inputs` depend on but for the tower, 32 bytes."""
         found = hashlib.sha256()
-        for name, value in sorted(self._inputs(inputs).items()):
+        for name, value in sorted(self.tensors(inputs).items()):
             for part in (name, *tf.nest.flatten(value, expand_composites=True)):
                 found.update(tf.io.serialize_tensor(part).numpy())
         return found.digest()
@@ -154,13 +168,13 @@ class Tower:
             inputs: some, for the graph's trace.
         """
         try:
-            traced = tf.function(self._run).get_concrete_function(self._inputs(inputs))
+            traced = tf.function(self._run).get_concrete_function(self.tensors(inputs))
         except Exception:  # a model may run where it cannot be traced
             return ""
         graph = traced.graph.as_graph_def()
         functions = {function.signature.name: function for function in graph.library.function}
         nodes = [*graph.node, *(node for function in functions.values() for node in function.node_def)]
-        if any("PyFunc" in node.op and _table_of(node) is None for node in nodes):
+        if not all(_is_known(traced.graph, node) for node in nodes):
             return ""
         results = [each.name for each in traced.graph.outputs]
         found = hashlib.sha256(_structure(graph.node, [], results, functions))
@@ -171,8 +185,10 @@ class Tower:
                 return ""
             found.update(tf.io.serialize_tensor(tf.convert_to_tensor(value)).numpy())
         quantized = {name: repr(config) for name, config in sorted(self._tables.quantization.items())}
-        tables = sorted(self._checkpoint.tables())
-        return json.dumps([self._checkpoint.fingerprint(), tables, found.hexdigest(), quantized, tf.__version__])
+        options = json.dumps(dict(self.checkpoint.options), sort_keys=True)
+        tables = sorted(self.checkpoint.tables())
+        read = [self.checkpoint.fingerprint(), options, tables, quantized]
+        return json.dumps([*read, found.hexdigest(), tf.__version__, version("tpuembed")])
 
     def own_rows(self, count: int) -> dict[str, Any] | None:
         """Return inputs for `count` rows of the table that the model looks up in, if it has one input and one table."""
@@ -181,7 +197,7 @@ class Tower:
             return None
         ((name, spec),), table = specs.items(), tables[0]
         vocabulary = self._tables.vocabularies.get(table)
-        rows = self._checkpoint.tables()[table].rows if vocabulary is None else vocabulary.rows
+        rows = self.checkpoint.tables()[table].rows if vocabulary is None else vocabulary.rows
         chosen = np.random.default_rng(1).choice(rows, min(rows, count), replace=False)
         values = list(chosen) if vocabulary is None else [one for one in vocabulary.names(chosen) if one is not None]
         if not values or spec.shape.rank not in (1, 2) or isinstance(values[0], bytes) != (spec.dtype == tf.string):
@@ -225,6 +241,14 @@ def _structure(nodes: Any, arguments: Sequence[str], results: Iterable[str], fun
             else:
                 parts.append([key, value.SerializeToString(deterministic=True).hex()])
     return hashlib.sha256(json.dumps([len(arguments), parts, [place(each) for each in results]]).encode()).digest()
+
+
+def _is_known(graph: Any, node: Any) -> bool:
+    """Return True if what a node returns follows from its inputs, variables and the checkpoint."""
+    if "PyFunc" in node.op:
+        return _table_of(node) is not None
+    definition = graph.op_def_for_type(node.op)
+    return node.op not in _READS_FILES and (not definition.is_stateful or node.op in _READS_VARIABLES)
 
 
 def _table_of(node: Any) -> int | None:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tpuembed.config.checks import check_count
 from tpuembed.errors import ConfigError
 
-__all__ = ["FactorizedTopK", "in_batch_softmax", "missing_id", "stream_top_k"]
+__all__ = ["FactorizedTopK", "in_batch_softmax", "missing_id", "stream_top_k", "without_nan"]
 
 Tensor = Any
 
@@ -20,7 +20,7 @@ def in_batch_softmax(
     *,
     sampling_probability: Tensor | None = None,
     candidate_ids: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
 ) -> Tensor:
     """Return the loss of each query, float32 [batch]: the cross entropy of its own candidate among those of the batch.
 
@@ -38,7 +38,7 @@ def in_batch_softmax(
         sampling_probability: float [n], above 0: how probable it is that an example of the data has this candidate. A vocabulary
             that grows has `counts`, which make them.
         candidate_ids: integers or strings, [n]. A negative with the id of a query's own candidate is not counted.
-        temperature: divides the scores, above 0.
+        temperature: divides the scores, above 0. A number, or a scalar tensor, which is not checked.
 
     Raises:
         ConfigError: a shape or an argument is wrong.
@@ -46,6 +46,7 @@ def in_batch_softmax(
 
     Source: `tfrs.tasks.Retrieval` of TensorFlow Recommenders, which clips probabilities to 1e-6 and takes the sum.
     """
+    # XLA drops assertions. `bias_add` and `Select` compare shapes there too, where `+` and `where` would broadcast.
     queries, candidates = (tf.cast(tf.convert_to_tensor(each), tf.float32) for each in (queries, candidates))
     shapes = queries.shape, candidates.shape
     if shapes[0].rank != 2 or shapes[1].rank != 2 or not shapes[0][1:].is_compatible_with(shapes[1][1:]):
@@ -56,23 +57,27 @@ def in_batch_softmax(
         raise ConfigError(
             f"in_batch_softmax: {shapes[0][0]} queries have {shapes[1][0]} candidates. Give each query its own, in its order."
         )
-    if not temperature > 0:
+    if isinstance(temperature, int | float) and not temperature > 0:
         raise ConfigError(f"in_batch_softmax: temperature must be above 0, got {temperature!r}.")
-    scores = tf.matmul(queries, candidates, transpose_b=True) / temperature
-    own = tf.range(tf.shape(scores)[0])
+    scores = tf.matmul(queries, candidates, transpose_b=True) / tf.cast(temperature, tf.float32)
+    count = tf.shape(scores)[0]
     if sampling_probability is not None:
         probability = _of_candidates("sampling_probability", sampling_probability, candidates)
         probability = tf.cast(probability, tf.float32)
         with tf.control_dependencies(
             [tf.debugging.assert_positive(probability, "in_batch_softmax: sampling_probability must be above 0.")]
         ):
-            scores -= tf.math.log(probability)
+            scores = tf.nn.bias_add(scores, -tf.math.log(probability))
     if candidate_ids is not None:
         ids = _of_candidates("candidate_ids", candidate_ids, candidates)
-        same = tf.equal(ids[: tf.shape(scores)[0], None], ids[None, :])
-        is_own = tf.equal(own[:, None], tf.range(tf.shape(scores)[1])[None, :])
-        scores = tf.where(same & ~is_own, scores.dtype.min, scores)
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(own, scores)
+        same = tf.equal(ids[:count, None], ids[None, :])
+        is_own = tf.equal(tf.range(count)[:, None], tf.range(tf.shape(scores)[1])[None, :])
+        others = tf.raw_ops.Select(condition=same, x=tf.fill(tf.shape(scores), scores.dtype.min), y=scores)
+        scores = tf.where(is_own, scores, others)
+    # TensorFlow's own cross entropy fails on the empty batch of a replica.
+    scores -= tf.stop_gradient(tf.reduce_max(scores, 1, keepdims=True))
+    own = tf.linalg.diag_part(scores)
+    return tf.nn.bias_add(tf.math.log(tf.reduce_sum(tf.exp(scores), 1))[None, :], -own)[0]
 
 
 def _of_candidates(what: str, values: Tensor, candidates: Tensor) -> Tensor:
@@ -91,13 +96,16 @@ def _as_many(values: Tensor, others: Tensor, message: str) -> Tensor:
 def stream_top_k(queries: Tensor, candidates: tf.data.Dataset, k: int) -> tuple[Tensor, Tensor]:
     """Return scores, float32 [batch, k], and ids [batch, k] of the `k` candidates with the largest dot products.
 
-    The best comes first, and of equal ones the first in the dataset. If there are fewer than `k`, the other places have the
-    score -infinity and `missing_id`. Memory holds the scores of one batch of candidates.
+    The best comes first, and of equal ones the first in the dataset. A score that is NaN is never found. If there are fewer than
+    `k`, the other places have the score -infinity and `missing_id`. Memory holds the scores of one batch of candidates.
 
     Args:
         queries: float32 [batch, dim].
-        candidates: batches (ids [n], vectors float32 [n, dim]).
+        candidates: batches (ids [n], vectors float [n, dim]).
         k: how many.
+
+    Raises:
+        tf.errors.InvalidArgumentError: a batch has another number of ids than of vectors.
     """
     ids_spec, _ = candidates.element_spec
     missing = missing_id(ids_spec.dtype)
@@ -105,9 +113,9 @@ def stream_top_k(queries: Tensor, candidates: tf.data.Dataset, k: int) -> tuple[
 
     def merged(state: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         ids, vectors = batch
-        found, places = tf.math.top_k(
-            tf.matmul(queries, vectors, transpose_b=True), tf.minimum(k, tf.shape(vectors)[0])
-        )
+        ids = _as_many(ids, vectors, "candidates: a batch must have as many ids as vectors.")
+        found = without_nan(tf.matmul(queries, tf.cast(vectors, tf.float32), transpose_b=True))
+        found, places = tf.math.top_k(found, tf.minimum(k, tf.shape(vectors)[0]))
         scores, order = tf.math.top_k(tf.concat([state[0], found], 1), k)
         return scores, tf.gather(tf.concat([state[1], tf.gather(ids, places)], 1), order, batch_dims=1)
 
@@ -116,9 +124,14 @@ def stream_top_k(queries: Tensor, candidates: tf.data.Dataset, k: int) -> tuple[
     return tf.ensure_shape(scores, [None, k]), tf.ensure_shape(ids, [None, k])
 
 
+def without_nan(scores: Tensor) -> Tensor:
+    """Return `scores` with -infinity in the place of NaN, which `tf.math.top_k` does not order."""
+    return tf.where(tf.math.is_nan(scores), float("-inf"), scores)
+
+
 def missing_id(dtype: tf.DType) -> Tensor:
-    """Return the id of a place without a candidate: "" or -1."""
-    return tf.constant("" if dtype == tf.string else -1, dtype)
+    """Return the id of a place without a candidate: "" or -1, or the largest integer of a type without a sign."""
+    return tf.constant("" if dtype == tf.string else dtype.max if dtype.is_unsigned else -1, dtype)
 
 
 class FactorizedTopK(keras.metrics.Metric):

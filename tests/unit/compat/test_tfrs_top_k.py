@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support import capi
 from tests.support.messages import refused
 from tpuembed.compat import tfrs
 from tpuembed.compat.tfrs_top_k import BruteForce, ScaNN, Streaming
@@ -99,6 +100,54 @@ def test_a_saved_model_is_called_alike(kind: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["brute", "scann"])
+def test_a_saved_model_takes_batches_of_any_size(kind: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    vectors = rng.normal(size=(30, 4)).astype(np.float32)
+    layer = KINDS[kind](k=3).index(vectors)
+    with refused(ConfigError):
+        layer.save(str(tmp_path / "m"))
+    layer(tf.constant(vectors[:3]))
+    layer.save(str(tmp_path / "m"))
+    found = capi.predict(tmp_path / "m", {"input_1": vectors[:7]})
+    scores, names = best_of(vectors[:7], vectors, np.arange(30), None, 3)
+    np.testing.assert_allclose(found["output_1"], scores, rtol=1e-5)
+    np.testing.assert_array_equal(found["output_2"], names)
+    np.testing.assert_array_equal(tf.saved_model.load(str(tmp_path / "m"))(tf.constant(vectors[:7]))[1], names)
+
+
+@pytest.mark.parametrize("count", [1, 3, 20, 50, 100, 1600])
+def test_scann_finds_as_many_as_there_are(count: int) -> None:
+    rng = np.random.default_rng(count)
+    vectors, queries = (rng.normal(size=(n, 8)).astype(np.float32) for n in (count, 40))
+    vectors[: count // 2] = vectors[0]  # k-means leaves partitions of these empty
+    layer = ScaNN(k=10).index(rng.normal(size=(2000, 8)).astype(np.float32)).index(vectors)
+    for k in (1, 10, 300):
+        found = layer(queries, k=k)[1].numpy()
+        assert ((found >= 0).sum(1) == min(k, count)).all()
+        assert all(len({*row.tolist()} - {-1}) == min(k, count) for row in found)
+    if count <= 100:
+        np.testing.assert_allclose(layer(queries)[0], BruteForce(k=10).index(vectors)(queries)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_query_that_is_nan_finds_none(kind: str) -> None:
+    vectors = np.eye(4, dtype=np.float32)
+    layer = KINDS[kind](k=2).index_from_dataset(tf.data.Dataset.from_tensor_slices(vectors).batch(3))
+    scores, found = layer(np.array([[np.nan] * 4, [0, 2, 1, 0]], np.float32))
+    assert scores.numpy().tolist() == [[-np.inf] * 2, [2, 1]]
+    assert found.numpy().tolist() == [[-1, -1], [1, 2]]
+
+
+def test_exclusions_of_another_integer_type() -> None:
+    layer = BruteForce(k=2).index(np.eye(3, dtype=np.float32))
+    found = layer.query_with_exclusions(np.array([[3, 2, 1]], np.float32), np.array([[0]], np.int64))[1]
+    assert found.numpy().tolist() == [[1, 2]]
+    for wrong in (np.array([0]), np.array([["a"]], object)):
+        with refused(ConfigError):
+            layer.query_with_exclusions(np.ones((1, 3), np.float32), wrong)
+
+
 def test_a_streaming_layer_reads_its_dataset_anew() -> None:
     vectors = tf.Variable(np.eye(3, dtype=np.float32))
     layer = Streaming(k=1).index_from_dataset(
@@ -134,6 +183,11 @@ def test_wrong_arguments_are_refused() -> None:
         lambda: ScaNN(distance_measure="squared_l2"),
         lambda: ScaNN(num_leaves=0),
         lambda: ScaNN().index(vectors[:0]),
+        lambda: BruteForce().index(vectors[:0]),
+        lambda: BruteForce().index(vectors * [1, np.inf]),
+        lambda: ScaNN().index(vectors * [1, np.nan]),
+        lambda: Streaming().index_from_dataset(pairs.map(lambda a, b: (tf.cast(a, tf.uint8), b)).batch(2)),
+        lambda: Streaming().save("m"),
         lambda: BruteForce().index(vectors[0]),
         lambda: BruteForce().index(vectors, np.arange(3)),
         lambda: BruteForce().index(vectors, np.arange(4, dtype=np.uint64)),

@@ -57,6 +57,37 @@ def test_the_loss_is_numpy_s(seed: int) -> None:
     assert np.isfinite(tape.gradient(loss, watched)).all()
 
 
+@pytest.mark.parametrize("more", [0, 5])
+def test_an_empty_batch_of_a_replica_has_no_loss(more: int) -> None:
+    queries, candidates = tf.zeros([0, 3]), tf.Variable(np.ones((more, 3), np.float32))
+    with tf.GradientTape() as tape:
+        loss = in_batch_softmax(queries, candidates, candidate_ids=tf.range(more))
+    assert loss.shape == (0,)
+    assert not np.any(tape.gradient(tf.reduce_sum(loss), candidates))
+
+
+def test_compiled_code_refuses_what_other_code_refuses() -> None:
+    shapes = [tf.TensorSpec([None, 3]), tf.TensorSpec([None, 3]), tf.TensorSpec([None], tf.int64)]
+    compiled = tf.function(
+        lambda queries, candidates, ids: in_batch_softmax(queries, candidates, candidate_ids=ids),
+        input_signature=shapes,
+        jit_compile=True,
+    )
+    rng, ids = np.random.default_rng(0), np.array([3, 1, 3, 2])
+    queries, candidates = (rng.normal(size=(4, 3)).astype(np.float32) for _ in range(2))
+    truth = loss_of(queries, candidates, None, ids, 1.0)
+    np.testing.assert_allclose(compiled(queries, candidates, ids), truth, rtol=1e-5)
+    for number, few in ((1, ids[:1]), (1, ids), (2, ids[:2])):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            compiled(queries, candidates[:number] if few is not ids else candidates, few[:number])
+
+
+def test_a_temperature_may_be_trained() -> None:
+    ones, temperature = np.eye(3, dtype=np.float32), tf.Variable(2.0)
+    run = tf.function(lambda: in_batch_softmax(ones, ones, temperature=temperature))
+    np.testing.assert_allclose(run(), in_batch_softmax(ones, ones, temperature=2.0))
+
+
 def test_the_correction_makes_up_for_the_sampling() -> None:
     """Trained on pairs where queries choose evenly among what they are shown, and some candidates are shown more often."""
     rng = np.random.default_rng(0)
@@ -96,7 +127,9 @@ def test_wrong_arguments_of_the_loss_are_refused() -> None:
     one = tf.function(
         lambda ids: in_batch_softmax(ones, ones, candidate_ids=ids), input_signature=[tf.TensorSpec([None])]
     )
-    with pytest.raises(tf.errors.InvalidArgumentError, match="each candidate"):  # one would be the id of all
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"each candidate|same shape"
+    ):  # one would be the id of all
         one(tf.ones([1]))
     with pytest.raises(tf.errors.InvalidArgumentError, match="above 0"):
         in_batch_softmax(ones, ones, sampling_probability=np.array([1, 0, 1], np.float32))
@@ -166,6 +199,23 @@ def test_a_model_that_learns_its_pairs_finds_them() -> None:
     after = model.evaluate(pairs, batch_size=20, return_dict=True, verbose=0)
     assert before["factorized_top_k/top_3_categorical_accuracy"] < 0.5
     assert after["factorized_top_k/top_1_categorical_accuracy"] == 1.0
+
+
+def test_a_vector_that_is_nan_hides_no_other() -> None:
+    vectors = np.eye(100)
+    vectors[37] = np.nan
+    for dtype in (np.float16, np.float64):
+        candidates = tf.data.Dataset.from_tensors((np.arange(100, dtype=np.uint64), vectors.astype(dtype)))
+        metric = FactorizedTopK(candidates, ks=(1,))
+        metric.update_state(np.eye(100, dtype=np.float32), np.arange(100))
+        assert float(metric.hits[0]) == 99
+
+
+def test_ids_and_vectors_of_other_batches_are_refused() -> None:
+    ids, vectors = (tf.data.Dataset.from_tensor_slices(each) for each in (np.arange(20), np.eye(20, dtype=np.float32)))
+    metric = FactorizedTopK(tf.data.Dataset.zip(ids.batch(10), vectors.batch(7)), ks=(1,))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="as many ids as vectors"):
+        metric.update_state(np.eye(20, dtype=np.float32), np.arange(20))
 
 
 def test_wrong_arguments_of_the_metric_are_refused() -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "ShardResult",
     "Source",
     "Target",
+    "check_unchanged",
     "flush_data",
     "ignore",
     "open_once",
@@ -225,12 +226,20 @@ def open_source(source: Source) -> "Checkpoint":
     checkpoint: Checkpoint = getattr(importlib.import_module(module), function)(
         source.path, **json.loads(source.options)
     )
-    if checkpoint.fingerprint() != source.fingerprint:
+    try:
+        check_unchanged(checkpoint, source)
+    except CheckpointMismatchError:
         checkpoint.close()
+        raise
+    return checkpoint
+
+
+def check_unchanged(checkpoint: "Checkpoint", source: Source) -> None:
+    """Raise CheckpointMismatchError if the files of `checkpoint` have changed since `source` was made."""
+    if checkpoint.fingerprint() != source.fingerprint:
         raise CheckpointMismatchError(
             f"source {source.path}: changed during its export. Export again when no program changes it."
         )
-    return checkpoint
 
 
 @functools.lru_cache(maxsize=1)
