@@ -48,6 +48,10 @@ class NativeCalls(abc.ABC):
         """Make every request read ahead, or none. TensorFlow's gather waits for one page after the other."""
         self._native.reads_ahead = reads_ahead
 
+    def answers_almost_all(self, signature: Signature) -> bool:  # noqa: ARG002
+        """Return True if only faulty requests of `signature` need TensorFlow. Its call is made for the first of them then."""
+        return False
+
     @abc.abstractmethod
     def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:
         """Return the call of `signature`.
@@ -133,8 +137,12 @@ class _RetrievalCalls(NativeCalls):
     def set_reads_ahead(self, reads_ahead: bool) -> None:
         """Change nothing: a search reads rows in order, which the kernel reads ahead by itself."""
 
+    def answers_almost_all(self, signature: Signature) -> bool:
+        """Return True for searches."""
+        return signature.name in ("serving_default", "filtered")
+
     def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:
-        if signature.name not in ("serving_default", "filtered"):
+        if not self.answers_almost_all(signature):
             return tensorflow
         search, names = self._search, [info.alias for info in signature.inputs]
         query, run_query = other("query")

@@ -246,9 +246,8 @@ class SavedModelServable:
 
     def _packed_call(self, manifest: Manifest, signature: Signature) -> PackedCall:
         """Return a call through `packed`. The callable of `signature` is built when inputs do not fit: that is slow."""
-        named = functools.cache(lambda: self._make_callable(signature))
         packed = self._callable(self.signatures["packed"])
-        return PackedCall(manifest.packing, signature, packed, lambda *inputs: named()(*inputs))
+        return PackedCall(manifest.packing, signature, packed, _when_called(lambda: self._make_callable(signature)))
 
     def _run_within(self, seconds: float, signature: Signature, inputs: Sequence[Array]) -> list[Any]:
         """Run without a callable, with this timeout: a callable's timeout is fixed, and building one is slower than a run."""
@@ -268,7 +267,10 @@ class SavedModelServable:
 
     def _make_callable(self, signature: Signature) -> Callable[..., list[Any]]:
         """Return a call of a signature. If the C library can answer, it is asked before TensorFlow."""
-        tensorflow = self._make_tensorflow_callable(signature)
+        if self._native is not None and self._native.answers_almost_all(signature):
+            tensorflow = _when_called(lambda: self._make_tensorflow_callable(signature))
+        else:
+            tensorflow = self._make_tensorflow_callable(signature)
         if self._native is None:
             return tensorflow
         return self._native.call(signature, tensorflow, self._other)
@@ -283,6 +285,12 @@ class SavedModelServable:
         )
         options.run_options.timeout_in_ms = self._timeout_ms
         return self._session._make_callable_from_options(options)
+
+
+def _when_called(make: Callable[[], Callable[..., list[Any]]]) -> Callable[..., list[Any]]:
+    """Return what `make` returns, and call `make` when it is called first."""
+    made = functools.cache(make)
+    return lambda *inputs: made()(*inputs)
 
 
 def load(
