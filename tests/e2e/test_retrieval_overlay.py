@@ -14,7 +14,6 @@ from tests.support import capi
 from tests.support.export.retrieval import user_tower
 from tpuembed import apply_package, compact_version, export_retrieval
 from tpuembed.checkpoint.tools import verify_files
-from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
 from tpuembed.retrieval import measure_recall, write_vectors
 from tpuembed_serving.tensorflow import session as runtime
@@ -140,14 +139,17 @@ def test_a_life_of_candidates(tmp_path: Path, index: str, layout: str, names: bo
         life.check(version, is_exact=index == "exact")
     report = write_vectors(version, tmp_path / "v.npy")
     assert report.count == len(life.candidates)
-    if index == "exact":
-        life.check(compact_version(model_dir).path, is_exact=True)
-    else:
-        with pytest.raises(ConfigError, match="only an export makes partitions"):
-            compact_version(model_dir)
-        recall = measure_recall(version, queries=np.arange(USERS), min_recall=1)
-        assert recall.retrieval.candidates == len(life.candidates)
-        life.check(version, is_exact=True)  # all the best of all users are found now
+    compacted = compact_version(model_dir).path
+    assert not verify_files(compacted).damaged
+    life.check(compacted, is_exact=index == "exact")
+    if index == "ivf":
+        for each in (version, compacted):
+            recall = measure_recall(each, queries=np.arange(USERS), min_recall=1)
+            assert recall.retrieval.candidates == len(life.candidates)
+            life.check(each, is_exact=True)  # all the best of all users are found now
+    life.change()
+    later = life.export(model_dir, base="latest", max_overlay=0.5, **options)
+    life.check(later, is_exact=index == "exact")
 
 
 def test_a_package_has_the_changes(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ __all__ = [
     "measure_recall",
     "measured",
     "sample_of",
+    "sample_vectors",
+    "with_probes",
 ]
 
 PROBES: Final = "tpuembed_nprobe"
@@ -78,7 +80,7 @@ def measure_recall(path: str | FilePath, *, queries: Any = None, min_recall: flo
             raise ConfigError(
                 f"{found.version}: its index is exact, so a search finds all. Export with index ivf to search a part."
             )
-        vectors = _sample(found) if queries is None else _vectors(found, queries)
+        vectors = sample_vectors(found, QUERIES) if queries is None else _vectors(found, queries)
         entry = measured(
             found.entry,
             vectors,
@@ -189,8 +191,9 @@ def inputs_of(names: Collection[str], queries: Any) -> Mapping[str, Any]:
     return {next(iter(names)): queries}
 
 
-def _sample(found: OpenedRetrieval) -> Floats:
-    chosen = sample_of(found.entry.candidates, QUERIES)
+def sample_vectors(found: OpenedRetrieval, most: int) -> Floats:
+    """Return the vectors of `most` of the candidates of an export, [n, dim]; all if there are fewer."""
+    chosen = sample_of(found.entry.candidates, most)
     rows = [
         vectors[chosen[(chosen >= first) & (chosen < first + len(vectors))] - first]
         for first, vectors in found.batches()
@@ -221,8 +224,18 @@ def _vectors(found: OpenedRetrieval, queries: Any) -> Floats:
 
 def _write(version: Path, manifest: Manifest, entry: RetrievalEntry) -> None:
     """Write the number of partitions into the graph, and then the entry into the manifest."""
+    graph = with_probes((version / GRAPH_FILE).read_bytes(), entry.nprobe, version / GRAPH_FILE)
+    replace_file(version / GRAPH_FILE, graph)
+    files: dict[str, FileEntry] = dict(manifest.files)
+    files[str(GRAPH_FILE)] = FileEntry(size=len(graph), crc32c=graph_crc32c(graph, manifest))
+    text = dataclasses.replace(manifest, retrieval=entry, files=files).to_json()
+    replace_file(version / MANIFEST_PATH, text.encode())
+
+
+def with_probes(graph: bytes, nprobe: int, where: Path) -> bytes:
+    """Return a graph whose searches read `nprobe` partitions. Raises ConfigError, which names `where`, if it has none."""
     tensor = varint_field(_TENSOR_DTYPE, _INT32) + bytes_field(_TENSOR_SHAPE, b"")
-    tensor += bytes_field(_TENSOR_INTS, varint(entry.nprobe))
+    tensor += bytes_field(_TENSOR_INTS, varint(nprobe))
     attribute = bytes_field(_KEY, b"value") + bytes_field(_VALUE, bytes_field(_ATTR_TENSOR, tensor))
     changed = 0
 
@@ -233,11 +246,7 @@ def _write(version: Path, manifest: Manifest, entry: RetrievalEntry) -> None:
         changed += 1
         return edit_messages(node, (_NODE_ATTR,), lambda one: attribute if Message(one).data(_KEY) == b"value" else one)
 
-    graph = edit_nodes((version / GRAPH_FILE).read_bytes(), PROBES.encode(), edit)
+    edited = edit_nodes(graph, PROBES.encode(), edit)
     if not changed:
-        raise ConfigError(f"{version / GRAPH_FILE}: has no constant {PROBES!r}. Export again.")
-    replace_file(version / GRAPH_FILE, graph)
-    files: dict[str, FileEntry] = dict(manifest.files)
-    files[str(GRAPH_FILE)] = FileEntry(size=len(graph), crc32c=graph_crc32c(graph, manifest))
-    text = dataclasses.replace(manifest, retrieval=entry, files=files).to_json()
-    replace_file(version / MANIFEST_PATH, text.encode())
+        raise ConfigError(f"{where}: has no constant {PROBES!r}. Export again.")
+    return edited
