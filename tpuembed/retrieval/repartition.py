@@ -51,7 +51,7 @@ class Repartition:
         for name, array in self.entry.arrays.items():
             if name in self.arrays:
                 data = np.ascontiguousarray(self.arrays[name])
-                (version / array.file).write_bytes(data)
+                (version / array.file).write_bytes(data.data)
                 array = dataclasses.replace(array, crc32c=google_crc32c.value(data))
             found[name] = array
         if not found:
@@ -91,7 +91,7 @@ def repartition(version: Path) -> Repartition:
         is_there, old = order >= 0, opened.places[np.maximum(order, 0)]
         places = np.full(opened.rows, -1, np.int64)
         places[old[is_there]] = np.flatnonzero(is_there)
-        arrays = {
+        arrays: dict[str, npt.NDArray[Any]] = {
             "centroids": centroids,
             "first_blocks": first_blocks,
             "ids": np.where(is_there, opened.arrays["ids"][old], -1),
