@@ -6,8 +6,9 @@
 from tpuembed.vocabulary.fingerprint import BUCKETS
 from tpuembed.vocabulary.index import MIX, WAYS
 from tpuembed.vocabulary.moves import NamesPlan
+from tpuembed.vocabulary.numbered_names import salt_text
 from tpuembed.vocabulary.saved import VocabularyHeader, attribute_of
-from tpuembed.vocabulary.vocabulary import PADDING, UNKNOWN, Vocabulary, salt_text
+from tpuembed.vocabulary.vocabulary import PADDING, UNKNOWN, Vocabulary
 
 __all__ = [
     "BUCKETS",

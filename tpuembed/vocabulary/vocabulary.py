@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
 from tpuembed.vocabulary.files import integers_in, names_in
-from tpuembed.vocabulary.index import NONE, Index
-from tpuembed.vocabulary.name_arrays import Batch, DType, NameStore, names_of
+from tpuembed.vocabulary.index import NONE
+from tpuembed.vocabulary.name_arrays import Batch, DType
+from tpuembed.vocabulary.numbered_names import NumberedNames, salt_text
 from tpuembed.vocabulary.saved import (
     IDENTITY,
     MAGIC,
@@ -28,7 +29,7 @@ from tpuembed.vocabulary.sightings import MOST_UPDATE, NEVER, Sightings
 from tpuembed.vocabulary.sketch import MOST, Sketch
 from tpuembed.vocabulary.text import GrowingArray
 
-__all__ = ["PADDING", "UNKNOWN", "Vocabulary", "salt_text"]
+__all__ = ["PADDING", "UNKNOWN", "Vocabulary"]
 
 _Integers = npt.NDArray[np.int64]
 
@@ -36,7 +37,6 @@ PADDING: Final = -1
 """The row of padding in a list."""
 UNKNOWN: Final = -2
 """The row of a name that is not in a vocabulary without buckets. It is outside of every table."""
-_MOST_SALTS: Final = 100
 _NAMES_AT_ONCE: Final = 1 << 18
 
 
@@ -114,10 +114,9 @@ class Vocabulary:
         self.min_count = int(min_count)
         self._lock = threading.RLock()
         self._followers: list[tuple[weakref.ref[Follower], str, int]] = []
-        self._free: _Integers
         self._sketch: Sketch | None = None
         self._clear()
-        self._fill(self._names.batch(names))
+        self._fill(self._names.store.batch(names))
 
     @classmethod
     def from_file(
@@ -178,22 +177,22 @@ class Vocabulary:
             np.add.at(counts.values, rows, 1)
         chosen = np.argsort(-counts.values, kind="stable")
         chosen = chosen[counts.values[chosen] >= min_count]
-        found._fill(seen._names.get(chosen), np.arange(len(chosen)))
+        found._fill(seen._names.store.get(chosen), np.arange(len(chosen)))
         return found
 
     def __len__(self) -> int:
         """Return the number of names."""
-        return len(self._index)
+        return len(self._names)
 
     @property
     def rows(self) -> int:
         """Return the number of rows, those of buckets and free ones included: the least size of a table."""
-        return self.oov_buckets + len(self._names)
+        return self.oov_buckets + self._names.size
 
     @property
     def free_rows(self) -> _Integers:
         """Return the rows that `evict` has left without a name, int64, ascending."""
-        return self._free + self.oov_buckets
+        return self._names.free + self.oov_buckets
 
     def lookup(self, names: Any, *, padded: bool = False) -> _Integers:
         """Return the row of each name: an int64 array of the shape of `names`.
@@ -210,9 +209,9 @@ class Vocabulary:
         Raises:
             ConfigError: a name has another type.
         """
-        shape, batch = self._names.flat(names)
+        shape, batch = self._names.store.flat(names)
         with self._lock:
-            found = self._find(batch, self._keys(batch))
+            found = self._names.find(batch, self._names.keys(batch))
         return self._rows(batch, found, padded).reshape(shape)
 
     def add(self, names: Any) -> _Integers:
@@ -223,12 +222,16 @@ class Vocabulary:
         Raises:
             ConfigError: a name has another type, or the names are more than the rows of a layer's table. None is added then.
         """
-        shape, batch = self._names.flat(names)
+        shape, batch = self._names.store.flat(names)
         with self._lock:
-            keys = self._keys(batch)
-            found = self._find(batch, keys)
+            keys = self._names.keys(batch)
+            found = self._names.find(batch, keys)
             missing, room = np.flatnonzero(found == NONE), self._room(MOST_NAMES)
-            new = len(_numbered(self._names, self._names.take(batch, missing), keys[missing])[1]) if len(missing) else 0
+            new = (
+                len(self._names.different(self._names.store.take(batch, missing), keys[missing])[1])
+                if len(missing)
+                else 0
+            )
             if len(self) + new > room:
                 raise ConfigError(
                     f"vocabulary: {new} new names and {len(self)} others are more than the {room} rows that names can have in the "
@@ -256,12 +259,12 @@ class Vocabulary:
         self._check_grows("grow")
         _check_count("room", room, 0)
         _check_count("update", update, 0, MOST_UPDATE)
-        shape, batch = self._names.flat(names)
+        shape, batch = self._names.store.flat(names)
         with self._lock:
-            keys = self._keys(batch)
-            found, is_name = self._find(batch, keys), np.ones(len(keys), bool)
+            keys = self._names.keys(batch)
+            found, is_name = self._names.find(batch, keys), np.ones(len(keys), bool)
             if padded:
-                is_name = ~self._names.is_padding(batch)
+                is_name = ~self._names.store.is_padding(batch)
             missing, before = np.flatnonzero(is_name & (found == NONE)), len(self)
             self._admit(batch, keys, found, missing, self._room(room - self.oov_buckets), self.min_count)
             self._sightings.mark(found[is_name & (found != NONE)], update)
@@ -286,11 +289,11 @@ class Vocabulary:
         with self._lock:
             numbers = np.asarray(rows, np.int64).ravel() - self.oov_buckets
             numbers = numbers[numbers >= 0]
-            if len(numbers) and numbers.max() >= len(self._names):
+            if len(numbers) and numbers.max() >= self._names.size:
                 raise ConfigError(
                     f"vocabulary: row {numbers.max() + self.oov_buckets} is outside of its {self.rows} rows."
                 )
-            self._sightings.mark(numbers[~np.isin(numbers, self._free)], update)
+            self._sightings.mark(numbers[~np.isin(numbers, self._names.free)], update)
 
     @property
     def counts(self) -> npt.NDArray[np.uint32]:
@@ -391,12 +394,12 @@ class Vocabulary:
         Raises:
             ConfigError: a name has another type, or is not in the vocabulary. None is removed then.
         """
-        _, batch = self._names.flat(names)
+        _, batch = self._names.store.flat(names)
         with self._lock:
-            found = self._find(batch, self._keys(batch))
+            found = self._names.find(batch, self._names.keys(batch))
             unknown = np.flatnonzero(found == NONE)
             if len(unknown):
-                name = self._names.item(batch, int(unknown[0]))
+                name = self._names.store.item(batch, int(unknown[0]))
                 raise ConfigError(
                     f"vocabulary: name {name!r} is not among its {len(self)} names, so it cannot be removed."
                 )
@@ -407,11 +410,7 @@ class Vocabulary:
 
     def _drop(self, numbers: _Integers) -> None:
         """Take the names of `numbers`, which are ascending. They are free then."""
-        if not len(numbers):
-            return
-        self._index.remove(self._keys(self._names.get(numbers)))
         self._names.drop(numbers)
-        self._free = np.union1d(self._free, numbers)
         if self.grows:
             self._sightings.forget(numbers)
 
@@ -429,10 +428,10 @@ class Vocabulary:
             rows, free = np.full(self.rows, UNKNOWN, np.int64), self.free_rows
             if (other.oov_buckets, other.oov_key) == (self.oov_buckets, self.oov_key):
                 rows[: self.oov_buckets] = np.arange(self.oov_buckets)
-            for start in range(0, len(self._names), _NAMES_AT_ONCE):
-                batch = self._names.get(np.arange(start, min(start + _NAMES_AT_ONCE, len(self._names))))
+            for start in range(0, self._names.size, _NAMES_AT_ONCE):
+                batch = self._names.store.get(np.arange(start, min(start + _NAMES_AT_ONCE, self._names.size)))
                 with other._lock:
-                    found = other._find(batch, other._keys(batch))
+                    found = other._names.find(batch, other._names.keys(batch))
                 piece = rows[self.oov_buckets + start :][: len(found)]
                 piece[...] = np.where(found == NONE, UNKNOWN, found + other.oov_buckets)
             rows[free] = UNKNOWN
@@ -452,9 +451,9 @@ class Vocabulary:
             if outside.any():
                 raise ConfigError(f"vocabulary: row {wanted[outside][0]} is outside of its {self.rows} rows.")
             numbers = wanted - self.oov_buckets
-            is_name = (numbers >= 0) & ~np.isin(numbers, self._free)
-            batch = self._names.get(np.where(is_name, numbers, 0)) if is_name.any() else None
-        return [self._names.item(batch, at) if named else None for at, named in enumerate(is_name.tolist())]
+            is_name = (numbers >= 0) & ~np.isin(numbers, self._names.free)
+            batch = self._names.store.get(np.where(is_name, numbers, 0)) if is_name.any() else None
+        return [self._names.store.item(batch, at) if named else None for at, named in enumerate(is_name.tolist())]
 
     def get_vocabulary(self) -> list[Any]:
         """Return the names of all rows as Keras does: str or int, buckets included. A free row has None.
@@ -463,7 +462,7 @@ class Vocabulary:
             ConfigError: a name is not UTF-8, so that it is no str.
         """
         names = self.names(np.arange(self.oov_buckets, self.rows))
-        return [self._names.oov_name] * self.oov_buckets + [_text(name) for name in names]
+        return [self._names.store.oov_name] * self.oov_buckets + [_text(name) for name in names]
 
     def has(self, name: Any) -> bool:
         """Return True if `name` is one of the names."""
@@ -484,17 +483,17 @@ class Vocabulary:
     @property
     def salt(self) -> bytes:
         """Return what is put before each name when it is hashed. It is chosen so that no two names have one fingerprint."""
-        return salt_text(self._salt)
+        return salt_text(self._names.salt)
 
     @property
     def salt_number(self) -> int:
         """Return the number that `salt_text` makes `salt` of."""
-        return self._salt
+        return self._names.salt
 
     @property
     def keys(self) -> _Integers:
         """Return the keys of the index, int64 [buckets, WAYS]. The result is no copy."""
-        return self._index.keys
+        return self._names.index.keys
 
     @property
     def numbers(self) -> npt.NDArray[np.int32]:
@@ -502,12 +501,12 @@ class Vocabulary:
 
         The row of a name is `oov_buckets` more than its number.
         """
-        return self._index.rows
+        return self._names.index.rows
 
     def snapshot(self) -> tuple[int, _Integers, npt.NDArray[np.int32]]:
         """Return salt_number, keys and numbers of one moment. The arrays are copies."""
         with self._lock:
-            return self._salt, self._index.keys.copy(), self._index.rows.copy()
+            return self._names.salt, self._names.index.keys.copy(), self._names.index.rows.copy()
 
     def watch(self, follower: "Follower", table: str, rows: int) -> None:
         """Call `follower` after names were added, evicted or replaced. The vocabulary does not keep it in memory.
@@ -628,23 +627,24 @@ class Vocabulary:
     def _saved(self, copy: bool = False) -> SavedNames:
         """Return all of it: views, or, with `copy`, what later changes leave as it is."""
         alive: Any = slice(None)
-        if len(self._free) or copy:
-            alive = np.setdiff1d(np.arange(len(self._names)), self._free, assume_unique=True)
+        free = self._names.free
+        if len(free) or copy:
+            alive = np.setdiff1d(np.arange(self._names.size), free, assume_unique=True)
         seen = self._sightings
         counts, last_seen = (seen.counts[alive], seen.last_seen[alive]) if self.grows else (None, None)
-        names = self._names.get(alive)
-        return SavedNames(self.options(), names, self._free, seen.update, counts, last_seen)
+        names = self._names.store.get(alive)
+        return SavedNames(self.options(), names, free, seen.update, counts, last_seen)
 
     def _load(self, saved: SavedNames, is_own: bool) -> None:
         """Fill it, which has no names, with those of `saved`, whose arrays are its own, or are copied."""
         self._sightings.update = saved.update
         size = len(saved.names) + len(saved.free)
         self._fill(saved.names, None if is_own and not len(saved.free) else saved.numbers(), size)
-        self._free = saved.free
+        self._names.free = saved.free
         if self.grows and saved.counts is not None and saved.last_seen is not None:
             self._sightings.put(saved.numbers(), saved.counts, saved.last_seen)
         if self.grows:
-            self._sightings.forget(self._free)
+            self._sightings.forget(saved.free)
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -653,26 +653,16 @@ class Vocabulary:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock(), _followers=[])
 
-    # ---- names, numbers and keys
+    # ---- numbers and rows
 
     def _clear(self) -> None:
-        self._names = names_of(self.dtype)
-        self._sightings = Sightings()
-        self._index = Index()
-        self._salt = 0
-        self._free = np.zeros(0, np.int64)
-        self._sketch = None
+        self._names, self._sightings, self._sketch = NumberedNames(self.dtype), Sightings(), None
 
-    def _keys(self, batch: Batch) -> _Integers:
-        return self._names.keys(batch, self.salt)
-
-    def _find(self, batch: Batch, keys: _Integers) -> _Integers:
-        """Return the number of each name; NONE if it is unknown."""
-        found = self._index.find(keys)
-        hits = np.flatnonzero(found != NONE)
-        other = hits[~self._names.equal(self._names.take(batch, hits), self._names.get(found[hits]))]
-        found[other] = NONE
-        return found
+    def _fill(self, batch: Batch, numbers: npt.NDArray[Any] | None = None, size: int = 0) -> None:
+        """Give names numbers, see `NumberedNames.fill`."""
+        count = self._names.fill(batch, numbers, size)
+        if self.grows:
+            self._sightings.extend(count)
 
     def _rows(self, batch: Batch, numbers: _Integers, padded: bool) -> _Integers:
         """Return the row of each name whose number is known or NONE."""
@@ -680,48 +670,11 @@ class Vocabulary:
         rows = numbers + self.oov_buckets
         rows[unknown] = UNKNOWN
         if self.oov_buckets and len(unknown):
-            rows[unknown] = self._names.buckets(self._names.take(batch, unknown), self.oov_buckets, self.oov_key)
+            store = self._names.store
+            rows[unknown] = store.buckets(store.take(batch, unknown), self.oov_buckets, self.oov_key)
         if padded:
-            rows[self._names.is_padding(batch)] = PADDING
+            rows[self._names.store.is_padding(batch)] = PADDING
         return rows
-
-    def _fill(self, batch: Batch, numbers: npt.NDArray[Any] | None = None, size: int = 0) -> None:
-        """Give names the numbers 0, 1, 2 and so on, or `numbers` of `size` ones. There are no names yet.
-
-        Without `numbers` the arrays of the batch are kept.
-
-        Raises:
-            ConfigError: a name is there twice, or there are too many.
-        """
-        count = len(batch) if numbers is None else max(len(batch), size)
-        if count > MOST_NAMES:
-            raise _too_many(count)
-        keys = self._keys(batch)
-        is_unique = self._refuse_repeated(batch, keys)
-        if numbers is None:
-            self._names.replace(batch)
-            numbers = np.arange(count, dtype=np.int32)
-        else:
-            self._names.put(numbers, batch, count)
-        if self.grows:
-            self._sightings.extend(count)
-        if is_unique:
-            self._index.add(keys, numbers.astype(np.int32, copy=False))
-        else:
-            self._choose_salt(numbers)
-
-    def _refuse_repeated(self, batch: Batch, keys: _Integers) -> bool:
-        """Return True if all keys are different. Raises ConfigError if a name is there twice."""
-        twice = _repeated(keys)
-        if not len(twice):
-            return True
-        places: dict[Any, int] = {}
-        for place in np.flatnonzero(np.isin(keys, twice)).tolist():
-            name = self._names.item(batch, place)
-            if name in places:
-                raise ConfigError(f"vocabulary: name {name!r} is at {places[name]} and at {place}. Remove one.")
-            places[name] = place
-        return False
 
     def _admit(
         self, batch: Batch, keys: _Integers, found: _Integers, missing: _Integers, room: int, least: int
@@ -735,11 +688,11 @@ class Vocabulary:
             room: numbers are lower.
             least: how often a name has to be seen.
         """
-        free = self._free[: np.searchsorted(self._free, room)]
-        if not len(missing) or (not len(free) and len(self._names) >= room):
+        if not len(missing) or not self._names.has_room(room):
             return
-        new, new_keys = self._names.take(batch, missing), keys[missing]
-        order, first = _numbered(self._names, new, new_keys)
+        store = self._names.store
+        new, new_keys = store.take(batch, missing), keys[missing]
+        order, first = self._names.different(new, new_keys)
         chosen, before = np.arange(len(first)), np.zeros(len(first), np.int64)
         if least > 1:
             self._sketch = self._sketch or Sketch()
@@ -747,50 +700,19 @@ class Vocabulary:
             counts = self._sketch.count(new_keys[first], times)
             before = np.maximum(counts - times, 0)
             chosen = np.flatnonzero(counts >= least)
-        free = free[: len(chosen)]
-        rest = min(len(chosen) - len(free), max(room - len(self._names), 0))
-        numbers = np.concatenate([free, np.arange(len(self._names), len(self._names) + rest)])
+        numbers = self._names.unused(len(chosen), room)
         chosen = chosen[: len(numbers)]
-        self._give(self._names.take(new, first[chosen]), new_keys[first[chosen]], numbers, before[chosen])
-        self._free = self._free[len(free) :]
+        self._names.give(store.take(new, first[chosen]), new_keys[first[chosen]], numbers)
+        if self.grows:
+            self._sightings.extend(self._names.size)
+            self._sightings.put(numbers, before[chosen], self._sightings.update)
         given = np.full(len(first), NONE, np.int64)
         given[chosen] = numbers
         found[missing] = given[order]
 
-    def _give(self, batch: Batch, keys: _Integers, numbers: _Integers, counts: _Integers) -> None:
-        """Give numbers without a name to names that are new and all different, which were seen `counts` times before."""
-        if not len(numbers):
-            return
-        self._names.put(numbers, batch)
-        if self.grows:
-            self._sightings.extend(len(self._names))
-            self._sightings.put(numbers, counts, self._sightings.update)
-        if len(_repeated(keys)) or (self._index.find(keys) != NONE).any():
-            before = self._index.rows[self._index.rows != NONE].astype(np.int64)
-            self._choose_salt(np.union1d(before, numbers))
-        else:
-            self._index.add(keys, numbers.astype(np.int32))
-
-    def _choose_salt(self, numbers: npt.NDArray[Any]) -> None:
-        """Make the index anew with other fingerprints: two names had the same one. `numbers` are all that have a name."""
-        batch = self._names.get(numbers)
-        for salt in range(self._salt + 1, self._salt + _MOST_SALTS):
-            self._salt = salt
-            keys = self._keys(batch)
-            if not len(_repeated(keys)):
-                self._index = Index()
-                self._index.add(keys, numbers.astype(np.int32, copy=False))
-                return
-        raise ConfigError("vocabulary: its names were made to have equal hashes. Use integers of your own hash.")
-
     def _check_grows(self, method: str) -> None:
         if not self.grows:
             raise ConfigError(f"vocabulary: {method} is for a vocabulary that grows. Make it with grows=True.")
-
-
-def salt_text(number: int) -> bytes:
-    """Return the text before each name when it is hashed, of a salt's number. Number 0 has none."""
-    return str(number).encode() + b"\0" if number else b""
 
 
 def _check_count(what: str, value: Any, least: int, most: int | None = None) -> None:
@@ -809,29 +731,6 @@ def _check_key(key: Any, dtype: str, oov_buckets: int) -> None:
             f"vocabulary: oov_key is for the buckets of strings. This one has {dtype} names and oov_buckets={oov_buckets}. Leave "
             "oov_key out."
         )
-
-
-def _too_many(count: int) -> ConfigError:
-    return ConfigError(f"vocabulary: {count} names are more than {MOST_NAMES}. Use several tables.")
-
-
-def _repeated(keys: _Integers) -> _Integers:
-    """Return the keys that are there twice or more."""
-    ordered = np.sort(keys)
-    return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-
-
-def _numbered(names: NameStore, batch: Batch, keys: _Integers) -> tuple[_Integers, _Integers]:
-    """Return the number of each name among the different ones, by first place, and that first place of each."""
-    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    if not names.equal(batch, names.take(batch, first[inverse])).all():  # two names with one key
-        seen: dict[Any, int] = {}
-        keys = np.array([seen.setdefault(names.item(batch, index), len(seen)) for index in range(len(keys))], np.int64)
-        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    return rank[inverse], first[order]
 
 
 def _names_in(element: Any) -> Any:

@@ -300,7 +300,7 @@ def test_the_bytes_of_evicted_names_are_given_back() -> None:
         assert mine.grow(names, room=20, update=turn).tolist() == list(range(20))
         assert len(mine.evict(not_seen_for=1, update=turn + 1)) == 20
     assert len(mine.to_bytes()) < 1000
-    assert len(mine._names._data) < 100_000  # type: ignore[attr-defined]
+    assert len(mine._names.store._data) < 100_000  # type: ignore[attr-defined]
 
 
 def test_a_new_name_with_the_hash_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_a_new_name_with_the_hash_of_another(monkeypatch: pytest.MonkeyPatch) ->
         mine.grow(words, room=ROOM, update=turn)
         assert mine.evict(not_seen_for=2).tolist() == expected.evict(2, None)
         check(mine, expected, words)
-    assert mine._salt > 0
+    assert mine._names.salt > 0
 
 
 def test_a_sketch_is_never_too_low() -> None:

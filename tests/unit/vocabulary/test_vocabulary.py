@@ -139,7 +139,7 @@ def test_names_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch)
     for start in range(0, 60, 7):
         names = words[start : start + 7] * 2
         assert mine.add(names).tolist() == expected.add(names)
-    assert mine._salt > 0
+    assert mine._names.salt > 0
     assert mine.lookup(words).tolist() == expected.lookup(words)
     others = [f"other {index}" for index in range(2000)]
     assert mine.lookup(others).tolist() == [UNKNOWN] * 2000
