@@ -114,6 +114,8 @@ class NativeSearch:
     def search(self, queries: Array, k: int, wanted: Array | None = None) -> tuple[Array, Array]:
         """Return scores, float32 [batch, k], and places, int64 [batch, k], of the best candidates; -infinity and -1 for none.
 
+        A query whose partitions have fewer than `k` candidates that pass is compared with all.
+
         Args:
             queries: float32 [batch, dim], finite: the vectors that the signature `query` returns.
             k: how many.
@@ -122,8 +124,9 @@ class NativeSearch:
         queries = np.ascontiguousarray(queries, np.float32)
         batch = len(queries)
         scores, places = np.empty((batch, k), np.float32), np.empty((batch, k), np.int64)
+        everything = np.array([[0, self._count]])
         if self.entry.index == "exact":
-            search_ranges(self._index, queries, wanted, np.array([[0, self._count]]), scores, places)
+            search_ranges(self._index, queries, wanted, everything, scores, places)
         else:
             order = np.argpartition(-(queries @ self._centroids.T), self.entry.nprobe - 1, 1)[:, : self.entry.nprobe]
             ranges = np.stack([self._first_rows[order], self._first_rows[order + 1]], 2)
@@ -131,6 +134,8 @@ class NativeSearch:
                 one = slice(number, number + 1)
                 some = None if wanted is None else wanted[one]
                 search_ranges(self._index, queries[one], some, ranges[number], scores[one], places[one])
+                if places[number, -1] < 0 and self.entry.nprobe < self.entry.partitions:
+                    search_ranges(self._index, queries[one], some, everything, scores[one], places[one])
         if not self._fresh_count:
             return scores, places
         others = np.empty_like(scores), np.empty_like(places)

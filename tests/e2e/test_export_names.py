@@ -237,7 +237,7 @@ def test_the_c_api_finds_names(tmp_path: Path) -> None:
 
 def test_a_salt_is_used(tmp_path: Path) -> None:
     vocabulary = Vocabulary(STRINGS)
-    vocabulary._choose_salt(np.arange(len(STRINGS)))
+    vocabulary._names._choose_salt(np.arange(len(STRINGS)))
     assert vocabulary.salt
     values = random_table(ROWS, DIM)
     version = export(tmp_path, values, config(vocabulary, "zeros"), layout="mmap")

@@ -176,3 +176,42 @@ def test_too_many_changes_make_a_full_version_with_partitions_of_its_own(tmp_pat
     with pytest.warns(UserWarning, match="Writing a full version"):  # the recall of another k is another one
         version = life.export(tmp_path / "m", index="ivf", base="latest", min_recall=0.5, metric="cosine")
     assert Manifest.read(version).retrieval.metric == "cosine"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("layout", ["variables", "mmap"])
+def test_a_filter_leaves_as_many_as_pass(tmp_path: Path, layout: str) -> None:
+    random, count = np.random.default_rng(7), 6000
+    vectors = random.standard_normal((count, DIM)).astype(np.float32)
+    tags = np.zeros(count, np.uint64)
+    rare = {1: random.choice(count, 4, replace=False), 2: random.choice(count, 40, replace=False)}
+    for bit, numbers in rare.items():
+        tags[numbers] |= bit
+    model = query()
+    users = random.standard_normal((USERS, DIM)).astype(np.float32)
+    next(iter(model.layers[1].embedding_tables.values())).assign(users)
+    prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    options: dict[str, Any] = {"query": query, "tags": tags, "k": K, "layout": layout, "index": "ivf"}
+    version = export_retrieval(prefix, tmp_path / "m", candidates=vectors, min_recall=0.01, **options).path
+    assert Manifest.read(version).retrieval.nprobe < Manifest.read(version).retrieval.partitions  # type: ignore[union-attr]
+    wanted = np.arange(USERS, dtype=np.uint64) % 4
+    scores = users @ vectors.T
+    exclude = np.argsort(-np.where(tags[None] & 2, scores, -np.inf), 1)[:, :2]
+    passes = (tags[None] & wanted[:, None]) == wanted[:, None]
+    np.put_along_axis(passes, exclude, False, 1)
+    inputs = {"user": np.arange(USERS), "exclude": exclude, "require_tags": wanted}
+    with contextlib.closing(runtime.load(version, options=runtime.RunOptions(lookups="native"))) as server:
+        answers = capi.predict(version, inputs, signature="filtered"), answer(server, "filtered", inputs)
+    for found in answers:
+        for user in range(USERS):
+            ids = found["ids"][user][: min(K, passes[user].sum())]
+            assert passes[user][ids].all()
+            assert len({*ids.tolist()}) == len(ids), "none is there twice"
+            assert (found["ids"][user][len(ids) :] == -1).all()
+            if passes[user].sum() <= K + 2:  # too few in the partitions that are read: all are compared
+                np.testing.assert_allclose(
+                    found["scores"][user][: len(ids)],
+                    -np.sort(-scores[user][passes[user]])[: len(ids)],
+                    rtol=1e-4,
+                    atol=1e-5,
+                )
+    np.testing.assert_allclose(answers[0]["scores"], answers[1]["scores"], rtol=1e-4, atol=1e-5)

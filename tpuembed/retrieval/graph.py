@@ -1,6 +1,7 @@
 """The graph of a retrieval: the query's model, and the search of the index that its vector is looked up in."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -166,17 +167,17 @@ class RetrievalModel(ExportableModel):
                 return found
             return found & have(tf.gather(tags, places) if tags is not None else tf.zeros([1], tf.int64), wanted)
 
-        def all_pass(first: Tensor, size: Tensor) -> Tensor:
+        def all_pass(first: Tensor, size: Tensor, wanted: Tensor | None = require) -> Tensor:
             """Return whether the rows from `first` on, a multiple of 32, may be found."""
             found = (tf.slice(ids, [first], [size]) != -1)[None]
             if replaced:
                 words = tf.slice(replaced[1], [first // 32], [size // 32])
                 bits = tf.bitwise.right_shift(words[:, None], tf.range(32, dtype=tf.int64))
                 found &= tf.reshape(tf.bitwise.bitwise_and(bits, 1) == 0, [1, size])
-            if require is None:
+            if wanted is None:
                 return found
             some = tf.zeros([1], tf.int64) if tags is None else tf.slice(tags, [first], [size])
-            return found & have(some[None], require[:, None])
+            return found & have(some[None], wanted[:, None])
 
         def some_pass(places: Tensor, number: Tensor) -> Tensor:
             found = pass_at(places, None if require is None else require[number])
@@ -186,17 +187,27 @@ class RetrievalModel(ExportableModel):
                 found &= tf.bitwise.bitwise_and(bits, 1) == 0
             return found
 
+        rows = lambda first, size: codec.decode_in_graph(tf.slice(stored, [first, 0], [size, columns]), plan.dim)  # noqa: E731
         if entry.index == "exact":
-            rows = lambda first, size: codec.decode_in_graph(tf.slice(stored, [first, 0], [size, columns]), plan.dim)  # noqa: E731
             scores, places = search_all(vectors, rows, count, all_pass, k)
         else:
             in_blocks = tf.reshape(stored, [count // BLOCK_ROWS, BLOCK_ROWS * columns])
             blocks = lambda chosen: codec.decode_in_graph(  # noqa: E731
                 tf.reshape(tf.gather(in_blocks, chosen), [-1, columns]), plan.dim
             )
+
+            def search_all_for(number: Tensor) -> tuple[Tensor, Tensor]:
+                wanted = None if require is None else require[number][None]
+                found, at = search_all(
+                    vectors[number][None], rows, count, functools.partial(all_pass, wanted=wanted), k
+                )
+                return found[0], at[0]
+
             probes = tf.constant(entry.nprobe, tf.int32, name=PROBES)
             centroids, first_blocks = (self._arrays[name].read_value() for name in ("centroids", "first_blocks"))
-            scores, places = search_partitions(vectors, centroids, first_blocks, blocks, some_pass, probes, k)
+            scores, places = search_partitions(
+                vectors, centroids, first_blocks, blocks, some_pass, probes, k, search_all_for
+            )
         if plan.overlay is None:
             return scores, places
         fresh = self._arrays["fresh"].read_value()

@@ -85,10 +85,12 @@ def search_partitions(
     passes: Callable[[Tensor, Tensor], Tensor],
     probes: Tensor,
     k: Tensor,
+    search_all_for: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return scores and places of the `k` best rows of the `probes` partitions that are nearest to each query.
 
-    Queries are searched one after the other, so that the memory does not grow with the batch.
+    Queries are searched one after the other, so that the memory does not grow with the batch. A query for which these partitions
+    have fewer than `k` rows that pass is compared with all rows.
 
     Args:
         queries: float32 [batch, dim].
@@ -98,6 +100,8 @@ def search_partitions(
         passes: (places, int64 [n]; the number of the query) -> bool [n]: which rows may be found.
         probes: int32.
         k: how many, int32.
+        search_all_for: returns scores [k] and places [k] of the best of all rows for the query of a number. None if any `probes`
+            partitions have `k` rows.
     """
     nearest = tf.math.top_k(tf.matmul(queries, centroids, transpose_b=True), probes).indices
 
@@ -109,8 +113,11 @@ def search_partitions(
         places = tf.reshape(chosen[:, None] * BLOCK_ROWS + tf.range(BLOCK_ROWS, dtype=tf.int64), [-1])
         scores = tf.where(passes(places, number) & (scores > _LOWEST), scores, _LOWEST)  # nor NaN
         found, at = best(scores[None], k)
-        places = tf.concat([places, [0]], 0)  # there may be no row at all
-        return found[0], tf.gather(places, at[0])
+        places = tf.gather(tf.concat([places, [0]], 0), at[0])  # there may be no row at all
+        if search_all_for is None:
+            return found[0], places
+        is_enough = tf.reduce_all(found > _LOWEST) | tf.equal(probes, tf.shape(centroids)[0])
+        return tf.cond(is_enough, lambda: (found[0], places), lambda: search_all_for(number))
 
     batch = tf.shape(queries)[0]
     # TensorArray.stack fails on no elements of an unknown shape, so an empty batch searches once for nothing.

@@ -1,0 +1,56 @@
+"""The content and origin of an export: the contract between exporter and server, free of TensorFlow.
+
+The manifest is at `<version>/assets.extra/tpuembed.json`; TensorFlow Serving ignores that folder.
+"""
+
+from tpuembed.manifest.entries import (
+    LAYOUTS,
+    STORAGE_TYPES,
+    ActivationEntry,
+    ArrayEntry,
+    BaseEntry,
+    FeatureEntry,
+    FileEntry,
+    FromActivations,
+    HistoryEntry,
+    NamesEntry,
+    OverlayEntry,
+    PackedInput,
+    PackedOutput,
+    Packing,
+    QuantizationEntry,
+    RetrievalEntry,
+    StackEntry,
+    TableEntry,
+    TensorSpec,
+    VocabularyEntry,
+)
+from tpuembed.manifest.manifest import LOOKUP_SCOPE, MANIFEST_PATH, NAMES_FOLDER, Folder, Manifest
+
+__all__ = [
+    "LAYOUTS",
+    "LOOKUP_SCOPE",
+    "MANIFEST_PATH",
+    "NAMES_FOLDER",
+    "STORAGE_TYPES",
+    "ActivationEntry",
+    "ArrayEntry",
+    "BaseEntry",
+    "FeatureEntry",
+    "FileEntry",
+    "Folder",
+    "FromActivations",
+    "HistoryEntry",
+    "Manifest",
+    "NamesEntry",
+    "OverlayEntry",
+    "PackedInput",
+    "PackedOutput",
+    "Packing",
+    "QuantizationEntry",
+    "RetrievalEntry",
+    "StackEntry",
+    "TableEntry",
+    "TensorSpec",
+    "VocabularyEntry",
+]
