@@ -76,6 +76,42 @@ def best(queries: Array, vectors: Array, k: int, passes: Array | None = None) ->
     return np.where(found > -np.inf, order, -1), found
 
 
+def test_a_tower_may_have_inputs_called_id_and_tags(tmp_path: Path) -> None:
+    def items() -> Any:
+        inputs = {
+            "id": keras.Input((), dtype="int64", name="id"),
+            "tags": keras.Input((None,), dtype="string", ragged=True, name="tags"),
+        }
+        table, names = TableConfig(20, DIM, "items"), Vocabulary(["a", "b"])
+        features = {
+            "id": FeatureConfig(table),
+            "tags": FeatureConfig(TableConfig(2, DIM, "tags", combiner="sum"), vocabulary=names),
+        }
+        rows = TPUEmbedding(features, name="of_items")(inputs)
+        tower_of = keras.Model(inputs, keras.layers.Add()([rows["id"], rows["tags"]]))
+        words = tf.ragged.constant([["a"] * (n % 3) + ["b"] * (n % 2) for n in range(20)])
+        batch = {"id": tf.range(20, dtype=tf.int64), "tags": words}
+        return tower_of, [batch, {**batch, "candidate_id": tf.range(100, 120), "candidate_tags": tf.range(20)}]
+
+    def part(number: int) -> Any:
+        tower_of, batches = items()
+        return tower_of, batches[number : number + 1]
+
+    model = items()[0]
+    prefix = tf.train.Checkpoint(query=query(), items=model).write(str(tmp_path / "ckpt"))
+    vectors = model.predict({name: items()[1][0][name] for name in ("id", "tags")}, verbose=0)
+    for number, (first, has_tags) in enumerate([(0, False), (100, True)]):
+        version = export_retrieval(
+            prefix, tmp_path / str(number), query=query, candidates=lambda number=number: part(number), k=3
+        ).path
+        assert entry_of(version).has_tags == has_tags
+        found = capi.predict(version, {"user": np.arange(3)})
+        loaded = (
+            tf.saved_model.load(str(version)).signatures["query"](user=tf.range(3, dtype=tf.int64))["query"].numpy()
+        )
+        np.testing.assert_array_equal(found["ids"], best(loaded, vectors, 3)[0] + first)
+
+
 @pytest.mark.parametrize("index", ["exact", "ivf"])
 def test_a_query_that_is_nan_finds_none(trained: Trained, tmp_path: Path, index: str) -> None:
     def scaled() -> keras.Model:

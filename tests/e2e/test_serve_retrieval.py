@@ -73,7 +73,7 @@ def test_rest_takes_exclusions_and_tags(server: ServerProcess) -> None:
     for user in range(USERS):
         tags = int(RANDOM.choice([0, 1, 2, 3, 1 << 63, 4]))
         out = best(user)[0][: user % 4]
-        exclude = [*out, "unknown", *[""] * 5][:5]
+        exclude = [*out, "unknown", *[""] * (user % 3)] if user % 5 else out  # rows of different lengths
         asked.append({"user": user, "exclude": exclude, "require_tags": tags})
         passes = ((TAGS & np.uint64(tags)) == tags) & ~np.isin(NAMES, out)
         wanted.append(best(user, passes))

@@ -278,6 +278,9 @@ def of_tower(
 ) -> Iterator[CandidateBatch]:
     """Yield what `tower` makes of the elements of `dataset`: dicts of its inputs, and `id`, and perhaps `tags`.
 
+    If the tower has inputs of these names, the keys of candidates are `candidate_id` and `candidate_tags`. Without a
+    `candidate_id`, an input `id` is the id too.
+
     Args:
         tower: a `Tower`.
         dataset: the elements.
@@ -292,11 +295,12 @@ def of_tower(
         vectors = vectors_of()
         if kept is not None and is_new:
             kept.add(digest, vectors)
-        return CandidateBatch(vectors, _ids("id", element["id"]), _tags(element.get("tags")))
+        tags = element.get("candidate_tags", None if "tags" in tower.input_names else element.get("tags"))
+        return CandidateBatch(vectors, _ids("id", element.get("candidate_id", element.get("id"))), _tags(tags))
 
     with contextlib.ExitStack() as stack:
         for number, element in enumerate(dataset):
-            if not isinstance(element, Mapping) or "id" not in element:
+            if not isinstance(element, Mapping) or not element.keys() & {"id", "candidate_id"}:
                 raise ConfigError(
                     f"candidates: element {number} of the dataset must be a dict with the model's inputs and 'id', got "
                     f"{sorted(element) if isinstance(element, Mapping) else type(element).__name__}. Add the ids of the batch."

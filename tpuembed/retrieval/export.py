@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
-from tpuembed.errors import ConfigError, reason
+from tpuembed.errors import ConfigError, ExportError, reason, warn
 from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.options import BaseOption, ExportOptions
 from tpuembed.export.overlay.base import find_base
@@ -87,7 +87,7 @@ def export_retrieval(
             "MODULE:FACTORY". Weights of the checkpoint that the tower does not have are left out.
         candidates: "table:NAME" for the rows of a table of the checkpoint. Or an array [n, dim], or the path of a .npy file. Or a
             function, or "MODULE:FACTORY", that returns (the candidates' tower, a dataset of batches): dicts of the tower's inputs,
-            `id` and perhaps `tags`.
+            `id` and perhaps `tags`. For a tower with inputs of these names they may be called `candidate_id` and `candidate_tags`.
         k: how many candidates a request gets.
         index: "exact" compares a query with all candidates. "ivf" compares it with those in the partitions that are nearest to
             it. "auto" is "ivf" for more than 200,000 candidates.
@@ -144,7 +144,15 @@ def export_retrieval(
                 )
             return joined(made)
 
-        base = _base_of(model_dir, chosen.base, lambda entry: _fits(entry, found, k, index, metric, min_recall))
+        base = _base_of(model_dir, chosen.base, lambda entry: _unlike(entry, found, k, index, metric, min_recall))
+        if isinstance(base, str):
+            if chosen.delta_to is not None:
+                raise ExportError(
+                    f"delta_to {chosen.delta_to}: {base}, and a package is an overlay. Export a full version, and copy it to the "
+                    "servers."
+                )
+            warn(f"base {chosen.base}: {base}. Writing a full version.")
+            chosen, base = dataclasses.replace(chosen, base=None, max_overlay=None), None
         tables, request, streamed = anew() if base is None else joined(_Index.on(base, found, k))
         return run_export(
             tables,
@@ -158,21 +166,30 @@ def export_retrieval(
 
 
 def _base_of(
-    model_dir: str | FilePath, base: BaseOption | None, fits: Callable[[RetrievalEntry], bool]
-) -> OpenedRetrieval | None:
-    """Return the retrieval that the export is an overlay of; None if there is none that fits."""
+    model_dir: str | FilePath, base: BaseOption | None, unlike: Callable[[RetrievalEntry], str]
+) -> OpenedRetrieval | str | None:
+    """Return the retrieval that the export is an overlay of, or why it cannot be one. None if there is no base with candidates."""
     path = as_path(model_dir)
     found = find_base(path, base) if base is not None and isinstance(path, Path) else ""
-    if isinstance(found, str) or found.manifest.retrieval is None or not fits(found.manifest.retrieval):
+    if isinstance(found, str) or found.manifest.retrieval is None:
         return None
+    if reason := unlike(found.manifest.retrieval):
+        return reason
     with open_retrieval(found.path) as opened:
         return opened
 
 
-def _fits(entry: RetrievalEntry, found: Candidates, k: int, index: str, metric: str, min_recall: float | None) -> bool:
-    """Return whether the candidates can keep their places, and the partitions what was measured of them."""
-    same = entry.metric == metric and entry.ids == found.dtype and index in ("auto", entry.index)
-    return same and (entry.index == "exact" or (entry.k == k and min_recall in (None, entry.min_recall)))
+def _unlike(entry: RetrievalEntry, found: Candidates, k: int, index: str, metric: str, min_recall: float | None) -> str:
+    """Return "" if candidates keep their places, and partitions what was measured of them. Else return what differs."""
+    pairs: list[tuple[str, Any, Any]] = [
+        ("metric", entry.metric, metric),
+        ("type of ids", entry.ids, found.dtype),
+        ("index", entry.index, entry.index if index == "auto" else index),
+    ]
+    if entry.index == "ivf":
+        wanted = entry.min_recall if min_recall is None else min_recall
+        pairs += [("k", entry.k, k), ("min_recall", entry.min_recall, wanted)]
+    return next((f"its {what} is {old}, and that of the export is {new}" for what, old, new in pairs if old != new), "")
 
 
 @contextlib.contextmanager

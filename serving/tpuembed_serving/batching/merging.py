@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tpuembed.manifest import FeatureEntry, Manifest
+from tpuembed.native_search import EXCLUDE
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.servable import IdRange, Merging, Signature
 
@@ -57,11 +58,15 @@ def with_padding(signature: Signature, manifest: Manifest | None) -> Signature:
 
     For a whole model, this does not allow to batch requests of different widths: a model may depend on the width.
     """
-    if manifest is None or signature.name != "serving_default":
+    if manifest is None:
+        return signature
+    if manifest.retrieval is None and signature.name != "serving_default":
         return signature
     features = {feature.name: feature for feature in manifest.features}
     weights = {f"{feature.name}_weights": feature for feature in manifest.features if feature.weighted}
     of_models = {name: math.nan if value == "NaN" else value for name, value in manifest.padding.items()}
+    if manifest.retrieval is not None and signature.name == "filtered":
+        of_models[EXCLUDE] = _PADDING if manifest.retrieval.ids == "int64" else ""
     padding = tuple(
         of_models.get(info.alias, _padding(features.get(info.alias), weights.get(info.alias)))
         for info in signature.inputs
