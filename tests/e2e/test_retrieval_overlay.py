@@ -14,6 +14,7 @@ from tests.support import capi
 from tests.support.export.retrieval import user_tower
 from tpuembed import apply_package, compact_version, export_retrieval
 from tpuembed.checkpoint.tools import verify_files
+from tpuembed.errors import ExportError
 from tpuembed.manifest import Manifest
 from tpuembed.retrieval import measure_recall, write_vectors
 from tpuembed_serving.tensorflow import session as runtime
@@ -173,9 +174,20 @@ def test_too_many_changes_make_a_full_version_with_partitions_of_its_own(tmp_pat
     assert manifest.base is None
     assert manifest.retrieval.partitions == 5
     life.check(version, is_exact=False)
-    with pytest.warns(UserWarning, match="Writing a full version"):  # the recall of another k is another one
-        version = life.export(tmp_path / "m", index="ivf", base="latest", min_recall=0.5, metric="cosine")
-    assert Manifest.read(version).retrieval.metric == "cosine"  # type: ignore[union-attr]
+    overlay: dict[str, Any] = {"base": "latest", "max_overlay": 9.0}
+    for options, what in (
+        ({"metric": "cosine"}, "metric is dot"),
+        ({"min_recall": 0.5}, "min_recall is 1"),
+        ({"index": "exact"}, "index is ivf"),
+    ):
+        with pytest.warns(UserWarning, match=f"its {what}.*, and that of the export is .*Writing a full version"):
+            version = life.export(tmp_path / "m", **{"index": "ivf", "min_recall": 1, **overlay, **options})
+        manifest = Manifest.read(version)
+        assert manifest is not None
+        assert manifest.base is None
+        shutil.rmtree(version)
+    with pytest.raises(ExportError, match="its metric is dot, and that of the export is cosine"):
+        life.export(tmp_path / "m", index="ivf", metric="cosine", base="latest", delta_to=tmp_path / "deltas")
 
 
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
