@@ -344,7 +344,10 @@ class ScaNN(_Indexed):
         del training_iterations, dimensions_per_block, num_reordering_candidates, parallelize_batch_searches
         super().__init__(query_model, k, name)
         if distance_measure != "dot_product":
-            raise ConfigError(f'ScaNN: distance_measure must be "dot_product", got {distance_measure!r}.')
+            raise ConfigError(
+                f'ScaNN: distance_measure must be "dot_product", got {distance_measure!r}. For cosines, divide the vectors by '
+                "their lengths."
+            )
         check_count("num_leaves", num_leaves)
         check_count("num_leaves_to_search", num_leaves_to_search)
         self._leaves, self._searched = num_leaves, min(num_leaves, num_leaves_to_search)

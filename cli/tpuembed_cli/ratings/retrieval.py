@@ -39,6 +39,7 @@ class RetrievalResult:
     """The results of the demo. Accuracies are the shares of test ratings whose movie is among the user's best k, by k."""
 
     ratings: str
+    movies: int
     loss: list[float]
     accuracy: dict[int, float]
     served_accuracy: dict[int, float]
@@ -163,6 +164,7 @@ def run_retrieval(ratings: Ratings, origin: str, out: Path, epochs: int, say: Ca
     rows = np.searchsorted(asked, test.users)
     return RetrievalResult(
         ratings=f"{len(ratings)} ({origin})",
+        movies=len(movies),
         loss=loss,
         accuracy=accuracy,
         served_accuracy={k: float((best[rows, :k] == test.items[:, None]).any(1).mean()) for k in _KS},

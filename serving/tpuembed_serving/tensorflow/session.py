@@ -157,7 +157,8 @@ class SavedModelServable:
         # Exports that are older than the proof have no marks in their graphs. Their manifest says that they are lookups.
         is_older = self._manifest is not None and bool(self._manifest.features) and not self._has_marks()
         is_proven = verdict.is_proven or is_older
-        if not is_proven and signature.inputs:
+        is_search = self._manifest is not None and self._manifest.retrieval is not None  # a loop over the queries
+        if not is_proven and signature.inputs and not is_search:
             text = "%s: signature %s: requests are not batched: %s. Give --enable-batching to batch them anyway"
             logger.warning(text, self._where, signature.name, verdict.reason, extra=ONCE)
         return find_merging(
