@@ -12,11 +12,13 @@ import tensorflow as tf
 
 from tests.support import capi
 from tests.support.export.retrieval import user_tower
+from tests.support.messages import refused
 from tpuembed import apply_package, compact_version, export_retrieval
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import ExportError
 from tpuembed.manifest import Manifest
 from tpuembed.retrieval import measure_recall, write_vectors
+from tpuembed.tensor_bundle import Bundle
 from tpuembed_serving.tensorflow import session as runtime
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
@@ -188,6 +190,27 @@ def test_too_many_changes_make_a_full_version_with_partitions_of_its_own(tmp_pat
         shutil.rmtree(version)
     with pytest.raises(ExportError, match="its metric is dot, and that of the export is cosine"):
         life.export(tmp_path / "m", index="ivf", metric="cosine", base="latest", delta_to=tmp_path / "deltas")
+
+
+@pytest.mark.parametrize("layout", ["variables", "mmap"])
+def test_a_damaged_index_is_not_compacted(tmp_path: Path, layout: str) -> None:
+    life = Life(tmp_path, False, seed=5)
+    life.export(tmp_path / "m", index="ivf", layout=layout)
+    life.change()
+    version = life.export(tmp_path / "m", index="ivf", layout=layout, base="latest", max_overlay=0.5)
+    if layout == "mmap":
+        place, start = version / "index" / "ids", 0
+    else:
+        with Bundle.open(version / "variables" / "variables") as bundle:
+            (entry,) = [one for key, one in bundle.entries.items() if key.startswith("index/ids/")]
+            place, start = Path(str(bundle.data_path(entry.shard))), entry.offset
+    data = bytearray(place.read_bytes())
+    data[start + 8] ^= 1
+    place.unlink()
+    place.write_bytes(data)
+    with refused(ExportError):
+        compact_version(tmp_path / "m")
+    assert sorted(path.name for path in (tmp_path / "m").glob("[0-9]*")) == ["1", "2"]
 
 
 @pytest.mark.parametrize("layout", ["variables", "mmap"])

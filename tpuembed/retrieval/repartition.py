@@ -11,13 +11,14 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from tpuembed.errors import CheckpointCorruptError, ExportError
 from tpuembed.export.publish.layouts import BUNDLE
 from tpuembed.manifest import ArrayEntry, RetrievalEntry
 from tpuembed.retrieval.opened import OpenedRetrieval, open_retrieval
 from tpuembed.retrieval.partitions import BLOCK_ROWS, Floats, assign, centroids_of, in_order
 from tpuembed.retrieval.recall import QUERIES, measured, sample_vectors, with_probes
-from tpuembed.saved_model import GRAPH_FILE
-from tpuembed.tensor_bundle import index_path, read_index, shard_path, write_index
+from tpuembed.saved_model import GRAPH_FILE, file_crc32c
+from tpuembed.tensor_bundle import Bundle, index_path, read_index, shard_path, write_index
 
 __all__ = ["Repartition", "fit", "repartition"]
 
@@ -78,9 +79,13 @@ def repartition(version: Path) -> Repartition:
     """Return new partitions of the candidates of the overlay `version`, and the recall of a search of them.
 
     The recall is measured on candidates, and the number of partitions to search chosen for the overlay's `min_recall`.
+
+    Raises:
+        ExportError: an array of the index is damaged. Rows are not checked.
     """
     with open_retrieval(version) as opened:
         entry, count = opened.entry, opened.entry.partitions
+        _check(version, entry)
         centroids = centroids_of(sample_vectors(opened, 128 * count), count)
         partitions = np.empty(entry.candidates, np.int32)
         for first, vectors in opened.batches():
@@ -108,6 +113,22 @@ def repartition(version: Path) -> Repartition:
             entry.min_recall,
         )
     return Repartition(entry.table, places, new, arrays)
+
+
+def _check(version: Path, entry: RetrievalEntry) -> None:
+    damaged = [array.file for array in entry.arrays.values() if file_crc32c(version / array.file) != array.crc32c]
+    if not entry.arrays:
+        with Bundle.open(version / BUNDLE) as bundle:
+            for key in (key for key in bundle.entries if key.startswith("index/")):
+                try:
+                    bundle.verify(key)
+                except CheckpointCorruptError:
+                    damaged.append(key)
+    if damaged:
+        raise ExportError(
+            f"version {version}: {damaged[0]} of its index has another checksum than it was written with. Restore it from a copy, "
+            "or export the retrieval again."
+        )
 
 
 def fit(partitions: npt.NDArray[np.int32], centroids: Floats, opened: OpenedRetrieval) -> None:
