@@ -21,6 +21,8 @@ from tpuembed_cli.options import (
 from tpuembed_cli.output import byte_progress, with_unit
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 from tpuembed_cli.retrieval.options import SECTION, report_line, retrieval_options, retrieval_request
+from tpuembed_cli.shards import SECTION as SHARDS
+from tpuembed_cli.shards import run_shards, shards_options, shards_request
 
 __all__ = ["export"]
 
@@ -49,6 +51,7 @@ _SECTIONS = {
         "--keep",
     ],
     "Retrieval": SECTION,
+    "Several servers": SHARDS,
     "How it runs": ["--max-memory", "--workers", "--engine", "--ray-address", "--resume"],
 }
 
@@ -75,6 +78,7 @@ _SECTIONS = {
         "tpuembed export checkpoints models/rec --base latest --delta-to s3://bucket/deltas",
         "tpuembed export ckpt-1 s3://bucket/rec --layout mmap --serving-root /models/rec",
         "tpuembed export ckpt-1 models/top --model train:query --retrieve-from train:candidates --k 50",
+        "tpuembed export ckpt-1 models/shards --shards 4 --dry-run",
     ),
 )
 @click.argument("checkpoint", type=PATH)
@@ -178,6 +182,7 @@ _SECTIONS = {
     help="Resume an interrupted run of the same export, or remove what it finished.",
 )
 @retrieval_options
+@shards_options
 @checkpoint_options
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @verbosity_options
@@ -203,11 +208,20 @@ def export(
     """
     request = {**options, "tables": tables or None, "features": features or None, "max_memory_bytes": max_memory}
     request |= {"model_dir": model_dir, "version": version, "resume": resume}
+    request, shards = shards_request(request)
     request, retrieval = retrieval_request(request)
     if retrieval is not None and dry_run:
         raise click.UsageError(
             "--dry-run: an export with --retrieve-from has no plan before it has read the candidates."
         )
+    if shards is not None:
+        with stdout_on_stderr():
+            if not dry_run:
+                import_tensorflow(verbose=verbose)
+            text = run_shards(checkpoint, request, shards, dry_run=dry_run, as_json=as_json, quiet=quiet)
+        if as_json or dry_run or not quiet:
+            click.echo(text)
+        return
     with stdout_on_stderr():  # a model's code may print, and that must not mix with the report
         _check_without_tensorflow(checkpoint, request)
         import_tensorflow(verbose=verbose)

@@ -99,6 +99,7 @@ _SECTIONS = {
         "--receive-seconds",
     ],
     "TensorFlow Serving": ["--backend", "--target", "--print-tf-serving"],
+    "Several servers": ["--shards"],
 }
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 VARIABLES = "TPUEMBED_SERVE_"
@@ -265,6 +266,12 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 )
 @click.option("--target", help="HOST:PORT of TensorFlow Serving's gRPC API, for --backend tf-serving.")
 @click.option(
+    "--shards",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Serve the model that the servers in this shards.yaml are together: each looks up some of the features.",
+)
+@click.option(
     "--print-tf-serving",
     "prints",
     is_flag=True,
@@ -286,6 +293,7 @@ def serve(
     name: str | None,
     backend: str,
     target: str | None,
+    shards: Path | None,
     prints: bool,
     grpc_port: int | None,
     no_grpc: bool,
@@ -310,7 +318,7 @@ def serve(
     Without MODEL_DIR and --config, the model is AIP_STORAGE_URI of Vertex AI, or /opt/ml/model of SageMaker if it exists.
     On these platforms the server listens on 0.0.0.0 and on their port, unless --host or --rest-port is given.
     """
-    needs_model = model_dir is None and config is None and target is None and backend != _TF_SERVING
+    needs_model = all(each is None for each in (model_dir, config, target, shards)) and backend != _TF_SERVING
     platform = Platform.of(os.environ, needs_model=needs_model)
     if platform.model_dir is not None:
         try:
@@ -324,7 +332,13 @@ def serve(
     grpc_options = (grpc_port, options["grpc_socket_path"], options["grpc_channel_arguments"] or None)
     no_grpc = no_grpc or (platform.no_grpc and grpc_options == (None, None, None))
     options |= {"health_route": platform.health_route, "predict_route": platform.predict_route}
-    if backend == _TF_SERVING:
+    if shards is not None:
+        if backend == _TF_SERVING or target is not None or prints or name is not None:
+            raise click.UsageError(
+                "--shards names the servers and the model. Leave out --backend, --target, --name and --print-tf-serving"
+            )
+        _check_loads_nothing(context, model_dir, "--shards")
+    elif backend == _TF_SERVING:
         _check_target(context, model_dir, name, target)
     elif target is not None:
         raise click.UsageError(f"--target needs --backend {_TF_SERVING}")
@@ -346,7 +360,9 @@ def serve(
     options["load"] = LoadSettings(
         max_retries=max_load_retries, retry_seconds=load_retry_seconds, labels_for_unavailable=labels_for_unavailable
     )
-    if target is not None:
+    if shards is not None:
+        run(ServerSettings.for_shards(shards, **options))
+    elif target is not None:
         assert name is not None
         run(ServerSettings.for_target(target, name=name, **options))
     elif config is None:
@@ -473,6 +489,11 @@ def _check_target(
     host, _, port = (target or "").rpartition(":")
     if not host or not port.isdecimal():
         raise click.UsageError(f"--target is {target!r}. Give HOST:PORT of TensorFlow Serving's gRPC API.")
+    _check_loads_nothing(context, model_dir, f"--backend {_TF_SERVING}")
+
+
+def _check_loads_nothing(context: click.Context, model_dir: Path | UrlPath | None, option: str) -> None:
+    """Raise UsageError if an option about loading and running models is given, which `option` leaves to other servers."""
     given = [] if model_dir is None else ["MODEL_DIR"]
     for parameter in context.command.params:
         is_given = context.get_parameter_source(parameter.name or "") in _GIVEN
@@ -480,7 +501,7 @@ def _check_target(
             given.append(parameter.opts[0])
     if given:
         raise click.UsageError(
-            f"{', '.join(given)}: not supported with --backend {_TF_SERVING}, where another server loads the models"
+            f"{', '.join(given)}: not supported with {option}, where another server loads the models"
         )
 
 

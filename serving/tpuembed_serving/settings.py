@@ -15,6 +15,7 @@ from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.checks import check_positive
 from tpuembed_serving.core.request_record import RequestLogging
 from tpuembed_serving.core.security import SecuritySettings
+from tpuembed_serving.core.shards_file import ShardsFile
 from tpuembed_serving.grpc.listening import ChannelArgument
 from tpuembed_serving.models.policies import LatestVersions, VersionPolicy
 
@@ -219,6 +220,7 @@ class ServerSettings:
             readahead.
         batching: which requests are batched.
         target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models; None runs them here.
+        shards: with `target`: several servers that run one model together.
         telemetry: metrics, access log and traces.
         console: whether browsers get the console at `/`.
         default_model: the model of requests whose URL names none. None is the only model; with several, they are refused.
@@ -255,6 +257,7 @@ class ServerSettings:
     random_access: bool = False
     batching: BatchingSettings = dataclasses.field(default_factory=BatchingSettings)
     target: str | None = None
+    shards: ShardsFile | None = None
     telemetry: TelemetrySettings = dataclasses.field(default_factory=TelemetrySettings)
     console: bool = True
     default_model: str | None = None
@@ -347,6 +350,17 @@ class ServerSettings:
     def for_target(cls, target: str, *, name: str, **options: Any) -> "ServerSettings":
         """Return settings for one model that runs in the TensorFlow Serving at `target`, HOST:PORT of its gRPC API."""
         return cls(models=(ModelSettings(name=name, base_path=Path()),), target=target, **options)
+
+    @classmethod
+    def for_shards(cls, path: str | os.PathLike[str], **options: Any) -> "ServerSettings":
+        """Return settings for the model that the servers of a shards.yaml are together.
+
+        Raises:
+            ConfigError: the file cannot be read, or is wrong.
+        """
+        file = ShardsFile.read(Path(path))
+        models = (ModelSettings(name=file.model, base_path=Path()),)
+        return cls(models=models, target=f"the shards of {path}", shards=file, **options)
 
     @classmethod
     def for_model_dir(

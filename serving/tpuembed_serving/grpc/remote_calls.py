@@ -27,10 +27,10 @@ _MODEL: Final = "/tensorflow.serving.ModelService/"
 class RemoteStates:
     """Queries the versions of models and their signatures. Its methods block."""
 
-    def __init__(self, target: str, timeout_seconds: float) -> None:
-        """Open a channel to `target`, HOST:PORT."""
+    def __init__(self, target: str, timeout_seconds: float, options: Sequence[tuple[str, Any]] = ()) -> None:
+        """Open a channel to `target`, HOST:PORT, with more `options` of gRPC."""
         self._target, self._timeout = target, timeout_seconds
-        self._channel = grpc.insecure_channel(target, _OPTIONS)
+        self._channel = grpc.insecure_channel(target, [*_OPTIONS, *options])
 
     def versions(self, model: str) -> list[VersionStatus]:
         """Return every version of `model`, newest first.
@@ -84,9 +84,10 @@ def _version_status(found: Any) -> VersionStatus:
 class RemotePredictions:
     """Runs signatures in the other server. One event loop calls its methods."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, options: Sequence[tuple[str, Any]] = ()) -> None:
+        """Open a channel to `target`, HOST:PORT, with more `options` of gRPC."""
         self._target = target
-        self._channel = grpc.aio.insecure_channel(target, _OPTIONS)
+        self._channel = grpc.aio.insecure_channel(target, [*_OPTIONS, *options])
         self._predict = self._channel.unary_unary(f"{_PREDICTION}Predict")
 
     async def run(

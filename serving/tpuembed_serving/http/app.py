@@ -36,6 +36,7 @@ from tpuembed_serving.telemetry.metrics import DEFAULT_PATH
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.loading import load_version
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels
+from tpuembed_serving.tf_serving.sharded import Shards
 from tpuembed_serving.workers.link import SingleProcess, WorkerGroup, WorkerLink
 from tpuembed_serving.workers.messages import States
 from tpuembed_serving.workers.repository import WorkerRepository
@@ -61,7 +62,8 @@ class ServingApp(FastAPI):
         on_configured: Callable[[Sequence[ModelSettings]], None] = noop,
     ) -> None:
         self.stopping = threading.Event()
-        self.executor = _executor(settings)
+        self._shards = None if settings.shards is None else Shards(settings.shards)
+        self.executor = _executor(settings, self._shards)
         self.worker_group: WorkerGroup = link or SingleProcess()
         self.telemetry = Telemetry.of(settings.telemetry, self.executor, self.worker_group, settings.security.api_keys)
         load = load or functools.partial(
@@ -159,7 +161,10 @@ class ServingApp(FastAPI):
         if settings.target is not None:
             changed = functools.partial(self._changed, link)
             names = [model.name for model in settings.models]
-            return RemoteModels(names, settings.target, settings.poll_seconds, changed=changed)
+            if settings.shards is None:
+                return RemoteModels(names, settings.target, settings.poll_seconds, changed=changed)
+            assert self._shards is not None
+            return RemoteModels(names, settings.target, settings.poll_seconds, self._shards.states, changed=changed)
         cache = settings.cache.folder if settings.cache else None
         if link is not None:
             return WorkerRepository(
@@ -285,8 +290,10 @@ class ServingApp(FastAPI):
         return JSONResponse({"status": "not ready"}, status_code=503)
 
 
-def _executor(settings: ServerSettings) -> ModelExecutor | RemoteExecutor:
+def _executor(settings: ServerSettings, shards: Shards | None) -> ModelExecutor | RemoteExecutor:
     timeout_seconds = settings.rest_timeout_ms / 1000
+    if settings.target is not None and shards is not None:
+        return RemoteExecutor(settings.target, timeout_seconds, settings.max_queued_requests, shards.predictions)
     if settings.target is not None:
         return RemoteExecutor(settings.target, timeout_seconds, settings.max_queued_requests)
     return ModelExecutor(

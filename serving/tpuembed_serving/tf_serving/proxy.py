@@ -220,7 +220,13 @@ class RemoteModels:
     def _query(self, states: StatusSource, name: str, before: _Model) -> _Model:
         statuses = states.versions(name)
         available = [status.version for status in statuses if status.state is State.AVAILABLE]
-        loaded = {number: before.loaded.get(number) or self._servable(states, name, number) for number in available}
+        loaded = {}
+        for number in available:
+            try:
+                loaded[number] = before.loaded.get(number) or self._servable(states, name, number)
+            except StatusError as error:
+                if error.code is not Code.NOT_FOUND:  # it has gone since, or another replica does not have it yet
+                    raise
         for number in loaded.keys() - before.loaded.keys():
             text = "model %s version %d is served by TensorFlow Serving at %s"
             logger.info(text, name, number, self._target, extra=ONCE)
@@ -249,13 +255,25 @@ class Predictions(Protocol):
         """Close the connection."""
 
 
+def _connect_predictions(target: str) -> Predictions:
+    from tpuembed_serving.grpc.remote_calls import RemotePredictions  # RemoteModels has imported it before
+
+    return RemotePredictions(target)
+
+
 class RemoteExecutor:
     """Runs RemoteServables. Takes the place of a ModelExecutor. The other server limits how many run at once."""
 
-    def __init__(self, target: str, timeout_seconds: float, max_pending: int) -> None:
+    def __init__(
+        self,
+        target: str,
+        timeout_seconds: float,
+        max_pending: int,
+        connect: Callable[[str], Predictions] = _connect_predictions,
+    ) -> None:
         """Prepare to call `target`. At most `max_pending` requests are in progress."""
         self._target, self._timeout_seconds, self._max_pending = target, timeout_seconds, max_pending
-        self._pending = 0
+        self._connect, self._pending = connect, 0
         self._predictions: Predictions | None = None
 
     def submit(
@@ -278,10 +296,7 @@ class RemoteExecutor:
             text = f"too many requests wait for TensorFlow Serving at {self._target} (limit: {self._max_pending})"
             raise StatusError(Code.UNAVAILABLE, text)
         if self._predictions is None:
-            # RemoteModels has imported this module before the first signature.
-            from tpuembed_serving.grpc.remote_calls import RemotePredictions
-
-            self._predictions = RemotePredictions(self._target)
+            self._predictions = self._connect(self._target)
         seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
         call = functools.partial(
             self._predictions.run, servable.model, servable.version, signature, inputs, seconds
