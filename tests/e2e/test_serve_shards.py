@@ -187,6 +187,7 @@ def test_metadata_and_status_are_those_of_all_shards(cluster: Cluster, whole: li
     assert cluster.front.request("GET", "/readyz")[0] == 200
 
 
+@pytest.mark.long
 def test_versions_move_under_load_and_no_answer_mixes_two(trained: Trained, whole: list[Path], tmp_path: Path) -> None:
     config = {"features": FEATURES}
     export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=3)
@@ -227,6 +228,7 @@ def test_versions_move_under_load_and_no_answer_mixes_two(trained: Trained, whol
         assert cluster.ask(inputs, version=1)[0] == 1, "the version before is still there"
 
 
+@pytest.mark.long
 def test_a_replica_that_dies_or_stops_answering_is_not_missed(
     trained: Trained, whole: list[Path], tmp_path: Path
 ) -> None:
