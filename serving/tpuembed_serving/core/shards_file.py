@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import yaml
 
-from tpuembed.errors import ConfigError, reason
+from tpuembed.errors import ConfigError, one_line, reason
 
 __all__ = ["Shard", "ShardsFile"]
 
@@ -54,8 +54,10 @@ class ShardsFile:
         where = f"shards {path}"
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}: cannot be read: {reason(error)}.") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{where}: is no YAML: {one_line(error)}. Correct it.") from None
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             found = content.get("format") if isinstance(content, dict) else content
             raise ConfigError(

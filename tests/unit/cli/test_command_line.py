@@ -109,6 +109,7 @@ FILES = {
     "--batching-parameters-file": "max_batch_size { value: 8 }",
     "--monitoring-config-file": 'prometheus_config { enable: true path: "/stats" }',
     "--api-key-file": "k" * 20,
+    "--shards": "{format: 1, model: m, shards: [{name: a, address: 'host:1'}]}",
 }
 REMOTE = ["--backend", "tf-serving", "--target", "host:1", "--name", "n"]
 BESIDE = {
@@ -123,7 +124,7 @@ BESIDE = {
     "--backend": REMOTE[2:],
     "--target": [*REMOTE[:2], *REMOTE[4:]],
 }
-WITHOUT_MODEL_DIR = {"--config", "--config-poll-seconds", "--backend", "--target"}
+WITHOUT_MODEL_DIR = {"--config", "--config-poll-seconds", "--backend", "--target", "--shards"}
 
 
 @pytest.fixture
@@ -167,7 +168,14 @@ def test_a_variable_is_the_same_as_its_flag(option: str, parse: Callable[..., An
     by_flag = parse([option, *([] if parameter.is_flag else [value]), *beside])
     by_variable = parse(beside, **{variable: "1" if parameter.is_flag else value})
     assert seen(by_variable) == seen(by_flag)
-    if option not in ("--backend", "--target", "--tls-cert", "--tls-key", "--config"):  # which are never alone
+    if option not in (
+        "--backend",
+        "--target",
+        "--shards",
+        "--tls-cert",
+        "--tls-key",
+        "--config",
+    ):  # which are never alone
         assert seen(by_flag) != seen(parse(beside))
 
 

@@ -118,7 +118,7 @@ def test_names_that_are_integers(tmp_path: Path) -> None:
 
 
 def test_what_has_no_name(prefix: str, tmp_path: Path) -> None:
-    export_saved_model(prefix, tmp_path / "m", tables=["films"])
+    export_saved_model(prefix, tmp_path / "m", serving_config={"features": {"f": {"table": "films", "input": "id"}}})
     with refused(ConfigError, match="export"):
         read_rows(str(tmp_path / "m" / "1"), "films", names=True)
     with refused(ConfigError, match="plain"):
