@@ -27,17 +27,27 @@ _LEAST_ROWS_OF_LEAF: Final = 16
 
 
 class _Called:
-    """Notes what a layer was called with, as types whose batch may have any size."""
+    """Notes what a layer was called with, as types whose batch may have any size.
+
+    Attributes:
+        types: of queries.
+        excluded: of queries and of their exclusions.
+    """
 
     def __init__(self) -> None:
         self.types: list[Any] = []
+        self.excluded: list[tuple[Any, tf.TensorSpec]] = []
 
-    def note(self, queries: Any) -> None:
+    def note(self, queries: Any, exclusions: Tensor | None = None) -> None:
         """Add the types of `queries`, a structure of tensors whose first axis is the batch."""
         tensors = tf.nest.map_structure(tf.convert_to_tensor, queries)
-        if all(each.shape.rank for each in tf.nest.flatten(tensors)):
-            types = tf.nest.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), tensors)
-            self.types += [types] if types not in self.types else []
+        if not all(each.shape.rank for each in tf.nest.flatten(tensors)):
+            return
+        types = tf.nest.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), tensors)
+        self.types += [types] if types not in self.types else []
+        if exclusions is not None:
+            both = types, tf.TensorSpec([None, None], exclusions.dtype)
+            self.excluded += [both] if both not in self.excluded else []
 
 
 class TopK(tf.Module, abc.ABC):
@@ -116,6 +126,7 @@ class TopK(tf.Module, abc.ABC):
         vectors, exclusions = self._vectors_of(queries), tf.convert_to_tensor(exclusions)
         if exclusions.shape.rank != 2:
             raise ConfigError(f"exclusions: must be of shape [batch, n], got {exclusions.shape}.")
+        self._called.note(queries, exclusions)
         k = self._k if k is None else k
         scores, identifiers = self._search(vectors, k + tf.shape(exclusions)[1])
         known = identifiers
@@ -256,6 +267,8 @@ class _Indexed(TopK):
             )
         for types in list(self._called.types):
             self.__call__.get_concrete_function(types)
+        for both in list(self._called.excluded):
+            self.query_with_exclusions.get_concrete_function(*both)
         types = self._called.types[0]
         specs = dict(types) if isinstance(types, Mapping) else {"input_1": types}
         specs = {name: tf.TensorSpec(spec.shape, spec.dtype, name) for name, spec in specs.items()}

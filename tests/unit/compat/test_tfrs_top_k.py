@@ -107,13 +107,17 @@ def test_a_saved_model_takes_batches_of_any_size(kind: str, tmp_path: Path) -> N
     layer = KINDS[kind](k=3).index(vectors)
     with refused(ConfigError):
         layer.save(str(tmp_path / "m"))
-    layer(tf.constant(vectors[:3]))
+    layer.query_with_exclusions(tf.constant(vectors[:3]), tf.constant([[1]] * 3))
     layer.save(str(tmp_path / "m"))
+    loaded = tf.saved_model.load(str(tmp_path / "m"))  # its functions do not keep its variables
+    without = loaded.query_with_exclusions(tf.constant(vectors[:7]), tf.constant([[n, 29] for n in range(7)]))
+    excluded = np.array([[number, 29] for number in range(7)])
+    np.testing.assert_array_equal(without[1], best_of(vectors[:7], vectors, np.arange(30), excluded, 3)[1])
     found = capi.predict(tmp_path / "m", {"input_1": vectors[:7]})
     scores, names = best_of(vectors[:7], vectors, np.arange(30), None, 3)
     np.testing.assert_allclose(found["output_1"], scores, rtol=1e-5)
     np.testing.assert_array_equal(found["output_2"], names)
-    np.testing.assert_array_equal(tf.saved_model.load(str(tmp_path / "m"))(tf.constant(vectors[:7]))[1], names)
+    np.testing.assert_array_equal(loaded(tf.constant(vectors[:7]))[1], names)
 
 
 @pytest.mark.parametrize("count", [1, 3, 20, 50, 100, 1600])
