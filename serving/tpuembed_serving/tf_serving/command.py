@@ -58,7 +58,6 @@ _WHY: Final[Mapping[str, str]] = {
     "--no-console": "TensorFlow Serving has no console",
     "--request-log-bytes": "TensorFlow Serving does not write such files",
     "--default-model": "each request to TensorFlow Serving names its model",
-    "--shards": "TensorFlow Serving cannot ask other servers",
     "--access-log": "TensorFlow Serving has no access log",
     "--log-format": "TensorFlow Serving's log has one format",
     **dict.fromkeys(("--verbose", "--quiet"), "TensorFlow Serving has the variable TF_CPP_MIN_LOG_LEVEL"),

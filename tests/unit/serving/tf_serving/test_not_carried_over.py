@@ -16,7 +16,7 @@ from tpuembed_cli.main import cli
 from tpuembed_cli.serve import serve
 from tpuembed_serving.tf_serving.command import _CARRIED, _WHY
 
-REFUSED_BESIDE_IT = {"--target"}
+REFUSED_BESIDE_IT = {"--shards", "--target"}
 """Needs another backend, which the command refuses together with --print-tf-serving."""
 KEY = "k" * 32
 
