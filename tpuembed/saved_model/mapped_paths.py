@@ -97,7 +97,7 @@ def mapped_from(graph: bytes, manifest: Manifest, folder: PurePath) -> bytes:
     """
     try:
         paths = {path: str(folder / array.file) for path, array in _places(graph, manifest)}
-        return replace_paths(graph, paths)
+        return graph if all(old == new for old, new in paths.items()) else replace_paths(graph, paths)
     except MalformedError as error:
         raise ConfigError(f"saved_model.pb: not a SavedModel: {error}. Export again.") from None
 
