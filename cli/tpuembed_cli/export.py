@@ -214,18 +214,17 @@ def export(
         raise click.UsageError(
             "--dry-run: an export with --retrieve-from has no plan before it has read the candidates."
         )
-    if shards is not None:
-        with stdout_on_stderr():
-            if not dry_run:
-                import_tensorflow(verbose=verbose)
-            text = run_shards(checkpoint, request, shards, dry_run=dry_run, as_json=as_json, quiet=quiet)
-        if as_json or dry_run or not quiet:
-            click.echo(text)
-        return
     with stdout_on_stderr():  # a model's code may print, and that must not mix with the report
-        _check_without_tensorflow(checkpoint, request)
-        import_tensorflow(verbose=verbose)
-        text = _plan(checkpoint, request, as_json) if dry_run else _run(checkpoint, request, retrieval, as_json, quiet)
+        if shards is None:
+            _check_without_tensorflow(checkpoint, request)
+        if shards is None or not dry_run:
+            import_tensorflow(verbose=verbose)
+        if shards is not None:
+            text = run_shards(checkpoint, request, shards, dry_run=dry_run, as_json=as_json, quiet=quiet)
+        elif dry_run:
+            text = _plan(checkpoint, request, as_json)
+        else:
+            text = _run(checkpoint, request, retrieval, as_json, quiet)
     if as_json or dry_run or not quiet:
         click.echo(text)
 

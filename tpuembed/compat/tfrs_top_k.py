@@ -44,10 +44,12 @@ class _Called:
         if not all(each.shape.rank for each in tf.nest.flatten(tensors)):
             return
         types = tf.nest.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), tensors)
-        self.types += [types] if types not in self.types else []
+        if types not in self.types:
+            self.types.append(types)
         if exclusions is not None:
             both = types, tf.TensorSpec([None, None], exclusions.dtype)
-            self.excluded += [both] if both not in self.excluded else []
+            if both not in self.excluded:
+                self.excluded.append(both)
 
 
 class TopK(tf.Module, abc.ABC):

@@ -36,7 +36,7 @@ from tpuembed.manifest import HistoryEntry
 if TYPE_CHECKING:  # that module imports TensorFlow
     from tpuembed.export.graph.saved_model import SavedGraph
 
-__all__ = ["Progress", "check_target", "make_plan", "run_export", "source_of"]
+__all__ = ["Progress", "check_needs_version", "check_target", "make_plan", "run_export", "source_of"]
 
 Progress = Callable[[int, int], None]
 
@@ -236,7 +236,7 @@ def _overlay(
                 check_unchanged(checkpoint, source)
                 path = assemble(writer, streamed, graph, facts, histories)
                 return _Done(path, streamed, graph, found.rows, found.rows_compared)
-    _check_needs_version(options, reason)
+    check_needs_version(options, reason)
     warn(f"base {options.base}: {reason}. Writing a full version.")
     return None
 
@@ -276,12 +276,12 @@ def check_target(
         if base is not None and not reason:
             OverlayWriter(folder, plan, options, source, base).check()
             return dataclasses.replace(plan, base=base.number)
-        _check_needs_version(options, reason)
+        check_needs_version(options, reason)
     choose_writer(model_dir, plan, options, source).check()
     return plan
 
 
-def _check_needs_version(options: ExportOptions, reason: str) -> None:
+def check_needs_version(options: ExportOptions, reason: str) -> None:
     """Raise ExportError if the export, which can be no overlay for `reason`, was to write a package."""
     if options.delta_to is not None:
         raise ExportError(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
-from tpuembed.errors import ConfigError, ExportError, reason, warn
+from tpuembed.errors import ConfigError, reason, warn
 from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.options import BaseOption, ExportOptions
 from tpuembed.export.overlay.base import find_base
@@ -22,7 +22,7 @@ from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import temporary_staging
 from tpuembed.export.publish.version_writer import naming_model_dir
 from tpuembed.export.report import ExportReport
-from tpuembed.export.run import Progress, run_export, source_of
+from tpuembed.export.run import Progress, check_needs_version, run_export, source_of
 from tpuembed.export.stream.shard import Source, check_unchanged
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import RetrievalEntry
@@ -31,6 +31,7 @@ from tpuembed.retrieval.made_vectors import FILE
 from tpuembed.retrieval.opened import OpenedRetrieval, open_retrieval
 from tpuembed.retrieval.partitions import (
     BLOCK_ROWS,
+    CENTROID_ROWS,
     Floats,
     assign,
     centroids_of,
@@ -52,7 +53,6 @@ _METRICS: Final = ("dot", "cosine")
 _MOST_EXACT: Final = 200_000
 """With "auto", more candidates get an index "ivf"."""
 _MIN_RECALL: Final = 0.95
-_ROWS_OF_CENTROID: Final = 128
 _TABLE: Final = "table:"
 
 
@@ -146,11 +146,7 @@ def export_retrieval(
 
         base = _base_of(model_dir, chosen.base, lambda entry: _unlike(entry, found, k, index, metric, min_recall))
         if isinstance(base, str):
-            if chosen.delta_to is not None:
-                raise ExportError(
-                    f"delta_to {chosen.delta_to}: {base}, and a package is an overlay. Export a full version, and copy it to the "
-                    "servers."
-                )
+            check_needs_version(chosen, base)
             warn(f"base {chosen.base}: {base}. Writing a full version.")
             chosen, base = dataclasses.replace(chosen, base=None, max_overlay=None), None
         tables, request, streamed = anew() if base is None else joined(_Index.on(base, found, k))
@@ -284,7 +280,7 @@ class _Index:
         arrays: dict[str, npt.NDArray[Any]] = {}
         if kind == "ivf":
             most = max(count, max_memory // (4 * 4 * candidates.dim))
-            arrays["centroids"] = centroids_of(_sample(candidates, min(most, _ROWS_OF_CENTROID * count)), count)
+            arrays["centroids"] = centroids_of(_sample(candidates, min(most, CENTROID_ROWS * count)), count)
             for start, vectors in candidates.batches():
                 partitions[start : start + len(vectors)] = assign(vectors, arrays["centroids"])
         first = in_order(partitions, count, lambda size: np.memmap(folder / ORDER, np.int64, "w+", shape=(size,)))

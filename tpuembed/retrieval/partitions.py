@@ -10,13 +10,25 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_ROWS", "Floats", "assign", "centroids_of", "count_for", "in_order", "ranks", "true_neighbours"]
+__all__ = [
+    "BLOCK_ROWS",
+    "CENTROID_ROWS",
+    "Floats",
+    "assign",
+    "centroids_of",
+    "count_for",
+    "in_order",
+    "ranks",
+    "true_neighbours",
+]
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
 BLOCK_ROWS: Final = 256
 """Rows of a block. A partition has whole blocks, the last one padded with rows of zeros."""
+CENTROID_ROWS: Final = 128
+"""The rows of a sample for each centroid."""
 _ROWS_OF_PARTITION: Final = 1024
 """The rows of a partition on average. Fewer make more padding; more make longer searches."""
 _ROUNDS: Final = 10

@@ -15,7 +15,7 @@ from tpuembed.errors import CheckpointCorruptError, ExportError
 from tpuembed.export.publish.layouts import BUNDLE
 from tpuembed.manifest import ArrayEntry, RetrievalEntry
 from tpuembed.retrieval.opened import OpenedRetrieval, open_retrieval
-from tpuembed.retrieval.partitions import BLOCK_ROWS, Floats, assign, centroids_of, in_order
+from tpuembed.retrieval.partitions import BLOCK_ROWS, CENTROID_ROWS, Floats, assign, centroids_of, in_order
 from tpuembed.retrieval.recall import QUERIES, measured, sample_vectors, with_probes
 from tpuembed.saved_model import GRAPH_FILE, file_crc32c
 from tpuembed.tensor_bundle import Bundle, index_path, read_index, shard_path, write_index
@@ -86,7 +86,7 @@ def repartition(version: Path) -> Repartition:
     with open_retrieval(version) as opened:
         entry, count = opened.entry, opened.entry.partitions
         _check(version, entry)
-        centroids = centroids_of(sample_vectors(opened, 128 * count), count)
+        centroids = centroids_of(sample_vectors(opened, CENTROID_ROWS * count), count)
         partitions = np.empty(entry.candidates, np.int32)
         for first, vectors in opened.batches():
             partitions[first : first + len(vectors)] = assign(vectors, centroids)

@@ -1,5 +1,6 @@
 """Rewrites the paths that an export maps its tables from, so that it can be served from another folder."""
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -87,7 +88,8 @@ def replace_file(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        shutil.copymode(path, temporary)
+        with contextlib.suppress(FileNotFoundError):  # the file is a new one
+            shutil.copymode(path, temporary)
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)

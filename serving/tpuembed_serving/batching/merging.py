@@ -58,9 +58,7 @@ def with_padding(signature: Signature, manifest: Manifest | None) -> Signature:
 
     For a whole model, this does not allow to batch requests of different widths: a model may depend on the width.
     """
-    if manifest is None:
-        return signature
-    if manifest.retrieval is None and signature.name != "serving_default":
+    if manifest is None or (manifest.retrieval is None and signature.name != "serving_default"):
         return signature
     features = {feature.name: feature for feature in manifest.features}
     weights = {f"{feature.name}_weights": feature for feature in manifest.features if feature.weighted}

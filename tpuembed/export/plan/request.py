@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tpuembed.export.graph.keras_model import KerasModel
     from tpuembed.export.graph.saved_model import SavedGraph
 
-__all__ = ["ExportRequest", "check_model_config", "make_request"]
+__all__ = ["ExportRequest", "LookupRequest", "check_model_config", "make_request"]
 
 
 class ExportRequest(Protocol):
@@ -76,7 +76,7 @@ def make_request(
             raise ConfigError(
                 "allow_unused_weights: supported only for a whole model. Give `model` too, or leave it out."
             )
-        return _LookupRequest(checkpoint, serving_config, tables, features)
+        return LookupRequest(checkpoint, serving_config, tables, features)
     if features is not None:
         raise ConfigError(
             "features: a model needs all of its inputs. Leave `features` out, or leave `model` out to export "
@@ -92,8 +92,12 @@ def _check_names(what: str, names: Sequence[str] | None) -> None:
         raise ConfigError(f"{what} is empty. Name at least one, or leave it out for all.")
 
 
-class _LookupRequest:
-    """An export of the features of a serving_config."""
+class LookupRequest:
+    """An export of the features of a serving_config.
+
+    Attributes:
+        features: those that are exported, with the names of their tables.
+    """
 
     is_model = False
     whole_tables: Sequence[str] = ()
@@ -103,15 +107,15 @@ class _LookupRequest:
         self,
         checkpoint: "Checkpoint",
         serving_config: Any,
-        tables: Sequence[str] | None,
-        features: Sequence[str] | None,
+        tables: Sequence[str] | None = None,
+        features: Sequence[str] | None = None,
     ) -> None:
         config = serving_config_of(checkpoint, serving_config)
         chosen = config if features is None else config.only_features(features)
         kept = chosen if tables is None else chosen.only_tables(tables)
         self._available = checkpoint.tables()
-        self._features = served_features(kept, self._available, checkpoint.layer_config, checkpoint.vocabulary)
-        self.tables: Sequence[str] = list(dict.fromkeys(feature.table for feature in self._features))
+        self.features = served_features(kept, self._available, checkpoint.layer_config, checkpoint.vocabulary)
+        self.tables: Sequence[str] = list(dict.fromkeys(feature.table for feature in self.features))
         self.dropped_features = tuple(name for name in config.features if name not in kept.features)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
             checkpoint.layer_config, quantization_in(config)
@@ -119,16 +123,17 @@ class _LookupRequest:
         _check_all_served(tables, self.tables)
 
     def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+        """See ExportRequest."""
         _require_tensorflow()
         from tpuembed.export.graph.lookup_model import LookupModel
         from tpuembed.export.graph.saved_model import save_graph
         from tpuembed.export.graph.stacked_tables import StackedTables
 
-        vocabularies = {each.table: each.spec.vocabulary for each in self._features if each.spec.vocabulary is not None}
+        vocabularies = {each.table: each.spec.vocabulary for each in self.features if each.spec.vocabulary is not None}
         tables = StackedTables(self._available, vocabularies.get)
         for table in vocabularies:
             tables.note_names(table)
-        return save_graph(LookupModel(self._features, tables), tables, plan.stacks, list, folder, plan.layout)
+        return save_graph(LookupModel(self.features, tables), tables, plan.stacks, list, folder, plan.layout)
 
 
 class _ModelRequest:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,15 +13,16 @@ from tpuembed.config import ServingConfig
 from tpuembed.config.checks import check_count
 from tpuembed.errors import ConfigError, ExportError, reason
 from tpuembed.export.formatting import format_bytes
-from tpuembed.export.graph.signature import ServedFeature, served_features, serving_config_of
+from tpuembed.export.graph.signature import ServedFeature, serving_config_of
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan.request import make_request
+from tpuembed.export.plan.request import LookupRequest
 from tpuembed.export.report import ExportReport
 from tpuembed.export.retention.listing import version_folders
 from tpuembed.export.run import Progress, make_plan
 from tpuembed.export.sharding.placement import TableLoad, place
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import Manifest
+from tpuembed.saved_model import replace_file
 
 __all__ = ["SHARDS_FILE", "ShardEntry", "ShardingPlan", "ShardingReport", "export_shards", "plan_shards"]
 
@@ -205,8 +205,8 @@ def _planned(
         raise ConfigError(f"folder {folder}: shards are exported to a disk. Export there, and copy each MODEL_DIR.")
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
         config = serving_config_of(opened, serving_config)
-        features = served_features(config, opened.tables(), opened.layer_config, opened.vocabulary)
-        export = make_plan(opened, make_request(opened, config, None, None, None, None), chosen)
+        request = LookupRequest(opened, config)
+        features, export = request.features, make_plan(opened, request, chosen)
         stored = {place.table: place.rows * stack.row_bytes for stack in export.stacks for place in stack.tables}
         fingerprint = opened.fingerprint()
     lookups = _lookups(features, dict(ids_per_list or {}))
@@ -326,9 +326,7 @@ def _models_config(name: str, model_dir: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.rename(path)
+        replace_file(path, text.encode())
     except OSError as error:
         raise ExportError(f"{path}: cannot be written: {reason(error)}.") from None

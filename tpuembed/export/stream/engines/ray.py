@@ -157,7 +157,7 @@ def reply_of(ray: Any, reference: Any, task: object, hint: str = "") -> dict[str
         TpuEmbedError: the error of the task.
     """
     try:
-        reply = ray.get(reference)
+        reply: dict[str, Any] = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         said = str(error.cause) if isinstance(error.cause, MayPassError) else f"{task}: {one_line(error.cause)}"
         raise ExportError(f"{said.removesuffix('.')}. It failed {RETRIES + 1} times.") from None
@@ -165,12 +165,12 @@ def reply_of(ray: Any, reference: Any, task: object, hint: str = "") -> dict[str
         raise WorkerError(
             f"{task}: Ray lost it {RETRIES + 1} times: {one_line(error)}. Check the cluster's nodes."
         ) from None
-    if reply.get("failure") is not None:
+    if "failure" in reply:
         failed = Failure(**reply["failure"]).error(task)
         if hint and isinstance(failed, ExportError) and "No such file" in str(failed):
             failed.args = (f"{str(failed).removesuffix('.')}. {hint}",)
         raise failed
-    return dict(reply)
+    return reply
 
 
 @contextlib.contextmanager
