@@ -30,7 +30,14 @@ _PACKAGES = ("tensorflow", "tensorflow_serving", "fastapi", "uvicorn", "orjson")
 _GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
 _GRPC_PORT = 8500
 _TF_SERVING = "tf-serving"
-_OF_LOADING = {"config", "config_poll_seconds", "max_load_retries", "load_retry_seconds", "labels_for_unavailable"} | {
+_OF_LOADING = {
+    "config",
+    "config_poll_seconds",
+    "keep_versions",
+    "max_load_retries",
+    "load_retry_seconds",
+    "labels_for_unavailable",
+} | {
     *("run_threads", "prewarm", "verify_on_load", "lookups", "random_access", "prints", "cache_dir", "cache_bytes"),
     *("enable_batching", "batching_parameters_file", "per_model_batching", "max_batch_rows"),
 }
@@ -41,6 +48,7 @@ _SECTIONS = {
         "--config",
         "--config-poll-seconds",
         "--poll-seconds",
+        "--keep-versions",
         "--cache-dir",
         "--cache-bytes",
         "--max-load-retries",
@@ -157,6 +165,12 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 )
 @click.option("--no-grpc", is_flag=True, help="Serve only the REST API.")
 @click.option("--config", type=click.Path(path_type=Path), help="A models.config, instead of MODEL_DIR.")
+@click.option(
+    "--keep-versions",
+    type=_POSITIVE,
+    metavar="N",
+    help="Serve the newest N versions of MODEL_DIR. Servers of shards need 2.  [default: 1]",
+)
 @click.option(
     "--config-poll-seconds",
     type=click.FloatRange(min=0),
@@ -298,6 +312,7 @@ def serve(
     grpc_port: int | None,
     no_grpc: bool,
     config: Path | None,
+    keep_versions: int | None,
     cache_dir: Path | None,
     cache_bytes: int | None,
     max_load_retries: int,
@@ -368,7 +383,9 @@ def serve(
     elif config is None:
         assert model_dir is not None
         options["cache"] = _cache(cache_dir, cache_bytes, [model_dir])
-        run(ServerSettings.for_model_dir(model_dir, name=name, **options))
+        run(ServerSettings.for_model_dir(model_dir, name=name, keep_versions=keep_versions or 1, **options))
+    elif keep_versions is not None:
+        raise click.UsageError("--keep-versions: not supported with --config. Write its model_version_policy there")
     else:
         from tpuembed_serving.models.config import read_models
 

@@ -46,7 +46,8 @@ def serve(settings: ServerSettings) -> None:
     """
     prepare_tensorflow(settings.log)
     check_telemetry(settings.telemetry)
-    here = () if settings.target else settings.models
+    has_front = settings.shards is not None and settings.shards.front is not None
+    here = settings.models if has_front or not settings.target else ()
     takes_path = settings.grpc_socket_path is not None and check_socket_path(settings.grpc_socket_path)
     empty = [
         (model, path)

@@ -359,16 +359,20 @@ class ServerSettings:
             ConfigError: the file cannot be read, or is wrong.
         """
         file = ShardsFile.read(Path(path))
-        models = (ModelSettings(name=file.model, base_path=Path()),)
-        return cls(models=models, target=f"the shards of {path}", shards=file, **options)
+        front = ModelSettings(name=file.model, base_path=file.front or Path(), policy=LatestVersions(2))
+        return cls(models=(front,), target=f"the shards of {path}", shards=file, **options)
 
     @classmethod
     def for_model_dir(
-        cls, model_dir: str | os.PathLike[str], *, name: str | None = None, **options: Any
+        cls, model_dir: str | os.PathLike[str], *, name: str | None = None, keep_versions: int = 1, **options: Any
     ) -> "ServerSettings":
         """Return settings for one model, in a folder or at a URL.
 
-        `name` defaults to the folder's name after resolving symbolic links, or to the last part of the URL.
+        Args:
+            model_dir: the folder or URL.
+            name: the model's name. The default is the folder's name after resolving symbolic links, or the last part of the URL.
+            keep_versions: how many of the newest versions are served.
+            options: other fields.
         """
         base_path = as_path(os.fspath(model_dir))
         if isinstance(base_path, UrlPath):
@@ -376,7 +380,9 @@ class ServerSettings:
         else:
             base_path = base_path.absolute()
             default = base_path.resolve().name
-        return cls(models=(ModelSettings(name=default if name is None else name, base_path=base_path),), **options)
+        name = default if name is None else name
+        model = ModelSettings(name=name, base_path=base_path, policy=LatestVersions(keep_versions))
+        return cls(models=(model,), **options)
 
 
 def check_models(models: Iterable[ModelSettings]) -> None:

@@ -13,108 +13,19 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import tensorflow as tf
-import yaml
-from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 
 from tests.support import capi
-from tests.support.serving.process import ServerProcess
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model, export_shards
+from tests.support.serving.shards import FEATURES, Cluster, Trained, requests
+from tpuembed import export_saved_model, export_shards
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.sharding.export import plan_shards
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
-Array = np.ndarray[Any, Any]
-TABLES = {"a": (40, 4), "b": (30, 8), "c": (500, 4), "d": (20, 16), "e": (3, 2)}
-NAMES = [f"item {number}" for number in range(20)]
-FEATURES: dict[str, Any] = {
-    "one": {"table": "a", "input": "id"},
-    "zeros": {"table": "b", "input": "id", "out_of_vocabulary": "zeros"},
-    "listed": {"table": "a", "combiner": "sum"},
-    "weighed": {"table": "c", "weighted": True, "combiner": "sqrtn"},
-    "sequence": {"table": "b", "max_sequence_length": 3},
-    "named": {"table": "d", "combiner": "mean"},
-    "small": {"table": "e", "combiner": "mean"},
-}
-
-
-class Trained:
-    """Two checkpoints of the same tables, with other rows."""
-
-    def __init__(self, folder: Path) -> None:
-        self.paths = []
-        for step in (1, 2):
-            tf.random.set_seed(step)
-            configs = {
-                name: FeatureConfig(TableConfig(*shape, name), vocabulary=Vocabulary(NAMES) if name == "d" else None)
-                for name, shape in TABLES.items()
-            }
-            layer = TPUEmbedding(configs, optimizer="sgd")
-            self.paths.append(tf.train.Checkpoint(layer=layer).write(str(folder / f"ckpt-{step}")))
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(tmp_path_factory.mktemp("trained"))
-
-
-def requests(rng: np.random.Generator, batch: int) -> dict[str, Array]:
-    def lists(rows: int) -> Array:
-        ids = rng.integers(0, rows, (batch, 4))
-        ids[np.arange(4) >= rng.integers(0, 5, (batch, 1))] = -1
-        return ids
-
-    weighed = lists(500)
-    names = np.array([name.encode() for name in NAMES], object)[rng.integers(0, 20, (batch, 3))]
-    names[np.arange(3) >= rng.integers(0, 4, (batch, 1))] = b""
-    return {
-        "one": rng.integers(0, 40, batch),
-        "zeros": rng.integers(-2, 40, batch),
-        "listed": lists(40),
-        "weighed": weighed,
-        "weighed_weights": np.where(weighed < 0, 0, rng.random((batch, 4))).astype(np.float32),
-        "sequence": lists(30),
-        "named": names,
-        "small": lists(3),
-    }
-
-
-class Cluster:
-    """Servers of all shards, some with replicas, and the server in front."""
-
-    def __init__(self, folder: Path, work: Path, stack: ExitStack, replicas: int = 1, *options: str) -> None:
-        content = yaml.safe_load((folder / "shards.yaml").read_text())
-        self.servers: dict[str, list[ServerProcess]] = {}
-        for shard in content["shards"]:
-            more = ("--config", str(folder / f"{shard['name']}.config"), "--grpc-port", "0", "--lame-duck-seconds", "0")
-            self.servers[shard["name"]] = [
-                stack.enter_context(ServerProcess(None, work / f"{shard['name']}-{number}.log", *more))
-                for number in range(replicas)
-            ]
-            addresses = ",".join(server.grpc_address for server in self.servers[shard["name"]])
-            shard["address"] = f"ipv4:{addresses}"
-        self.file = work / "shards.yaml"
-        self.file.write_text(yaml.safe_dump(content))
-        for servers in self.servers.values():
-            for server in servers:
-                server.wait_for(1)
-        front = ("--shards", str(self.file), "--grpc-port", "0", *options)
-        self.front = stack.enter_context(ServerProcess(None, work / "front.log", *front))
-        self.front.wait_for(1)
-
-    def ask(
-        self, inputs: dict[str, Array], version: int | None = None, timeout: float = 60
-    ) -> tuple[int, dict[str, Array]]:
-        request = predict_pb2.PredictRequest()
-        request.model_spec.name = "s"
-        if version is not None:
-            request.model_spec.version.value = version
-        for name, value in inputs.items():
-            request.inputs[name].CopyFrom(tf.make_tensor_proto(value))
-        with grpc.insecure_channel(self.front.grpc_address) as channel:
-            reply = prediction_service_pb2_grpc.PredictionServiceStub(channel).Predict(request, timeout=timeout)
-        return reply.model_spec.version.value, {name: tf.make_ndarray(value) for name, value in reply.outputs.items()}
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,17 @@ from typing import Any, Final, NamedTuple, Protocol
 from tpuembed.cpus import available_cpus
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
-from tpuembed_serving.core.servable import Array, Columns, LoadedVersion, Servable, Signature
+from tpuembed_serving.core.servable import Array, Columns, DegradedOutputs, LoadedVersion, Servable, Signature
 from tpuembed_serving.core.service import ModelService, ModelSpec
-from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument, stopping, timed_out
+from tpuembed_serving.core.status import (
+    Code,
+    StatusError,
+    TooLargeError,
+    VersionGoneError,
+    invalid_argument,
+    stopping,
+    timed_out,
+)
 from tpuembed_serving.core.traffic import Traffic
 
 __all__ = [
@@ -188,6 +196,8 @@ class Call:
         deadline: when it is answered DEADLINE_EXCEEDED, by `time.monotonic`.
         record: what observers learn about it; None without observers.
         is_over: True once it is answered or its client has left.
+        is_pinned: True if the client chose the version, or it was changed once already.
+        version: the version to run on in place of one that has gone; None before.
     """
 
     loaded: LoadedVersion
@@ -196,7 +206,8 @@ class Call:
     waiting: int
     elements = 0
     error: Exception | None = None
-    is_over = False
+    is_over = is_pinned = False
+    version: int | None = None
     reserved = 0
     reserved_before = 0
     lease: contextlib.AbstractContextManager[LoadedVersion] | None = None
@@ -411,6 +422,9 @@ class Pipeline:
         call.model = spec.name
         if record is not None:
             record.model = spec.name
+        if call.version is not None:
+            spec = ModelSpec(spec.name, call.version)
+        call.is_pinned = spec.version is not None or spec.label is not None
         lease = self.service.lease(spec)
         call.loaded = loaded = lease.__enter__()
         call.lease = lease
@@ -438,9 +452,22 @@ class Pipeline:
         """Take the outcome of a run. The lease ends with the last one."""
         if call.is_over:
             return
+        if (
+            isinstance(outcome, VersionGoneError)
+            and outcome.other is not None
+            and not call.is_pinned
+            and call.waiting == 1
+        ):
+            call.version, call.runs = outcome.other, []
+            self._on_loop(call, self._prepare, self._run)
+            return
         if isinstance(outcome, Exception):
             call.error = call.error or outcome
         else:
+            if isinstance(outcome, DegradedOutputs):
+                call.loaded = call.loaded._replace(degraded=outcome.features)
+                if call.record is not None:
+                    call.record.is_degraded = True
             call.outputs[index] = dict(zip(call.tasks[index].signature.output_dtypes, outcome, strict=True))
             for array in outcome:
                 call.elements += array.size

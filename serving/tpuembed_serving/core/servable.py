@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Array",
     "Columns",
+    "DegradedOutputs",
     "IdRange",
     "LoadedVersion",
     "Merging",
@@ -54,6 +55,18 @@ class Columns(Sequence[Array]):
 
     def __iter__(self) -> Iterator[Array]:
         return iter(self.matrix.T)
+
+
+class DegradedOutputs(list[Array]):
+    """Outputs of a run, some of which are computed from zeros because their server did not answer.
+
+    Attributes:
+        features: those whose values are zeros.
+    """
+
+    def __init__(self, outputs: Sequence[Array], features: Sequence[str]) -> None:
+        super().__init__(outputs)
+        self.features = tuple(features)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,8 +253,14 @@ class VersionProgress(NamedTuple):
 
 
 class LoadedVersion(NamedTuple):
-    """The version that a request runs on. `request_logging` is None if its model's requests are not logged."""
+    """The version that a request runs on.
+
+    Attributes:
+        request_logging: None if its model's requests are not logged.
+        degraded: after the run, the features whose values are zeros because their server did not answer.
+    """
 
     version: int
     servable: Servable
     request_logging: RequestLogging | None = None
+    degraded: tuple[str, ...] = ()

@@ -9,9 +9,10 @@ import yaml
 
 from tpuembed.errors import ConfigError, one_line, reason
 
-__all__ = ["Shard", "ShardsFile"]
+__all__ = ["Shard", "ShardsFile", "ShardsTls", "SplitFeature"]
 
-_FORMAT: Final = 1
+_FORMATS: Final = (1, 2)
+"""2 has fronts and split tables."""
 _PADDING: Final = int | float | str
 
 
@@ -29,6 +30,45 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitFeature:
+    """A feature whose table is divided among several shards by rows. Each is asked all ids, and their answers are added.
+
+    The shards take ids outside their rows as zeros. So the ids are checked before they are sent.
+
+    Attributes:
+        table: its name.
+        rows: of the whole table.
+        out_of_vocabulary: "error", "zeros", or the row that other ids become.
+        input: "id", every element is an id, or "ids", lists that are padded with -1.
+        max_sequence_length: only so many ids of a list are looked up; 0 is all.
+        drops_negative: whether ids below -1 in lists are dropped as padding is.
+    """
+
+    table: str
+    rows: int
+    out_of_vocabulary: str | int
+    input: str
+    max_sequence_length: int = 0
+    drops_negative: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardsTls:
+    """How shards are called over TLS. The files are in PEM format, and read when the server starts.
+
+    Attributes:
+        ca: certificates of authorities. The shards' certificates must be of one of them.
+        certificate, key: the certificate to show to shards that ask for one; None for both shows none.
+        server_name: the name in the shards' certificates; None is the host of each address.
+    """
+
+    ca: Path
+    certificate: Path | None = None
+    key: Path | None = None
+    server_name: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardsFile:
     """What a shards.yaml says.
 
@@ -37,12 +77,22 @@ class ShardsFile:
         model: the name of the model that all shards are together.
         shards: in their order in the file.
         padding: the value that fills up rows of different lengths in JSON, by input.
+        front: the MODEL_DIR of a whole model's dense part; None if the shards' outputs are the answer.
+        split: the features of tables that are divided by rows.
+        zeros: the features that become zeros if their shard does not answer. Requests with others fail then.
+        tls: None is plain text.
+        api_key_file: has the key that the shards ask for; None sends none.
     """
 
     path: Path
     model: str
     shards: tuple[Shard, ...]
     padding: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
+    front: Path | None = None
+    split: Mapping[str, SplitFeature] = dataclasses.field(default_factory=dict)
+    zeros: frozenset[str] = frozenset()
+    tls: ShardsTls | None = None
+    api_key_file: Path | None = None
 
     @classmethod
     def read(cls, path: Path) -> "ShardsFile":
@@ -58,12 +108,13 @@ class ShardsFile:
             raise ConfigError(f"{where}: cannot be read: {reason(error)}.") from None
         except yaml.YAMLError as error:
             raise ConfigError(f"{where}: is no YAML: {one_line(error)}. Correct it.") from None
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        if not isinstance(content, dict) or content.get("format") not in _FORMATS:
             found = content.get("format") if isinstance(content, dict) else content
             raise ConfigError(
-                f"{where}: format is {found!r}, and this release reads {_FORMAT}. Export the shards again."
+                f"{where}: format is {found!r}, and this release reads {_FORMATS[-1]}. Export the shards again."
             )
-        unknown = content.keys() - {"format", "model", "shards", "padding"}
+        known = {"format", "model", "shards", "padding", "front", "split", "on_failure", "tls", "api_key_file"}
+        unknown = content.keys() - known
         if unknown:
             raise ConfigError(f"{where}: has no key {min(map(str, unknown))!r}. Remove it.")
         model, entries, padding = content.get("model"), content.get("shards"), content.get("padding") or {}
@@ -77,11 +128,63 @@ class ShardsFile:
         names = [shard.name for shard in shards]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"{where}: two shards are called {twice[0]!r}. Rename one.")
-        return cls(path=path, model=model, shards=shards, padding=padding)
+        paths: dict[str, Path | None] = {}
+        for key in ("front", "api_key_file"):
+            value = content.get(key)
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"{where}: {key} must be a path, got {value!r}.")
+            paths[key] = None if value is None else path.parent / value
+        return cls(
+            path=path,
+            model=model,
+            shards=shards,
+            padding=padding,
+            zeros=_zeros(where, content.get("on_failure")),
+            tls=_tls(where, content.get("tls"), path.parent),
+            front=paths["front"],
+            api_key_file=paths["api_key_file"],
+            split=_split(where, content.get("split")),
+        )
+
+
+def _split(where: str, entry: Any) -> dict[str, SplitFeature]:
+    found = {}
+    for name, value in (entry if isinstance(entry, dict) else {"": entry} if entry is not None else {}).items():
+        try:
+            feature = found[name] = SplitFeature(**value)
+            policy = feature.out_of_vocabulary
+            is_good = feature.rows > 0 and feature.input in ("id", "ids")
+            is_good &= policy in ("error", "zeros") or 0 <= int(policy) < feature.rows
+        except (TypeError, ValueError):
+            is_good = False
+        if not is_good:
+            raise ConfigError(f"{where}: split of {name!r} is {value!r}. Take it from the file that the export wrote.")
+    return found
+
+
+def _zeros(where: str, entry: Any) -> frozenset[str]:
+    if entry is None:
+        return frozenset()
+    if not isinstance(entry, dict) or not set(map(str, entry.values())) <= {"error", "zeros"}:
+        raise ConfigError(f"{where}: on_failure must give features error or zeros, got {entry!r}.")
+    return frozenset(name for name, value in entry.items() if value == "zeros")
+
+
+def _tls(where: str, entry: Any, folder: Path) -> ShardsTls | None:
+    if entry is None:
+        return None
+    if not isinstance(entry, dict) or not set(map(type, entry.values())) <= {str}:
+        raise ConfigError(f"{where}: tls must be a mapping of texts, got {entry!r}.")
+    if unknown := sorted(entry.keys() - {"ca", "certificate", "key", "server_name"}):
+        raise ConfigError(f"{where}: tls has no key {unknown[0]!r}. Remove it.")
+    if "ca" not in entry or ("certificate" in entry) != ("key" in entry):
+        raise ConfigError(f"{where}: tls needs ca, and takes certificate and key together. It has {', '.join(entry)}.")
+    files = {name: folder / entry[name] for name in ("ca", "certificate", "key") if name in entry}
+    return ShardsTls(**files, server_name=entry.get("server_name"))
 
 
 def _shard(where: str, entry: Any) -> Shard:
-    known = {"name", "address", "tables", "features", "bytes", "lookups"}
+    known = {"name", "address", "tables", "features", "bytes", "lookups", "rows"}
     if not isinstance(entry, dict) or entry.keys() - known:
         raise ConfigError(f"{where}: must be a mapping with the keys name and address, got {entry!r}.")
     for key in ("name", "address"):

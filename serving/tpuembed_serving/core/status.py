@@ -11,6 +11,7 @@ __all__ = [
     "LoadStopped",
     "StatusError",
     "TooLargeError",
+    "VersionGoneError",
     "invalid_argument",
     "of_later_rows",
     "plain_message",
@@ -79,6 +80,14 @@ class TooLargeError(StatusError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the message."""
         return type(self), (self.message,)
+
+
+class VersionGoneError(StatusError):
+    """A version has gone while a request was to run on it. `other` is one that is still there; None if none is."""
+
+    def __init__(self, message: str, other: int | None) -> None:
+        super().__init__(Code.UNAVAILABLE, message)
+        self.other = other
 
 
 class LoadStopped(StatusError):  # noqa: N818 - no error of the version's

@@ -106,6 +106,7 @@ class _GrpcPrediction:
     model = ""
     log_type = "predict_log"
     is_log_message = True
+    degraded: tuple[str, ...] = ()
     output_bytes = 24
     """An element of an output is in the message, and in its bytes."""
 
@@ -138,6 +139,7 @@ class GrpcPredict(_GrpcPrediction):
 
     def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
         """Return a PredictResponse with the outputs that the request chose."""
+        self.degraded = loaded.degraded
         response = predict_pb2.PredictResponse()
         _describe(response.model_spec, self._request.model_spec, loaded.version)
         for alias in self._aliases:

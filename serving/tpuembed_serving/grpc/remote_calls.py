@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -14,7 +14,7 @@ from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.grpc.tensor_proto import decode_tensor, encode_tensor
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
-__all__ = ["Definitions", "RemotePredictions", "RemoteStates"]
+__all__ = ["Access", "Definitions", "RemotePredictions", "RemoteStates"]
 
 Definitions = tuple[dict[str, Signature], dict[str, Any]]
 """The signatures by name, and their JSON form."""
@@ -24,13 +24,34 @@ _PREDICTION: Final = "/tensorflow.serving.PredictionService/"
 _MODEL: Final = "/tensorflow.serving.ModelService/"
 
 
+class Access(NamedTuple):
+    """How the other server is called.
+
+    Attributes:
+        options: of gRPC's channel.
+        credentials: grpc.ChannelCredentials; None is plain text.
+        metadata: of each call, such as an API key.
+    """
+
+    options: Sequence[tuple[str, Any]] = ()
+    credentials: Any = None
+    metadata: Sequence[tuple[str, str]] = ()
+
+
+_PLAIN: Final = Access()
+
+
 class RemoteStates:
     """Queries the versions of models and their signatures. Its methods block."""
 
-    def __init__(self, target: str, timeout_seconds: float, options: Sequence[tuple[str, Any]] = ()) -> None:
-        """Open a channel to `target`, HOST:PORT, with more `options` of gRPC."""
-        self._target, self._timeout = target, timeout_seconds
-        self._channel = grpc.insecure_channel(target, [*_OPTIONS, *options])
+    def __init__(self, target: str, timeout_seconds: float, access: Access = _PLAIN) -> None:
+        """Open a channel to `target`, HOST:PORT."""
+        self._target, self._timeout, self._metadata = target, timeout_seconds, access.metadata
+        options = [*_OPTIONS, *access.options]
+        if access.credentials is None:
+            self._channel = grpc.insecure_channel(target, options)
+        else:
+            self._channel = grpc.secure_channel(target, access.credentials, options)
 
     def versions(self, model: str) -> list[VersionStatus]:
         """Return every version of `model`, newest first.
@@ -70,7 +91,7 @@ class RemoteStates:
     def _call(self, method: str, request: Any, response: Any) -> Any:
         call = self._channel.unary_unary(method, request.SerializeToString, response.FromString)
         try:
-            return call(request, timeout=self._timeout)
+            return call(request, timeout=self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _status_error(error, self._target) from None
 
@@ -84,10 +105,14 @@ def _version_status(found: Any) -> VersionStatus:
 class RemotePredictions:
     """Runs signatures in the other server. One event loop calls its methods."""
 
-    def __init__(self, target: str, options: Sequence[tuple[str, Any]] = ()) -> None:
-        """Open a channel to `target`, HOST:PORT, with more `options` of gRPC."""
-        self._target = target
-        self._channel = grpc.aio.insecure_channel(target, [*_OPTIONS, *options])
+    def __init__(self, target: str, access: Access = _PLAIN) -> None:
+        """Open a channel to `target`, HOST:PORT."""
+        self._target, self._metadata = target, access.metadata
+        options = [*_OPTIONS, *access.options]
+        if access.credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options)
+        else:
+            self._channel = grpc.aio.secure_channel(target, access.credentials, options)
         self._predict = self._channel.unary_unary(f"{_PREDICTION}Predict")
 
     async def run(
@@ -103,7 +128,7 @@ class RemotePredictions:
         else:
             request = _predict_request(model, version, signature, inputs)
         try:
-            answer = await self._predict(request, timeout=timeout_seconds)
+            answer = await self._predict(request, timeout=timeout_seconds, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _status_error(error, self._target) from None
         if len(answer) > INLINE_BYTES:

@@ -27,7 +27,15 @@ from grpc_reflection.v1alpha import reflection
 from tpuembed.errors import ServingError
 from tpuembed_serving.core.api_keys import KEY_REFUSAL, ApiKeys
 from tpuembed_serving.core.pipeline import Pipeline, Prediction
-from tpuembed_serving.core.request_record import GRPC, REQUEST_ID, Headers, RequestRecord, sane_request_id
+from tpuembed_serving.core.request_record import (
+    DEGRADED,
+    GRPC,
+    REQUEST_ID,
+    Headers,
+    RequestRecord,
+    degraded_text,
+    sane_request_id,
+)
 from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, StatusError, still_loading
@@ -305,7 +313,7 @@ class GrpcServer:
             raise StatusError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
         try:
             if name == "ModelInfer":
-                return await self._pipeline.answer(GrpcInfer(), request, record, remaining)
+                return await self._run(GrpcInfer(), request, context, record)
             if name in self._open_inference:
                 return await self._open_inference[name](request)
             assert self._loading is not None
@@ -315,12 +323,19 @@ class GrpcServer:
             prediction = methods.predictions.get(name)
             if prediction is None:
                 return await methods.calls[name](request)
-            return await self._pipeline.answer(prediction(), request, record, remaining)
+            return await self._run(prediction(), request, context, record)
         except StatusError:
             raise
         except Exception:
             logger.exception("a call of %s failed", name)
             raise StatusError(Code.INTERNAL, "internal error") from None
+
+    async def _run(self, prediction: Any, request: bytes, context: Any, record: RequestRecord | None) -> bytes:
+        answer = await self._pipeline.answer(prediction, request, record, context.time_remaining())
+        if prediction.degraded:
+            before = context.trailing_metadata() or ()
+            context.set_trailing_metadata((*before, (DEGRADED.decode(), degraded_text(prediction.degraded))))
+        return answer
 
     def _begin(self, path: bytes, name: str, context: Any, size: int) -> RequestRecord | None:
         """Create a record if the server has an observer, and return the client's request ID to it."""

@@ -35,6 +35,7 @@ from tpuembed_serving.settings import ModelSettings, ServerSettings
 from tpuembed_serving.telemetry.metrics import DEFAULT_PATH
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.loading import load_version
+from tpuembed_serving.tf_serving.front import FrontExecutor, FrontModels
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels
 from tpuembed_serving.tf_serving.sharded import Shards
 from tpuembed_serving.workers.link import SingleProcess, WorkerGroup, WorkerLink
@@ -65,7 +66,7 @@ class ServingApp(FastAPI):
         self._shards = None if settings.shards is None else Shards(settings.shards)
         self.executor = _executor(settings, self._shards)
         self.worker_group: WorkerGroup = link or SingleProcess()
-        self.telemetry = Telemetry.of(settings.telemetry, self.executor, self.worker_group, settings.security.api_keys)
+        self.telemetry = Telemetry.of(settings.telemetry, self.runs_here, self.worker_group, settings.security.api_keys)
         load = load or functools.partial(
             load_version, settings=settings, stopping=self.stopping, warmed_up=self.telemetry.warmed_up
         )
@@ -156,15 +157,20 @@ class ServingApp(FastAPI):
             max_json_depth=guard.max_json_depth,
         )
 
-    def _models(self, load: Loader, link: WorkerLink | None) -> ModelRepository | RemoteModels:
+    def _models(self, load: Loader, link: WorkerLink | None) -> ModelRepository | RemoteModels | FrontModels:
+        settings, shards = self.settings, self._shards
+        if settings.target is None:
+            return self._repository(load, link)
+        has_front = settings.shards is not None and settings.shards.front is not None
+        names = [model.name for model in settings.models]
+        changed = noop if has_front else functools.partial(self._changed, link)
+        if shards is None:
+            return RemoteModels(names, settings.target, settings.poll_seconds, changed=changed)
+        remote = RemoteModels(names, settings.target, settings.poll_seconds, shards.states, changed=changed)
+        return FrontModels(self._repository(load, link), remote) if has_front else remote
+
+    def _repository(self, load: Loader, link: WorkerLink | None) -> ModelRepository:
         settings = self.settings
-        if settings.target is not None:
-            changed = functools.partial(self._changed, link)
-            names = [model.name for model in settings.models]
-            if settings.shards is None:
-                return RemoteModels(names, settings.target, settings.poll_seconds, changed=changed)
-            assert self._shards is not None
-            return RemoteModels(names, settings.target, settings.poll_seconds, self._shards.states, changed=changed)
         cache = settings.cache.folder if settings.cache else None
         if link is not None:
             return WorkerRepository(
@@ -187,10 +193,23 @@ class ServingApp(FastAPI):
             check=settings.check_served,
         )
 
+    @property
+    def runs_here(self) -> ModelExecutor | None:
+        """What runs models here; None if other servers run them."""
+        executor = self.executor.local if isinstance(self.executor, FrontExecutor) else self.executor
+        return executor if isinstance(executor, ModelExecutor) else None
+
+    @property
+    def local(self) -> ModelRepository | None:
+        """The versions that are loaded here; None if other servers load them."""
+        if isinstance(self.repository, FrontModels):
+            return self.repository.local
+        return self.repository if isinstance(self.repository, ModelRepository) else None
+
     def _changed(self, link: WorkerLink | None = None) -> None:
         """Report the states of the models to the supervisor, or to the log of the only process."""
         models = self.repository
-        progress = models.progress() if isinstance(models, ModelRepository) else []
+        progress = [] if self.local is None else self.local.progress()
         if link is not None:
             link.push(States({}, models.ready, progress))
         elif self._on_change is not None:
@@ -199,7 +218,7 @@ class ServingApp(FastAPI):
     def _examples(self) -> dict[str, str | None]:
         """Return a request that each available model answers, as JSON, by model."""
         models, examples = self.repository, dict[str, str | None]()
-        progress = models.progress() if isinstance(models, ModelRepository) else []
+        progress = [] if self.local is None else self.local.progress()
         paths = {(one.model, one.version): one.path for one in progress if isinstance(one.path, Path)}
         for name in models.labels():
             with contextlib.suppress(StatusError), models.lease(name, None) as loaded:
@@ -285,24 +304,29 @@ class ServingApp(FastAPI):
     async def _readyz(self) -> JSONResponse:
         if self.leaving:
             return JSONResponse({"status": "stopping"}, status_code=503)
+        missing = {} if self._shards is None or not self._shards.missing else {"missing_shards": self._shards.missing}
         if self.repository.ready:
-            return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "not ready"}, status_code=503)
+            return JSONResponse({"status": "ready", **missing})
+        return JSONResponse({"status": "not ready", **missing}, status_code=503)
 
 
-def _executor(settings: ServerSettings, shards: Shards | None) -> ModelExecutor | RemoteExecutor:
+def _executor(settings: ServerSettings, shards: Shards | None) -> ModelExecutor | RemoteExecutor | FrontExecutor:
     timeout_seconds = settings.rest_timeout_ms / 1000
+    remote = None
     if settings.target is not None and shards is not None:
-        return RemoteExecutor(settings.target, timeout_seconds, settings.max_queued_requests, shards.predictions)
-    if settings.target is not None:
+        remote = RemoteExecutor(settings.target, timeout_seconds, settings.max_queued_requests, shards.predictions)
+        if settings.shards is None or settings.shards.front is None:
+            return remote
+    elif settings.target is not None:
         return RemoteExecutor(settings.target, timeout_seconds, settings.max_queued_requests)
-    return ModelExecutor(
+    local = ModelExecutor(
         settings.run_threads,
         settings.max_queued_requests,
         timeout_seconds,
         settings.batching,
         processes=settings.workers,
     )
+    return local if remote is None else FrontExecutor(local, remote)
 
 
 async def _no_route(request: Request, _: Exception) -> JSONResponse:

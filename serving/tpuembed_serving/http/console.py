@@ -14,7 +14,6 @@ import tpuembed
 from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath
 from tpuembed.manifest import MANIFEST_PATH, Manifest
-from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.servable import Servable, VersionProgress, VersionStatus
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE
 from tpuembed_serving.core.status import StatusError, invalid_argument
@@ -22,7 +21,6 @@ from tpuembed_serving.core.traffic import SLOT_SECONDS, summarize
 from tpuembed_serving.http.endpoint import HTTP_STATUS
 from tpuembed_serving.http.example_requests import signature_example
 from tpuembed_serving.http.static import CONSOLE, page_headers, static_file, wants_page
-from tpuembed_serving.models.repository import ModelRepository
 from tpuembed_serving.models.versions import GRAPH_FILE, parse_version
 
 if TYPE_CHECKING:
@@ -84,10 +82,10 @@ class _Data:
         app.worker_group.register(_TRAFFIC, lambda _: self._traffic())
 
     def _traffic(self) -> dict[str, Any]:
-        executor = self._app.executor
+        executor = self._app.runs_here
         return {
             "models": self._app.pipeline.traffic.snapshot(),
-            "waiting": executor.waiting if isinstance(executor, ModelExecutor) else 0,
+            "waiting": 0 if executor is None else executor.waiting,
             "seconds": time.monotonic() - self._started,
         }
 
@@ -97,7 +95,7 @@ class _Data:
         parts = app.worker_group.gather(_TRAFFIC)
         traffic, labels = summarize(part["models"] for part in parts), service.models()
         models = app.repository
-        progress = models.group_progress() if isinstance(models, ModelRepository) else []
+        progress = [] if app.local is None else app.local.group_progress()
         return {
             "server": {
                 "version": tpuembed.__version__,
@@ -142,7 +140,7 @@ class _Data:
         number, models = parse_version(version), self._app.repository
         if number is None:
             raise invalid_argument(f"version is {version!r}. Give a number")
-        progress = models.progress() if isinstance(models, ModelRepository) else []
+        progress = [] if self._app.local is None else self._app.local.progress()
         paths = {(one.model, one.version): one.path for one in progress if isinstance(one.path, Path)}
         with models.lease(model, number) as loaded:
             return {"signatures": list(_signatures(loaded.servable, paths.get((model, number))))}

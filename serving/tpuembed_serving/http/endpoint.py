@@ -10,7 +10,15 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from tpuembed_serving.core.api_keys import KEY_REFUSAL, ApiKeys
 from tpuembed_serving.core.pipeline import INLINE_BYTES, MemoryBudget
-from tpuembed_serving.core.request_record import HTTP, REQUEST_ID, REST, RequestRecord, sane_request_id
+from tpuembed_serving.core.request_record import (
+    DEGRADED,
+    HTTP,
+    REQUEST_ID,
+    REST,
+    RequestRecord,
+    degraded_text,
+    sane_request_id,
+)
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError
 from tpuembed_serving.http.json import LEAST_DECODING_BYTES, encode_error
 from tpuembed_serving.http.static import STATIC_PATHS, wants_page
@@ -29,12 +37,12 @@ __all__ = [
     "Reply",
     "Scope",
     "Send",
+    "answer_headers",
     "header",
     "raw_path",
     "raw_target",
     "refusal",
     "reply_headers",
-    "version_header",
 ]
 
 logger = logging.getLogger(__name__)
@@ -309,7 +317,7 @@ def _cors_headers(has_keys: bool) -> list[tuple[bytes, bytes]]:
         (b"access-control-allow-origin", b"*"),
         (b"access-control-allow-methods", b"POST, GET"),
         (b"access-control-allow-headers", allowed),
-        (b"access-control-expose-headers", b"X-Model-Version"),
+        (b"access-control-expose-headers", b"X-Model-Version, X-Degraded"),
     ]
 
 
@@ -333,9 +341,10 @@ def reply_headers(reply: Reply, request_id: str = "") -> list[tuple[bytes, bytes
 
 
 @functools.lru_cache(maxsize=1024)
-def version_header(version: int) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the header of a prediction that names the version that answered."""
-    return ((b"x-model-version", b"%d" % version),)
+def answer_headers(version: int, degraded: tuple[str, ...] = ()) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the headers of a prediction: the version that answered, and the features whose values are zeros, quoted as in URLs."""
+    found = ((b"x-model-version", b"%d" % version),)
+    return (*found, (DEGRADED, degraded_text(degraded).encode())) if degraded else found
 
 
 def raw_target(scope: Scope) -> bytes:

@@ -17,9 +17,9 @@ from tpuembed_serving.http.endpoint import (
     Receive,
     Reply,
     Scope,
+    answer_headers,
     header,
     raw_path,
-    version_header,
 )
 from tpuembed_serving.http.json import (
     LEAST_DECODING_BYTES,
@@ -77,15 +77,15 @@ class RestInfer(Inference):
     def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
         """Write the answer's JSON, and the binary tensors after it."""
         found = encode_inference(self.request, loaded.version, self.results(outputs[0]), check)
-        self._version, self._answer_header_bytes = loaded.version, found.header_bytes
+        self._loaded, self._answer_header_bytes = loaded, found.header_bytes
         return found.body
 
     def reply(self, body: bytes) -> Reply:
         """Return the answer with this body, of the last `encode`."""
-        version = version_header(self._version)
+        own = answer_headers(self._loaded.version, self._loaded.degraded)
         if self._answer_header_bytes is None:
-            return Reply(200, body, headers=version)
-        headers = (*version, (HEADER_BYTES, b"%d" % self._answer_header_bytes))
+            return Reply(200, body, headers=own)
+        headers = (*own, (HEADER_BYTES, b"%d" % self._answer_header_bytes))
         return Reply(200, body, content_type=_BINARY, headers=headers)
 
 

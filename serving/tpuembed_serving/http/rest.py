@@ -22,9 +22,9 @@ from tpuembed_serving.http.endpoint import (
     Receive,
     Reply,
     Scope,
+    answer_headers,
     header,
     raw_target,
-    version_header,
 )
 from tpuembed_serving.http.json import (
     Document,
@@ -65,7 +65,7 @@ _ORIGIN = re.compile(rb"https?://")
 class _RestPrediction:
     """The size of JSON, and the answer; see `core.pipeline.Prediction`."""
 
-    _version: int
+    _loaded: LoadedVersion
 
     output_bytes = 40
     """A number of an answer is text of up to 25 bytes, in a list of 15 more."""
@@ -81,7 +81,7 @@ class _RestPrediction:
 
     def reply(self, body: bytes) -> Reply:
         """Return the answer with this body, of the last `encode`."""
-        return Reply(200, body, headers=version_header(self._version))
+        return Reply(200, body, headers=answer_headers(self._loaded.version, self._loaded.degraded))
 
 
 class RestPredict(_RestPrediction):
@@ -102,7 +102,7 @@ class RestPredict(_RestPrediction):
 
     def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
         """Write the outputs in the form of the inputs: rows or columns."""
-        self._version = loaded.version
+        self._loaded = loaded
         return encode_outputs(outputs[0], self._signature, self._row_form, check)
 
 
@@ -127,7 +127,7 @@ class RestInference(_RestPrediction):
 
     def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], _: Check) -> bytes:
         """Write the classes or values."""
-        self._version = loaded.version
+        self._loaded = loaded
         return encode_result(interpret(self._method, self._signature, outputs[0], len(self._examples)))
 
 

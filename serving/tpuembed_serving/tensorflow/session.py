@@ -101,7 +101,7 @@ class SavedModelServable:
             mapped_files: the files of its tables that are mapped.
             random_access: whether these are read without readahead even if they fit into memory.
         """
-        self._session, self._manifest = session, manifest
+        self._session, self.manifest = session, manifest
         self._native = native
         is_steady = _is_steady(meta_graph.graph_def, manifest)
         self._timeout_ms = 0 if is_steady else options.timeout_ms
@@ -141,7 +141,7 @@ class SavedModelServable:
 
     def _verdict(self, name: str) -> Verdict:
         if name not in self._verdicts:
-            self._verdicts[name] = prove(self._meta_graph, name, is_export=self._manifest is not None)
+            self._verdicts[name] = prove(self._meta_graph, name, is_export=self.manifest is not None)
         return self._verdicts[name]
 
     def _has_marks(self) -> bool:
@@ -152,19 +152,19 @@ class SavedModelServable:
 
     def _find_merging(self, signature: Signature) -> Merging | None:
         verdict = self._verdict(signature.name)
-        if verdict.is_proven and self._manifest is not None and is_worth_packing(self._manifest, signature):
+        if verdict.is_proven and self.manifest is not None and is_worth_packing(self.manifest, signature):
             verdict = self._verdict("packed")  # this one runs
         # Exports that are older than the proof have no marks in their graphs. Their manifest says that they are lookups.
-        is_older = self._manifest is not None and bool(self._manifest.features) and not self._has_marks()
+        is_older = self.manifest is not None and bool(self.manifest.features) and not self._has_marks()
         is_proven = verdict.is_proven or is_older
-        is_search = self._manifest is not None and self._manifest.retrieval is not None  # a loop over the queries
+        is_search = self.manifest is not None and self.manifest.retrieval is not None  # a loop over the queries
         if not is_proven and signature.inputs and not is_search:
             text = "%s: signature %s: requests are not batched: %s. Give --enable-batching to batch them anyway"
             logger.warning(text, self._where, signature.name, verdict.reason, extra=ONCE)
         return find_merging(
             signature,
             _shapes(self._meta_graph.signature_def[signature.name]),
-            self._manifest,
+            self.manifest,
             self._parameters,
             is_proven=is_proven,
             is_steady=self._is_steady,
@@ -195,11 +195,12 @@ class SavedModelServable:
     def _prepare(self) -> None:
         """Build the callables before the first request. One that cannot be built fails its own requests.
 
-        An export's `serving_default` is built first and can be called at once. A thread builds the others, which take most
-        of the load time. `close` joins it, because a process must not exit while a thread is in TensorFlow.
+        An export's `serving_default`, or the signature of a front, is built first and can be called at once. A thread builds the
+        others, which take most of the load time. `close` joins it, because a process must not exit while a thread is in TensorFlow.
         """
         callable_ones = [signature for signature in self.signatures.values() if signature.inputs]
-        first = [one for one in callable_ones if self._manifest is None or one.name == "serving_default"]
+        main = "from_activations" if self.manifest is not None and self.manifest.front else "serving_default"
+        first = [one for one in callable_ones if self.manifest is None or one.name == main]
         self._build(first)
         rest = [signature for signature in callable_ones if signature not in first]
         self._rest = threading.Thread(target=self._build_last, args=(rest,), name="model-signatures")
@@ -238,8 +239,8 @@ class SavedModelServable:
             found = self._callables.get(signature.name)
             if found is not None:
                 return found
-            if self._manifest is not None and is_worth_packing(self._manifest, signature):
-                found = self._packed_call(self._manifest, signature)
+            if self.manifest is not None and is_worth_packing(self.manifest, signature):
+                found = self._packed_call(self.manifest, signature)
             else:
                 found = self._make_callable(signature)
             self._callables[signature.name] = found
@@ -326,7 +327,8 @@ def load(
     try:
         if mapped and prewarm:
             read_files(version_dir, mapped, on_read)
-        native = native_calls(version_dir, manifest, options.lookups, options.lookup_threads, where)
+        looks_up = None if manifest is not None and manifest.front else manifest  # a front's lookups are elsewhere
+        native = native_calls(version_dir, looks_up, options.lookups, options.lookup_threads, where)
         restored = _restore(version_dir, manifest, options)
         files = [version_dir / array.file for array in mapped.arrays] if mapped else []
         servable = SavedModelServable(

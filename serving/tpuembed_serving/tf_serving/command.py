@@ -29,7 +29,7 @@ _GRPC_PORT, _REST_PORT = 8500, 8501
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::")
 _CARRIED: Final = frozenset(
     {
-        *("--name", "--config", "--config-poll-seconds"),
+        *("--name", "--config", "--config-poll-seconds", "--keep-versions"),
         *("--rest-port", "--grpc-port", "--grpc-socket-path"),
         *("--grpc-channel-arguments", "--poll-seconds", "--rest-timeout-ms"),
         *("--max-load-retries", "--load-retry-seconds", "--listen-when-loaded"),

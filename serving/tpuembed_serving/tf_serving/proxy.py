@@ -213,7 +213,7 @@ class RemoteModels:
         except Exception:  # polling must survive any answer of the other server
             logger.exception("model %s: the poll of TensorFlow Serving at %s failed", name, self._target)
             fault = _not_reached(self._target)
-        if before.fault is None:
+        if before.fault is None or before.fault.message != fault.message:
             logger.error("model %s: %s", name, fault.message, extra=ONCE)
         return _Model(fault=fault)
 

@@ -5,17 +5,26 @@ versions. A request runs on one version of all of them, and its outputs are thos
 """
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
+from tpuembed.errors import ConfigError, reason
+from tpuembed.id_messages import Span, outside_message
+from tpuembed_serving.core.api_keys import read_keys
 from tpuembed_serving.core.log_once import ONCE
-from tpuembed_serving.core.servable import Array, Signature, State, VersionStatus
+from tpuembed_serving.core.servable import Array, DegradedOutputs, Signature, State, TensorInfo, VersionStatus
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE
-from tpuembed_serving.core.shards_file import ShardsFile
-from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.core.shards_file import ShardsFile, SplitFeature
+from tpuembed_serving.core.status import Code, StatusError, VersionGoneError
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
+
+if TYPE_CHECKING:
+    from tpuembed_serving.grpc.remote_calls import Access
 
 __all__ = ["Shards"]
 
@@ -24,6 +33,8 @@ logger = logging.getLogger(__name__)
 _POLL_TIMEOUT_SECONDS: Final = 5.0
 _HEDGE_SHARE: Final = 0.3
 """A shard that has not answered after this share of the request's time is asked a second time."""
+_ZEROS_SHARE: Final = 0.8
+"""A shard whose features may be zeros has this share of the request's time."""
 _OTHER_REPLICAS: Final = 20
 """How often another replica is asked for a version that one does not have yet, or no longer."""
 _BETWEEN_SECONDS: Final = 0.01
@@ -32,24 +43,33 @@ _ROUND_ROBIN: Final = ("grpc.service_config", '{"loadBalancingConfig": [{"round_
 
 @dataclasses.dataclass(frozen=True)
 class _Route:
-    """What one shard answers of a signature."""
+    """What one shard answers of a signature.
+
+    Attributes:
+        shapes: of an example's outputs, if zeros may take their place; None otherwise.
+    """
 
     shard: int
     signature: Signature
+    shapes: Mapping[str, tuple[int, ...]] | None
 
 
 class ShardedStates:
     """The versions and signatures of all shards together; see StatusSource. One thread calls its methods."""
 
-    def __init__(self, file: ShardsFile, routes: dict[int, list[_Route]]) -> None:
-        """Open a channel to each shard. `routes` gets what each shard answers of `serving_default`, by version."""
+    def __init__(self, file: ShardsFile, access: "Access", routes: dict[int, list[_Route]], missing: list[str]) -> None:
+        """Open a channel to each shard.
+
+        `routes` gets what each shard answers of `serving_default`, by version. `missing` gets the shards that a poll did not reach.
+        """
         with IMPORTING_TENSORFLOW:
             from tpuembed_serving.grpc.remote_calls import RemoteStates
 
-        self._file = file
-        self._states = [RemoteStates(shard.address, _POLL_TIMEOUT_SECONDS, [_ROUND_ROBIN]) for shard in file.shards]
+        self._file, self._routes, self._missing = file, routes, missing
+        self._states = [RemoteStates(shard.address, _POLL_TIMEOUT_SECONDS, access) for shard in file.shards]
         self._known: list[list[VersionStatus] | None] = [None] * len(file.shards)
-        self._routes = routes
+        self._of_several = {name for feature in file.split for name in (feature, f"{feature}_weights")}
+        self._threads = concurrent.futures.ThreadPoolExecutor(min(16, len(file.shards)), "poll-shards")
 
     def versions(self, model: str) -> list[VersionStatus]:  # noqa: ARG002 - there is one
         """Return every version, newest first. One is available if it is on all shards.
@@ -59,13 +79,18 @@ class ShardedStates:
         Raises:
             StatusError: UNAVAILABLE, a shard has not answered yet.
         """
-        for number, (shard, states) in enumerate(zip(self._file.shards, self._states, strict=True)):
-            try:
-                self._known[number] = states.versions(shard.name)
-            except StatusError as error:
-                if self._known[number] is None:
-                    raise StatusError(error.code, f"shard {shard.name}: {error.message}") from None
-                logger.warning("shard %s: %s", shard.name, error.message, extra=ONCE)
+        faults = {}
+        for number, found in enumerate(self._threads.map(self._poll, range(len(self._states)))):
+            if isinstance(found, StatusError):
+                name = self._file.shards[number].name
+                faults[name] = StatusError(_code(found), f"shard {name}: {found.message}")
+                logger.warning("%s", faults[name].message, extra=ONCE)
+            else:
+                self._known[number] = found
+        self._missing[:] = faults
+        for shard, known in zip(self._file.shards, self._known, strict=True):
+            if known is None:
+                raise faults[shard.name]
         by_shard = [{status.version: status for status in known or ()} for known in self._known]
         found = []
         for version in sorted({version for each in by_shard for version in each}, reverse=True):
@@ -75,9 +100,15 @@ class ShardedStates:
                 worst = State.END
             fault = next((status.error for status in statuses if status is not None and status.error), None)
             found.append(VersionStatus(version, worst, fault))
-        for version in self._routes.keys() - {status.version for status in found}:
+        for version in self._routes.keys() - {status.version for status in found if status.state is State.AVAILABLE}:
             del self._routes[version]
         return found
+
+    def _poll(self, number: int) -> list[VersionStatus] | StatusError:
+        try:
+            return self._states[number].versions(self._file.shards[number].name)
+        except StatusError as error:
+            return error
 
     def definitions(self, model: str, version: int | None, label: str = "") -> tuple[int, Any]:  # noqa: ARG002
         """Return the number and the signature `serving_default` of a version: the inputs and outputs of all shards.
@@ -85,53 +116,88 @@ class ShardedStates:
         Raises:
             StatusError: a shard has no such version or no such signature, two have one input, or the label names several versions.
         """
-        routes, numbers, in_json = [], [], {"inputs": {}, "outputs": {}, "method_name": ""}
+        routes, numbers, file = [], [], self._file
+        in_json: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
+        method = ""
         for number, (shard, states) in enumerate(zip(self._file.shards, self._states, strict=True)):
             found, (signatures, definitions) = states.definitions(shard.name, version, label)
             if DEFAULT_SIGNATURE not in signatures:
                 raise StatusError(Code.NOT_FOUND, f"shard {shard.name}: version {found} has no {DEFAULT_SIGNATURE}")
             numbers.append(found)
-            routes.append(_Route(number, signatures[DEFAULT_SIGNATURE]))
             definition = definitions[DEFAULT_SIGNATURE]
+            routes.append(_Route(number, signatures[DEFAULT_SIGNATURE], self._zeros(shard.name, definition["outputs"])))
             for side in ("inputs", "outputs"):
-                if both := sorted(in_json[side].keys() & definition[side].keys()):  # type: ignore[attr-defined]
+                both = sorted((in_json[side].keys() & definition[side].keys()) - self._of_several)
+                if both:
                     text = f"shard {shard.name}: {both[0]!r} is among the {side} of another shard too"
                     raise StatusError(Code.FAILED_PRECONDITION, text)
-                in_json[side].update(definition[side])  # type: ignore[attr-defined]
-            in_json["method_name"] = definition["method_name"]
+                in_json[side].update(definition[side])
+            method = definition["method_name"]
+        if unknown := sorted(file.zeros - in_json["outputs"].keys()):
+            text = f"shards {file.path}: on_failure names {unknown[0]!r}, which is no output of a shard"
+            raise StatusError(Code.FAILED_PRECONDITION, text)
         if len(set(numbers)) > 1:
             text = f"label {label!r} is version {min(numbers)} of one shard and {max(numbers)} of another"
             raise StatusError(Code.INVALID_ARGUMENT, text)
         self._routes[numbers[0]] = routes
-        return numbers[0], ({DEFAULT_SIGNATURE: self._merged(routes)}, {DEFAULT_SIGNATURE: in_json})
+        return numbers[0], (
+            {DEFAULT_SIGNATURE: self._merged(routes)},
+            {DEFAULT_SIGNATURE: {**in_json, "method_name": method}},
+        )
+
+    def _zeros(self, shard: str, outputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
+        """Return the shapes of an example's outputs; None if one of them is an error when the shard does not answer.
+
+        Raises:
+            StatusError: FAILED_PRECONDITION, on_failure asks for zeros, and the signature does not say their shape.
+        """
+        if not outputs.keys() <= self._file.zeros:
+            if some := sorted(outputs.keys() & self._file.zeros):
+                others = ", ".join(sorted(outputs.keys() - self._file.zeros))
+                text = f"shard {shard}: on_failure of {some[0]!r} is zeros, but not that of {others}, on the same shard"
+                raise StatusError(Code.FAILED_PRECONDITION, text)
+            return None
+        found = {}
+        for name, info in outputs.items():
+            sizes = tuple(int(dim["size"]) for dim in info["tensor_shape"]["dim"])
+            if len(sizes) < 2 or min(sizes[1:]) < 0:
+                text = f"shard {shard}: on_failure of {name!r} is zeros, but its output has the shape {list(sizes)}"
+                raise StatusError(Code.FAILED_PRECONDITION, text)
+            found[name] = sizes[1:]
+        return found
 
     def _merged(self, routes: Sequence[_Route]) -> Signature:
-        inputs = sorted((info for route in routes for info in route.signature.inputs), key=lambda info: info.alias)
-        outputs = sorted((info for route in routes for info in route.signature.outputs), key=lambda info: info.alias)
+        inputs = _by_alias(info for route in routes for info in route.signature.inputs)
+        outputs = _by_alias(info for route in routes for info in route.signature.outputs)
         padding = tuple(self._file.padding.get(info.alias) for info in inputs)
         return Signature(
             DEFAULT_SIGNATURE,
-            tuple(inputs),
-            tuple(outputs),
+            inputs,
+            outputs,
             padding=padding if any(value is not None for value in padding) else (),
             row_bytes=sum(route.signature.row_bytes for route in routes),
         )
 
     def close(self) -> None:
         """Close the channels."""
+        self._threads.shutdown()
         for states in self._states:
             states.close()
+
+
+def _by_alias(infos: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
+    return tuple(info for _, info in sorted({info.alias: info for info in infos}.items()))
 
 
 class ShardedPredictions:
     """Runs requests on all shards; see Predictions. One event loop calls its methods."""
 
-    def __init__(self, file: ShardsFile, routes: Mapping[int, Sequence[_Route]]) -> None:
+    def __init__(self, file: ShardsFile, access: "Access", routes: Mapping[int, Sequence[_Route]]) -> None:
         """Open a channel to each shard. `routes` are those of ShardedStates."""
         from tpuembed_serving.grpc.remote_calls import RemotePredictions
 
         self._file, self._routes = file, routes
-        self._predictions = [RemotePredictions(shard.address, [_ROUND_ROBIN]) for shard in file.shards]
+        self._predictions = [RemotePredictions(shard.address, access) for shard in file.shards]
 
     async def run(
         self,
@@ -144,41 +210,59 @@ class ShardedPredictions:
         """Return the outputs of all shards for `inputs`, all of one version.
 
         A shard that cannot be reached, or has not answered after 30% of the time, is asked a second time. The first answer counts.
-        If a replica does not have the version, others are asked.
+        If a replica does not have the version, others are asked. Zeros replace the outputs of a shard that does not answer, if the
+        file allows that: the outputs are DegradedOutputs then.
 
         Raises:
+            VersionGoneError: a shard does not have the version any more.
             StatusError: that of the first shard that cannot answer; its message names it.
         """
         named = {info.alias: array for info, array in zip(signature.inputs, inputs, strict=True)}
-        if len({len(array) for array in inputs if array.ndim}) > 1:
-            sizes = {name: len(array) for name, array in named.items() if array.ndim}
+        sizes = {name: len(array) for name, array in named.items() if array.ndim}
+        if len(set(sizes.values())) > 1:
             least, most = min(sizes, key=lambda name: sizes[name]), max(sizes, key=lambda name: sizes[name])
             text = f"input {least} has {sizes[least]} rows, but input {most} has {sizes[most]}. Send as many"
             raise StatusError(Code.INVALID_ARGUMENT, text)
         routes = self._routes.get(version)
         if routes is None:
-            raise StatusError(Code.UNAVAILABLE, f"version {version} is on no shard any more. Send the request again")
+            raise VersionGoneError(f"version {version} is not on all shards any more", max(self._routes, default=None))
+        for name, feature in self._file.split.items():
+            _check_ids(name, feature, named)
         calls = [asyncio.ensure_future(self._ask(route, version, named, timeout_seconds)) for route in routes]
         try:
             answers = await asyncio.gather(*calls)
         finally:
             for call in calls:
                 call.cancel()
-        found = {name: array for answer in answers for name, array in answer.items()}
-        return [found[info.alias] for info in signature.outputs]
+        found, zeros = dict[str, Array](), dict[str, tuple[int, ...]]()
+        for route, answer in zip(routes, answers, strict=True):
+            if answer is None:
+                assert route.shapes is not None
+                zeros |= route.shapes
+                continue
+            for info, value in zip(route.signature.outputs, answer, strict=True):
+                found[info.alias] = found[info.alias] + value if info.alias in found else value
+        rows = max(sizes.values(), default=0)
+        found |= {name: np.zeros((rows, *shape), np.float32) for name, shape in zeros.items()}
+        outputs = [found[info.alias] for info in signature.outputs]
+        return DegradedOutputs(outputs, sorted(zeros)) if zeros else outputs
 
     async def _ask(
         self, route: _Route, version: int, named: Mapping[str, Array], timeout_seconds: float
-    ) -> dict[str, Array]:
+    ) -> list[Array] | None:
+        """Return the outputs of a shard. None if it does not answer, and zeros may take their place."""
         shard, predictions = self._file.shards[route.shard], self._predictions[route.shard]
         inputs = [named[info.alias] for info in route.signature.inputs]
-
-        def call(seconds: float) -> "asyncio.Future[list[Array]]":
-            return asyncio.ensure_future(predictions.run(shard.name, version, route.signature, inputs, seconds))
-
+        if route.shapes is not None:
+            timeout_seconds *= _ZEROS_SHARE
         loop = asyncio.get_running_loop()
         ends = loop.time() + timeout_seconds
-        running, has_hedged, others = {call(timeout_seconds)}, False, 0
+
+        def call() -> "asyncio.Future[list[Array]]":
+            seconds = max(0.001, ends - loop.time())
+            return asyncio.ensure_future(predictions.run(shard.name, version, route.signature, inputs, seconds))
+
+        running, has_hedged, others = {call()}, False, 0
         error = StatusError(Code.UNAVAILABLE, "no answer")
         try:
             while running:
@@ -187,28 +271,30 @@ class ShardedPredictions:
                 for each in done:
                     failed = each.exception()
                     if failed is None:
-                        return {
-                            info.alias: value
-                            for info, value in zip(route.signature.outputs, each.result(), strict=True)
-                        }
+                        return each.result()
                     if not isinstance(failed, StatusError):
                         raise failed
                     error = failed
                     if failed.code is Code.NOT_FOUND and others < _OTHER_REPLICAS:
                         others += 1
                         await asyncio.sleep(_BETWEEN_SECONDS)
-                        running = {*running, call(max(0.001, ends - loop.time()))}
-                    elif failed.code not in (Code.NOT_FOUND, Code.UNAVAILABLE):
-                        raise StatusError(failed.code, f"shard {shard.name}: {failed.message}")
+                        running = {*running, call()}
+                    elif failed.code not in (Code.NOT_FOUND, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED):
+                        raise StatusError(_code(failed), f"shard {shard.name}: {failed.message}")
                 is_late = not done or error.code is Code.UNAVAILABLE
                 if is_late and not has_hedged:
                     has_hedged = True
-                    running = {*running, call(max(0.001, ends - loop.time()))}
+                    running = {*running, call()}
         finally:
             for each in running:
                 each.cancel()
-        code = Code.UNAVAILABLE if error.code is Code.NOT_FOUND else error.code
-        raise StatusError(code, f"shard {shard.name}: {error.message}")
+        text = f"shard {shard.name}: {error.message}"
+        if error.code is Code.NOT_FOUND:
+            raise VersionGoneError(text, max(self._routes.keys() - {version}, default=None))
+        if route.shapes is None:
+            raise StatusError(error.code, text)
+        logger.warning("its features are zeros: %s", text, extra=ONCE)
+        return None
 
     def close(self) -> None:
         """Start to close the channels."""
@@ -216,17 +302,83 @@ class ShardedPredictions:
             predictions.close()
 
 
+def _check_ids(name: str, feature: SplitFeature, named: dict[str, Array]) -> None:
+    """Check the ids of a feature of a split table, and replace those that become others.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, an id is outside the table.
+    """
+    ids = named[name]
+    if feature.drops_negative and (negative := ids < -1).any():
+        named[name] = ids = np.where(negative, -1, ids)
+        if (weights := named.get(f"{name}_weights")) is not None:
+            named[f"{name}_weights"] = np.where(negative, np.float32(0), weights)
+    if feature.out_of_vocabulary == "zeros":
+        return
+    outside = (ids < 0) | (ids >= feature.rows)
+    if feature.input == "ids":
+        outside &= ids != -1
+    if feature.max_sequence_length and ids.ndim > 1:
+        outside[:, feature.max_sequence_length :] = False
+    if not outside.any():
+        return
+    if feature.out_of_vocabulary != "error":
+        named[name] = np.where(outside, ids.dtype.type(feature.out_of_vocabulary), ids)
+        return
+    first = tuple(np.argwhere(outside)[0])
+    text = outside_message(name, Span(feature.table, 0, feature.rows), int(ids[first]), int(first[0]))
+    raise StatusError(Code.INVALID_ARGUMENT, text)
+
+
+def _code(error: StatusError) -> Code:
+    """Return the code for the client, whose own key is not the one that a shard refuses."""
+    return Code.UNAVAILABLE if error.code in (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED) else error.code
+
+
 class Shards:
-    """All shards of a file as one server."""
+    """All shards of a file as one server.
+
+    Attributes:
+        missing: the names of the shards that the last poll did not reach.
+    """
 
     def __init__(self, file: ShardsFile) -> None:
-        """Open nothing yet."""
+        """Open nothing yet.
+
+        Raises:
+            ConfigError: a file with certificates or keys cannot be read.
+        """
         self._file, self._routes = file, dict[int, list[_Route]]()
+        self.missing = list[str]()
+        self._pem = {}
+        tls = file.tls
+        for name, path in {} if tls is None else {"ca": tls.ca, "certificate": tls.certificate, "key": tls.key}.items():
+            try:
+                self._pem[name] = None if path is None else path.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"shards {file.path}: tls: {name} {path} cannot be read: {reason(error)}.") from None
+        key = None if file.api_key_file is None else read_keys(file.api_key_file)[0][1]
+        self._metadata = () if key is None else (("x-api-key", key),)
+
+    def _access(self) -> "Access":
+        import grpc
+
+        from tpuembed_serving.grpc.remote_calls import Access
+
+        options, credentials = [_ROUND_ROBIN], None
+        if self._file.tls is not None:
+            pem = self._pem
+            credentials = grpc.ssl_channel_credentials(pem["ca"], pem["key"], pem["certificate"])
+            if self._file.tls.server_name is not None:
+                options.append(("grpc.ssl_target_name_override", self._file.tls.server_name))
+        return Access(options, credentials, self._metadata)
 
     def states(self, _: str) -> ShardedStates:
         """Connect for queries of versions."""
-        return ShardedStates(self._file, self._routes)
+        with IMPORTING_TENSORFLOW:
+            access = self._access()
+        return ShardedStates(self._file, access, self._routes, self.missing)
 
     def predictions(self, _: str) -> ShardedPredictions:
         """Connect for requests, on the event loop that is running."""
-        return ShardedPredictions(self._file, self._routes)
+        return ShardedPredictions(self._file, self._access(), self._routes)

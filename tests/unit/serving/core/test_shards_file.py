@@ -11,7 +11,8 @@ from tests.support.messages import refused
 from tpuembed.errors import ConfigError
 from tpuembed_cli.main import cli
 from tpuembed_serving import ServerSettings
-from tpuembed_serving.core.shards_file import Shard, ShardsFile
+from tpuembed_serving.core.shards_file import Shard, ShardsFile, ShardsTls
+from tpuembed_serving.tf_serving.sharded import Shards
 
 GOOD: dict[str, Any] = {
     "format": 1,
@@ -31,6 +32,21 @@ def test_a_file_names_servers(tmp_path: Path) -> None:
     assert ([model.name for model in settings.models], settings.shards) == (["rec"], found)
 
 
+def test_a_file_says_how_shards_are_called_and_what_fails(tmp_path: Path) -> None:
+    path = tmp_path / "shards.yaml"
+    more = {
+        "on_failure": {"watched": "zeros", "user": "error"},
+        "tls": {"ca": "ca.pem", "certificate": "/own.pem", "key": "own.key", "server_name": "rec"},
+        "api_key_file": "key.txt",
+    }
+    path.write_text(yaml.safe_dump({**GOOD, **more}))
+    found = ShardsFile.read(path)
+    tls = ShardsTls(ca=tmp_path / "ca.pem", certificate=Path("/own.pem"), key=tmp_path / "own.key", server_name="rec")
+    assert (set(found.zeros), found.tls, found.api_key_file) == ({"watched"}, tls, tmp_path / "key.txt")
+    with refused(ConfigError):
+        Shards(found)
+
+
 WRONG: dict[str, Any] = {
     "no YAML": "{",
     "no mapping": "[1]",
@@ -43,6 +59,12 @@ WRONG: dict[str, Any] = {
     "no address": {**GOOD, "shards": [{"name": "a"}]},
     "a name twice": {**GOOD, "shards": [GOOD["shards"][0], GOOD["shards"][0]]},
     "padding": {**GOOD, "padding": {"ids": None}},
+    "on_failure": {**GOOD, "on_failure": {"user": "nothing"}},
+    "tls without ca": {**GOOD, "tls": {"server_name": "rec"}},
+    "tls with half a pair": {**GOOD, "tls": {"ca": "a", "key": "b"}},
+    "unknown key of tls": {**GOOD, "tls": {"ca": "a", "cert": "b"}},
+    "tls": {**GOOD, "tls": "ca.pem"},
+    "api_key_file": {**GOOD, "api_key_file": 7},
 }
 
 
@@ -66,6 +88,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ["serve", "--shards", "f", "--target", "h:1"],
         ["serve", "--shards", "f", "models"],
         ["serve", "--shards", "f", "--prewarm"],
+        ["serve", "--shards", "f", "--keep-versions", "2"],
         ["export", "c", "m", "--shards", "2", "--shard-bytes", "1GB"],
         ["export", "c", "m", "--shards", "2", "--model", "a:b"],
         ["export", "c", "m", "--shards", "2", "--table", "t"],

@@ -73,7 +73,8 @@ class Running:
     @property
     def users(self) -> int:
         """Of the model's versions, now."""
-        model: Any = self.app.repository._models["m"]
+        repository: Any = self.app.repository
+        model: Any = repository._models["m"]
         return sum(version.users for version in model._versions.values())
 
     def raw(self, *pieces: bytes, pause: float = 0.0) -> bytes:

@@ -96,7 +96,9 @@ def test_without_such_options_stderr_is_empty(model_dir: Path) -> None:
     assert run(model_dir).stderr == ""
     carried = "--name n --rest-port 1 --grpc-port 2 --poll-seconds 3 --rest-timeout-ms 4 --max-load-retries 5"
     carried += " --load-retry-seconds 6 --listen-when-loaded --enable-batching --enable-per-model-batching-parameters"
-    carried += " --enable-cors --host 0.0.0.0 --workers 1 --allow-version-labels-for-unavailable-models"
+    carried += (
+        " --enable-cors --host 0.0.0.0 --workers 1 --allow-version-labels-for-unavailable-models --keep-versions 2"
+    )
     done = run(model_dir, *carried.split())
     assert done.stderr == ""
     flags = dict(word.removeprefix("--").split("=", 1) for word in words(done)[1:])

@@ -78,7 +78,8 @@ def test_large_inputs_and_answers_are_converted_in_a_thread(
 
         monkeypatch.setattr(remote_calls, name, noting)
 
-    async def predict(request: bytes, timeout: float) -> bytes:
+    async def predict(request: bytes, timeout: float, metadata: Any) -> bytes:
+        assert not metadata
         sent = predict_pb2.PredictRequest.FromString(request).inputs["x"]
         assert len(sent.int64_val) + len(sent.string_val) == array.size
         return answer.SerializeToString()

@@ -1,0 +1,271 @@
+"""Serves whole models whose lookups are on shards: the shards look up, and the dense part runs here.
+
+The dense part is the signature `from_activations` of a front, an export without the tables. A request runs on one version of the
+front and of all shards.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from tpuembed_serving.batching.merging import with_padding
+from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.request_record import RequestRecord
+from tpuembed_serving.core.servable import (
+    Array,
+    DegradedOutputs,
+    LoadedVersion,
+    Merging,
+    Servable,
+    Signature,
+    State,
+    VersionStatus,
+)
+from tpuembed_serving.core.service import DEFAULT_SIGNATURE
+from tpuembed_serving.core.status import Code, StatusError, servable_not_found, timed_out
+from tpuembed_serving.models.repository import ModelRepository
+from tpuembed_serving.settings import ModelSettings
+from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels, RemoteServable
+
+__all__ = ["FrontExecutor", "FrontModels"]
+
+_FROM_ACTIVATIONS: Final = "from_activations"
+Outcome = list[Array] | Exception
+
+
+@dataclasses.dataclass
+class FrontServable:
+    """A version of the whole model; see Servable.
+
+    Attributes:
+        front: the dense part.
+        shards: the lookups.
+        from_whole: the input of the whole model that each input of the shards is.
+    """
+
+    signatures: Mapping[str, Signature]
+    signature_defs: Mapping[str, Any]
+    front: Servable
+    shards: RemoteServable
+    from_whole: Mapping[str, str]
+
+    def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
+        """Raise NotImplementedError: FrontExecutor runs it."""
+        raise NotImplementedError
+
+    def merging(self, signature: Signature) -> Merging | None:  # noqa: ARG002 - as Servable
+        """Return None: the dense part is batched on its own."""
+        return None
+
+    def knows_merging(self, signature: Signature) -> bool:  # noqa: ARG002 - as Servable
+        """Return True."""
+        return True
+
+    def close(self) -> None:
+        """Do nothing: the front's repository unloads it."""
+
+
+class FrontModels:
+    """The one model of a shards.yaml with a front; see `core.service.Models`.
+
+    Attributes:
+        local: has the versions of the front.
+    """
+
+    def __init__(self, local: ModelRepository, shards: RemoteModels) -> None:
+        self.local, self._shards = local, shards
+        self._servables: dict[int, FrontServable] = {}
+
+    def start(self) -> None:
+        """Start to load and to poll."""
+        self.local.start()
+        self._shards.start()
+
+    def stop(self) -> None:
+        """Unload everything."""
+        self.local.stop()
+        self._shards.stop()
+
+    @property
+    def ready(self) -> bool:
+        """Returns True if the front and all shards have a version in common."""
+        names = self.local.labels()
+        return self.local.ready and self._shards.ready and all(self._newest(name) is not None for name in names)
+
+    @property
+    def loading(self) -> bool:
+        """Returns True until the first load of the front and the first poll of the shards have ended."""
+        return self.local.loading or self._shards.loading
+
+    def wait_for_first_poll(self, stopping: Callable[[], bool]) -> None:
+        """Block until both have been polled, or until `stopping` returns True."""
+        self.local.wait_for_first_poll(stopping)
+        self._shards.wait_for_first_poll(stopping)
+
+    @contextlib.contextmanager
+    def lease(self, name: str, version: int | None, label: str | None = None) -> Iterator[LoadedVersion]:
+        """Yield a version that the front and all shards have.
+
+        Raises:
+            StatusError: NOT_FOUND, there is no such version; INVALID_ARGUMENT, a label is given; FAILED_PRECONDITION, the front and
+                the shards do not fit together.
+        """
+        if label is not None:
+            raise StatusError(Code.INVALID_ARGUMENT, f"Unrecognized servable version label: {label}")
+        number = self._newest(name) if version is None else version
+        if number is None:
+            raise servable_not_found(name, version)
+        with self.local.lease(name, number) as loaded, self._shards.lease(name, number) as remote:
+            servable = self._servables.get(number)
+            if servable is None or servable.front is not loaded.servable or servable.shards is not remote.servable:
+                assert isinstance(remote.servable, RemoteServable)
+                servable = _servable(loaded.servable, remote.servable)
+                kept = {one.version for one in self.local.statuses(name)}
+                self._servables = {key: value for key, value in self._servables.items() if key in kept} | {
+                    number: servable
+                }
+            yield LoadedVersion(number, servable)
+
+    def _newest(self, name: str) -> int | None:
+        return max((one.version for one in self.statuses(name) if one.state is State.AVAILABLE), default=None)
+
+    def statuses(self, name: str) -> list[VersionStatus]:
+        """Return every version of the front, newest first. One is available if it is on all shards too.
+
+        Raises:
+            StatusError: UNAVAILABLE, a shard does not answer.
+        """
+        on_shards = {one.version: one for one in self._shards.statuses(name)}
+        found = []
+        for status in self.local.statuses(name):
+            other = on_shards.get(status.version)
+            if status.state is State.AVAILABLE and (other is None or other.state is not State.AVAILABLE):
+                status = other or VersionStatus(status.version, State.LOADING, None)
+            found.append(status)
+        return found
+
+    def labels(self) -> Mapping[str, Mapping[str, int]]:
+        """Return the model, without labels."""
+        return self.local.labels()
+
+    def reload(self, models: Sequence[ModelSettings]) -> None:
+        """Raise UNIMPLEMENTED: the shards.yaml has the model."""
+        self._shards.reload(models)
+
+
+def _servable(front: Servable, shards: RemoteServable) -> FrontServable:
+    from tpuembed_serving.tensorflow.session import SavedModelServable
+    from tpuembed_serving.tensorflow.signatures import definition_of, signature_json, signature_of
+
+    manifest = front.manifest if isinstance(front, SavedModelServable) else None
+    if manifest is None or not manifest.front:
+        text = "the front is an export of another kind. Take the one that `tpuembed export --model --shards` wrote"
+        raise StatusError(Code.FAILED_PRECONDITION, text)
+    definition = definition_of(manifest.front["inputs"], manifest.front["outputs"])
+    signature = with_padding(signature_of(DEFAULT_SIGNATURE, definition, is_export=True), manifest)
+    from_whole = {}
+    for entry in manifest.from_activations.features:
+        from_whole[entry.name] = entry.ids
+        if entry.weighted:
+            from_whole[f"{entry.name}_weights"] = entry.weights
+    asked = {info.alias for info in shards.signatures[DEFAULT_SIGNATURE].inputs}
+    if asked != from_whole.keys():
+        text = f"the shards take {', '.join(sorted(asked))}, and the front needs {', '.join(sorted(from_whole))}"
+        raise StatusError(Code.FAILED_PRECONDITION, f"{text}. Export both again, into one folder")
+    in_json = signature_json(definition)
+    return FrontServable({DEFAULT_SIGNATURE: signature}, {DEFAULT_SIGNATURE: in_json}, front, shards, from_whole)
+
+
+@dataclasses.dataclass
+class _Run:
+    """A request in progress: first on the shards, then on the front."""
+
+    remote: "asyncio.Task[None] | None" = None
+    local: Any = None
+
+
+class FrontExecutor:
+    """Runs FrontServables; see `core.pipeline.Executor`."""
+
+    def __init__(self, local: ModelExecutor, shards: RemoteExecutor) -> None:
+        """Run the dense part with `local`, and the lookups with `shards`."""
+        self.local, self._shards = local, shards
+
+    def submit(
+        self,
+        servable: Servable,
+        signature: Signature,
+        inputs: Sequence[Array],
+        on_outcome: Callable[[Outcome], None],
+        *,
+        timeout_seconds: float | None = None,
+        record: RequestRecord | None = None,
+    ) -> _Run:
+        """Look up on the shards, then run the dense part.
+
+        Raises:
+            StatusError: UNAVAILABLE, too many requests are in progress.
+        """
+        assert isinstance(servable, FrontServable)
+        named = {info.alias: array for info, array in zip(signature.inputs, inputs, strict=True)}
+        lookups = servable.shards.signatures[DEFAULT_SIGNATURE]
+        dense = servable.front.signatures[_FROM_ACTIVATIONS]
+        run = _Run()
+        ends = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+
+        def looked_up(outcome: Outcome) -> None:
+            if isinstance(outcome, Exception):
+                on_outcome(outcome)
+                return
+            activations = {info.alias: array for info, array in zip(lookups.outputs, outcome, strict=True)}
+            degraded = outcome.features if isinstance(outcome, DegradedOutputs) else ()
+            seconds = None if ends is None else ends - time.monotonic()
+            try:
+                if seconds is not None and seconds <= 0:
+                    raise timed_out()
+                run.local = self.local.submit(
+                    servable.front,
+                    dense,
+                    [
+                        activations[info.alias] if info.alias in activations else named[info.alias]
+                        for info in dense.inputs
+                    ],
+                    lambda outputs: on_outcome(_marked(outputs, dense, signature, degraded)),
+                    timeout_seconds=seconds,
+                    record=record,
+                )
+            except StatusError as error:
+                on_outcome(error)
+
+        run.remote = self._shards.submit(
+            servable.shards,
+            lookups,
+            [named[servable.from_whole[info.alias]] for info in lookups.inputs],
+            looked_up,
+            timeout_seconds=timeout_seconds,
+        )
+        return run
+
+    def give_up(self, run: _Run) -> None:
+        """Stop a request that nobody waits for."""
+        if run.local is not None:
+            self.local.give_up(run.local)
+        elif run.remote is not None:
+            self._shards.give_up(run.remote)
+
+    def close(self) -> None:
+        """Stop the threads, and close the connections."""
+        self._shards.close()
+        self.local.close()
+
+
+def _marked(outputs: Outcome, dense: Signature, signature: Signature, degraded: Sequence[str]) -> Outcome:
+    """Return the outputs in the order of the whole model's signature."""
+    if isinstance(outputs, Exception):
+        return outputs
+    found = {info.alias: array for info, array in zip(dense.outputs, outputs, strict=True)}
+    ordered = [found[info.alias] for info in signature.outputs]
+    return DegradedOutputs(ordered, degraded) if degraded else ordered

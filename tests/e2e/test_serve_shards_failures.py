@@ -1,0 +1,120 @@
+"""Servers of shards that are protected, that do not answer, and whose zeros are marked."""
+
+import contextlib
+import json
+import os
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import trustme
+
+from tests.support import capi
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.process import ServerProcess
+from tests.support.serving.shards import FEATURES, Cluster, Trained, requests
+from tpuembed import export_saved_model, export_shards
+
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+
+KEY = "the-key-of-the-shards-0123456789"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("trained"))
+
+
+def wait_until_ready_is(server: ServerProcess, wanted: dict[str, Any]) -> None:
+    wait_for(lambda: json.loads(server.request("GET", "/readyz")[1]) == wanted)
+
+
+def test_shards_behind_tls_and_keys_answer_the_front_alone(trained: Trained, tmp_path: Path) -> None:
+    config = {"features": FEATURES}
+    export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=2)
+    whole = export_saved_model(trained.paths[0], tmp_path / "m", serving_config=config).path
+    ours, others = trustme.CA(), trustme.CA()
+    ours.cert_pem.write_to_path(tmp_path / "ca.pem")
+    for name, authority in (("server", ours), ("client", ours), ("stranger", others)):
+        issued = authority.issue_cert("shards.example")
+        issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / f"{name}.pem")
+    (tmp_path / "keys").write_text(f"# one for all shards\nfront: {KEY}\n")
+    (tmp_path / "wrong").write_text(f"{KEY[::-1]}\n")
+    pem = str(tmp_path / "server.pem")
+    protected = ("--tls-cert", pem, "--tls-key", pem, "--tls-client-ca", str(tmp_path / "ca.pem"))
+    protected = (*protected, "--api-key-file", str(tmp_path / "keys"))
+    own = {"certificate": "client.pem", "key": "client.pem"}
+    tls = {"ca": "ca.pem", **own, "server_name": "shards.example"}
+    inputs = requests(np.random.default_rng(1), 3)
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path / "s", tmp_path, stack, of_shards=protected, tls=tls, api_key_file="keys")
+        _, found = cluster.ask(inputs)
+        for name, value in capi.predict(whole, inputs).items():
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+        for change, text in (
+            ({"api_key_file": "wrong"}, "shard-0: no valid API key"),
+            ({"tls": None}, "shard-0: "),
+            ({"tls": {"ca": "ca.pem", "server_name": "shards.example"}}, "shard-0: "),
+            ({"tls": {**tls, "server_name": "other.example"}}, "shard-0: "),
+            ({"tls": {**tls, "certificate": "stranger.pem", "key": "stranger.pem"}}, "shard-0: "),
+        ):
+            front = cluster.another_front(stack, **change)
+            wait_until_ready_is(front, {"status": "not ready", "missing_shards": ["shard-0", "shard-1"]})
+            status, reply = front.predict({"instances": [{"one": 1}]})
+            assert (status, text in reply["error"]) == (503, True), reply
+            assert KEY[::-1] not in front.log
+            front.process.kill()
+
+
+def test_zeros_of_a_dead_shard_are_marked_and_counted(trained: Trained, tmp_path: Path) -> None:
+    config = {"features": FEATURES}
+    plan = export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=2)
+    whole = export_saved_model(trained.paths[0], tmp_path / "m", serving_config=config).path
+    gone = plan.shards[1].features
+    assert gone
+    inputs = requests(np.random.default_rng(2), 3)
+    wanted = capi.predict(whole, inputs)
+    with ExitStack() as stack:
+        options = ("--rest-timeout-ms", "3000", "--metrics")
+        cluster = Cluster(tmp_path / "s", tmp_path, stack, 1, *options, on_failure=dict.fromkeys(gone, "zeros"))
+        reply, trailing = cluster.call(inputs)
+        assert "x-degraded" not in trailing
+        for how in (signal.SIGSTOP, signal.SIGKILL):
+            os.kill(cluster.servers["shard-1"][0].process.pid, how)
+            reply, trailing = cluster.call(inputs)
+            assert trailing["x-degraded"] == ",".join(sorted(gone))
+            assert reply.model_spec.version.value == 1
+            _, found = cluster.ask(inputs)
+            for name, value in wanted.items():
+                np.testing.assert_array_equal(
+                    found[name], np.zeros_like(value) if name in gone else value, err_msg=name
+                )
+        body = {"inputs": {name: value.tolist() for name, value in inputs.items() if name != "named"}}
+        body["inputs"]["named"] = [[name.decode() for name in row] for row in inputs["named"]]
+        with contextlib.closing(cluster.front.connect()) as connection:
+            connection.request("POST", f"{cluster.front.path}:predict", json.dumps(body))
+            answer = connection.getresponse()
+            assert (answer.status, answer.headers["X-Degraded"]) == (200, ",".join(sorted(gone))), answer.read()
+        wait_until_ready_is(cluster.front, {"status": "ready", "missing_shards": ["shard-1"]})
+        metrics = cluster.front.request("GET", "/monitoring/prometheus/metrics")[1].decode()
+        assert ':tpuembed:serving:degraded_count{model_name="s"} 5' in metrics, metrics
+        os.kill(cluster.servers["shard-0"][0].process.pid, signal.SIGKILL)
+        with pytest.raises(grpc.RpcError) as caught:
+            cluster.ask(inputs)
+        assert "shard-0" in caught.value.details()
+
+
+def test_zeros_of_some_features_of_a_shard_are_refused(trained: Trained, tmp_path: Path) -> None:
+    plan = export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": FEATURES}, shards=1)
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path / "s", tmp_path, stack)
+        for zeros, text in (({"one": "zeros"}, "not that of"), ({"other": "zeros"}, "no output of a shard")):
+            front = cluster.another_front(stack, on_failure=zeros)
+            wait_until_ready_is(front, {"status": "not ready"})
+            wait_for(lambda front=front, text=text: text in front.log)
+            assert front.predict({"instances": [{"one": 1}]})[0] == 400
+    assert len(plan.shards) == 1
