@@ -45,6 +45,15 @@ def make_plan(checkpoint: Checkpoint, request: ExportRequest, options: ExportOpt
     """Return the plan of `request`."""
     check_layout(options.layout, options.serving_root)
     check_engine(options.engine, options.ray_address)
+    if not request.tables:  # a front that reads no table
+        return ExportPlan(
+            layout=options.layout,
+            workers=1,
+            max_memory_bytes=options.max_memory_bytes,
+            stacks=(),
+            shards=(),
+            require_finite=options.require_finite,
+        )
     available = checkpoint.tables()
     return plan_export(
         [available[name] for name in request.tables],

@@ -55,6 +55,8 @@ RETRIEVAL_FORMAT: Final = 4
 """The format number of a version with an index of candidates. Older tools would not keep its arrays."""
 KEYED_FORMAT: Final = 5
 """The format number of a version whose unknown names are hashed with a key. An older server would hash them without it."""
+FRONT_FORMAT: Final = 6
+"""The format number of a front. An older server would look for its tables."""
 
 _OLDER: Final = "the export is older than this signature"
 _OLDER_PACKING: Final = Packing(left_out=_OLDER)
@@ -97,6 +99,8 @@ class Manifest:
         histories: of the tables whose rows are tracked, by table.
         names: of the tables that features look up in by name.
         retrieval: the index of candidates; None if the export is no retrieval.
+        front: of a front, whose features are looked up by other servers: the inputs and outputs of the whole model's
+            `serving_default`, which the graph does not have. Empty if the export is no front.
     """
 
     tool_version: str
@@ -118,6 +122,7 @@ class Manifest:
     histories: Mapping[str, HistoryEntry] = dataclasses.field(default_factory=dict)
     names: tuple[NamesEntry, ...] = ()
     retrieval: RetrievalEntry | None = None
+    front: Mapping[str, Mapping[str, TensorSpec]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -125,7 +130,8 @@ class Manifest:
         _check_names(self)
         _check_arrays(self.arrays, mapped=self.layout == "mmap")
         _check_tables(self.tables, self.stacks)
-        _check_activations(self.from_activations, self.signatures)
+        whole = {"serving_default": self.front} if self.front else {}
+        _check_activations(self.from_activations, {**self.signatures, **whole})
         if self.retrieval is not None:
             _check_retrieval(self.retrieval, self.tables, self.stacks)
         for file in self.files:
@@ -164,6 +170,7 @@ class Manifest:
         number = NAMES_FORMAT if self.names else number
         number = RETRIEVAL_FORMAT if self.retrieval is not None else number
         number = KEYED_FORMAT if any(entry.is_keyed for entry in self.names) else number
+        number = FRONT_FORMAT if self.front else number
         return json.dumps({"format": number, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     @classmethod
@@ -192,8 +199,8 @@ class Manifest:
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
-        if value["format"] not in (FORMAT, OVERLAY_FORMAT, NAMES_FORMAT, RETRIEVAL_FORMAT, KEYED_FORMAT):
-            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT} to {KEYED_FORMAT}")
+        if value["format"] not in range(FORMAT, FRONT_FORMAT + 1):
+            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT} to {FRONT_FORMAT}")
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
         value["stacks"] = tuple(_stack(entry) for entry in value["stacks"])
         value["errors"] = {name: dict(entry) for name, entry in value.get("errors", {}).items()}
@@ -211,6 +218,7 @@ class Manifest:
         if "from_activations" in value:
             value["from_activations"] = _from_activations(value["from_activations"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
+        value["front"] = _signature(value.get("front", {}))
         return _entry(cls, value)
 
 
@@ -300,12 +308,15 @@ def _check_tables(tables: Iterable[TableEntry], stacks: Iterable[StackEntry]) ->
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Raise ConfigError unless every feature that takes names has those of its table, and every entry is of a table."""
+    """Raise ConfigError unless every feature that takes names has those of its table, and every entry is of a table.
+
+    The names of a front's features are on the servers that look them up.
+    """
     _check_distinct("names of table", [entry.table for entry in manifest.names])
     names = {entry.table: entry for entry in manifest.names}
     if missing := sorted(names.keys() - {table.name for table in manifest.tables}):
         raise ConfigError(f"names: table {missing[0]!r} does not exist.")
-    for feature in (*manifest.features, *manifest.from_activations.features):
+    for feature in (*manifest.features, *(() if manifest.front else manifest.from_activations.features)):
         if feature.names and (feature.table not in names or names[feature.table].dtype != feature.names):
             raise ConfigError(
                 f"feature {feature.name!r}: table {feature.table!r} has no names of type {feature.names}."

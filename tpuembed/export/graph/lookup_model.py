@@ -106,19 +106,7 @@ class LookupModel(ExportableModel):
 
     def features(self) -> tuple[FeatureEntry, ...]:
         """Return the features as the manifest lists them."""
-        return tuple(
-            FeatureEntry(
-                name=feature.name,
-                table=feature.table,
-                input=feature.spec.input,
-                weighted=feature.spec.weighted,
-                max_sequence_length=feature.spec.max_sequence_length,
-                out_of_vocabulary=feature.policy,
-                combiner=feature.combiner,
-                names=feature.names,
-            )
-            for feature in self._features
-        )
+        return tuple(feature.entry for feature in self._features)
 
     def packing(self) -> Packing:
         """Return how the signature `packed` takes the features: group by group, so that each group's columns are

@@ -13,6 +13,7 @@ from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 from tpuembed.export.graph.given_names import Saved, with_names
+from tpuembed.manifest import FeatureEntry
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint import Checkpoint, TableInfo
@@ -67,6 +68,20 @@ class ServedFeature:
     def weights_name(self) -> str:
         """Return the name of the input for its weights, if it is weighted."""
         return f"{self.name}_weights"
+
+    @property
+    def entry(self) -> FeatureEntry:
+        """Return the feature as the manifest lists it."""
+        return FeatureEntry(
+            name=self.name,
+            table=self.table,
+            input=self.spec.input,
+            weighted=self.spec.weighted,
+            max_sequence_length=self.spec.max_sequence_length,
+            out_of_vocabulary=self.policy,
+            combiner=self.combiner,
+            names=self.names,
+        )
 
 
 def serving_config_of(checkpoint: "Checkpoint", given: Any) -> ServingConfig:

@@ -66,8 +66,9 @@ def write_warmup(
     packing: Packing,
     activations: Collection[str] = (),
     packed: Sequence[dict[str, _Array]] | None = None,
+    saved: Collection[str] | None = None,
 ) -> None:
-    """Write records of all `signatures` for the inputs `requests` into the SavedModel in `folder`.
+    """Write records of `signatures` for the inputs `requests` into the SavedModel in `folder`.
 
     Args:
         folder: the version's folder.
@@ -77,6 +78,7 @@ def write_warmup(
         activations: the inputs of `from_activations` that are no inputs of `serving_default`. They are zeros, as are those of
             other signatures.
         packed: the same requests with row numbers, for `packed`. None if `requests` have no names.
+        saved: the names of the signatures that the SavedModel has. None for all.
     """
     path = folder / WARMUP_PATH
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,11 +87,11 @@ def write_warmup(
             forms = {"serving_default": inputs, "packed": _packed(rows, packing)}
             if "serving_examples" in signatures:
                 forms["serving_examples"] = _examples(inputs)
-            for name in signatures.keys() - forms.keys():
-                (specs,), _ = signatures[name].structured_input_signature
-                zeros = activations if name == "from_activations" else specs.keys() - inputs.keys()
-                forms[name] = _with_zeros(inputs, signatures, specs, zeros)
-            for name in signatures:
+            for name in signatures if saved is None else saved:
+                if name not in forms:
+                    (specs,), _ = signatures[name].structured_input_signature
+                    zeros = activations if name == "from_activations" else specs.keys() - inputs.keys()
+                    forms[name] = _with_zeros(inputs, signatures, specs, zeros)
                 writer.write(_prediction_log(name, forms[name]))
 
 

@@ -1,83 +1,34 @@
-"""Exports lookups as several MODEL_DIRs, each with some of the tables, and the file that makes one model of their servers."""
+"""Exports a checkpoint as several MODEL_DIRs, each with some of the tables, and the file that makes one model of their servers."""
 
+import abc
 import dataclasses
-import json
-from collections.abc import Mapping
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
-from tpuembed.checkpoint import open_checkpoint
+from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.config import ServingConfig
 from tpuembed.config.checks import check_count
-from tpuembed.errors import ConfigError, ExportError, reason
-from tpuembed.export.formatting import format_bytes
+from tpuembed.errors import ConfigError, ExportError
+from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.graph.signature import ServedFeature, serving_config_of
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan.request import LookupRequest
+from tpuembed.export.plan.request import ExportRequest, LookupRequest, ModelRequest, check_lookup_options
 from tpuembed.export.report import ExportReport
 from tpuembed.export.retention.listing import version_folders
-from tpuembed.export.run import Progress, make_plan
-from tpuembed.export.sharding.placement import TableLoad, place
+from tpuembed.export.run import Progress, make_plan, run_export, source_of
+from tpuembed.export.sharding.files import SHARDS_FILE, check_same, placed_in, read_shards, write_shards
+from tpuembed.export.sharding.placement import PlacedShard, TableLoad, place, weighed
+from tpuembed.export.sharding.plan import FRONT, FrontEntry, ShardEntry, ShardingPlan, SplitFeature
 from tpuembed.files import FilePath, as_path
-from tpuembed.manifest import Manifest
-from tpuembed.saved_model import replace_file
+from tpuembed.manifest import FeatureEntry, Manifest
 
 __all__ = ["SHARDS_FILE", "ShardEntry", "ShardingPlan", "ShardingReport", "export_shards", "plan_shards"]
 
-SHARDS_FILE: Final = "shards.yaml"
-_FORMAT: Final = 1
 _WITHOUT: Final = ("rows", "base", "max_overlay", "delta_to", "sign_key")
 """Options of an export that one of shards does not take."""
-_ADDRESS: Final = "localhost:{port}"
-_FIRST_PORT: Final = 8600
-_NOTE: Final = (
-    "# Write the address of each shard's servers: a target of gRPC, such as dns:///shard-0:8500. Keep the rest.\n"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardEntry:
-    """One shard.
-
-    Attributes:
-        name: of its MODEL_DIR and its model.
-        tables, features: those that it has.
-        bytes: of its tables, as they are stored.
-        lookups: rows that an example looks up in it.
-    """
-
-    name: str
-    tables: tuple[str, ...]
-    features: tuple[str, ...]
-    bytes: int
-    lookups: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardingPlan:
-    """Which shard has what.
-
-    Attributes:
-        shards: in their order.
-        padding: the value that fills up lists in requests, by input.
-    """
-
-    shards: tuple[ShardEntry, ...]
-    padding: Mapping[str, int | str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
-        return {"shards": [dataclasses.asdict(shard) for shard in self.shards], "padding": dict(self.padding)}
-
-    def describe(self) -> str:
-        """Return the plan as lines of text."""
-        lines = [f"{len(self.shards)} shards"]
-        for shard in self.shards:
-            size, tables = format_bytes(shard.bytes), ", ".join(shard.tables)
-            lines.append(f"  {shard.name}: {size}, {shard.lookups} lookups of an example, tables {tables}")
-        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +39,15 @@ class ShardingReport:
         path: the folder of all shards.
         version: the number that each shard's version has.
         shards: what each has.
-        reports: of the exports that were made, by shard. An interrupted run had made the others.
+        reports: of the exports that were made, by shard, and of the front. An interrupted run had made the others.
+        front: what the front has; None if lookups were exported.
     """
 
     path: Path
     version: int
     shards: tuple[ShardEntry, ...]
     reports: Mapping[str, ExportReport]
+    front: FrontEntry | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -102,6 +55,7 @@ class ShardingReport:
             "path": str(self.path),
             "version": self.version,
             "shards": [dataclasses.asdict(shard) for shard in self.shards],
+            "front": None if self.front is None else dataclasses.asdict(self.front),
             "reports": {name: report.to_dict() for name, report in self.reports.items()},
         }
 
@@ -111,16 +65,25 @@ def plan_shards(
     folder: str | Path,
     *,
     serving_config: Any = None,
+    model: Any = None,
+    allow_unused_weights: bool = False,
+    output_names: Mapping[str, str] | None = None,
     shards: int | None = None,
     shard_bytes: int | None = None,
+    split: Mapping[str, int] | None = None,
     ids_per_list: Mapping[str, int] | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ShardingPlan:
     """Return which tables `export_shards` would put on which shard. Nothing is written. See `export_shards`."""
-    return _planned(checkpoint, folder, serving_config, shards, shard_bytes, ids_per_list, checkpoint_options, options)[
-        0
-    ]
+    chosen = ExportOptions.of("plan_shards", options, without=_WITHOUT)
+    wanted = _Wanted(shards, shard_bytes, split or {}, ids_per_list or {})
+    with (
+        naming_roots(checkpoint, checkpoint_options, model),
+        open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
+    ):
+        exported = _exported(opened, chosen, serving_config, model, output_names, allow_unused_weights)
+        return _planned(_disk(folder), exported, wanted)
 
 
 def export_shards(
@@ -128,8 +91,12 @@ def export_shards(
     folder: str | Path,
     *,
     serving_config: Any = None,
+    model: Any = None,
+    allow_unused_weights: bool = False,
+    output_names: Mapping[str, str] | None = None,
     shards: int | None = None,
     shard_bytes: int | None = None,
+    split: Mapping[str, int] | None = None,
     ids_per_list: Mapping[str, int] | None = None,
     on_progress: Progress | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
@@ -141,15 +108,19 @@ def export_shards(
     shards.yaml lists them, for `tpuembed serve --shards`. `folder`/shard-0.config and so on are models.configs for their servers,
     which serve two versions, because a request needs one that is on all shards.
 
+    With `model`, the shards look up the model's features, and `folder`/front/ is a MODEL_DIR with the rest of the model: its
+    signature `from_activations`. It is written last.
+
     A later export into the same folder keeps the placement of tables. Another placement needs another folder. An export that was
     interrupted goes on: shards that have the version already are left as they are.
 
     Args:
         checkpoint: as `export_saved_model` takes it.
         folder: on a disk.
-        serving_config: the features, as `export_saved_model` takes them.
+        serving_config, model, allow_unused_weights, output_names: as `export_saved_model` takes them.
         shards: the number of shards. Tables are balanced by bytes and lookups. Give this or `shard_bytes`.
-        shard_bytes: the most bytes of tables on a shard. There are as few shards as possible.
+        shard_bytes: the most bytes of tables on a shard. There are as few shards as possible. The rows of a larger table are split.
+        split: the number of parts, by table, into which rows are split, each on a shard of its own. Their answers add up.
         ids_per_list: how many ids a list has on average, by feature. 1 for others: features of sequences count their length.
         on_progress: called with (bytes done, bytes in total) of one shard after the other.
         checkpoint_options: further arguments of `open_checkpoint`.
@@ -159,99 +130,162 @@ def export_shards(
     Raises:
         TpuEmbedError: the export failed. Shards that have the version keep it.
     """
-    from tpuembed.export import export_saved_model
+    target, chosen = _disk(folder), ExportOptions.of("export_shards", options, without=_WITHOUT)
+    wanted = _Wanted(shards, shard_bytes, split or {}, ids_per_list or {})
+    with (
+        naming_roots(checkpoint, checkpoint_options, model),
+        open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
+    ):
+        source = source_of(opened)  # before anything is read
+        exported = _exported(opened, chosen, serving_config, model, output_names, allow_unused_weights)
+        plan = _planned(target, exported, wanted)
+        target.mkdir(parents=True, exist_ok=True)
+        version, done = _version(target, plan, chosen.version, source.fingerprint)
+        reports = {}
 
-    target = Path(folder)
-    plan, config, chosen, fingerprint = _planned(
-        checkpoint, folder, serving_config, shards, shard_bytes, ids_per_list, checkpoint_options, options
-    )
-    target.mkdir(parents=True, exist_ok=True)
-    version, done = _version(target, plan, chosen.version, fingerprint)
-    reports = {}
-    for shard in plan.shards:
-        if shard.name in done:
-            continue
-        root = None if chosen.serving_root is None else f"{chosen.serving_root.rstrip('/')}/{shard.name}"
-        reports[shard.name] = export_saved_model(
-            checkpoint,
-            target / shard.name,
-            serving_config=config,
-            tables=shard.tables,
-            on_progress=on_progress,
-            checkpoint_options=checkpoint_options,
-            **{**options, "version": version, "serving_root": root},
-        )
-    for shard in plan.shards:
-        _write(target / f"{shard.name}.config", _models_config(shard.name, target.absolute() / shard.name))
-    if not (target / SHARDS_FILE).exists():
-        _write(target / SHARDS_FILE, _NOTE + yaml.safe_dump(_content(target.name, plan), sort_keys=False))
-    return ShardingReport(target, version, plan.shards, reports)
+        def export(name: str, request: ExportRequest, rows: Mapping[str, tuple[int, int]]) -> None:
+            root = None if chosen.serving_root is None else f"{chosen.serving_root.rstrip('/')}/{name}"
+            storage = {table: exported.storages[table] for table in request.tables}
+            its = dataclasses.replace(chosen, version=version, serving_root=root, rows=rows, storage=storage)
+            reports[name] = run_export(opened, request, target / name, its, source=source, on_progress=on_progress)
+
+        for shard in plan.shards:
+            if shard.name not in done:
+                export(shard.name, exported.request(shard), shard.rows)
+        if plan.front is not None and FRONT not in done:
+            export(FRONT, exported.request_of_front(), {})
+    write_shards(target, plan)
+    return ShardingReport(target, version, plan.shards, reports, plan.front)
 
 
-def _planned(
-    checkpoint: str | Path,
-    folder: str | Path,
-    serving_config: Any,
-    shards: int | None,
-    shard_bytes: int | None,
-    ids_per_list: Mapping[str, int] | None,
-    checkpoint_options: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-) -> tuple[ShardingPlan, ServingConfig, ExportOptions, str]:
-    """Return the plan, the features, the options, and the checkpoint's fingerprint."""
-    chosen = ExportOptions.of("export_shards", options, without=_WITHOUT)
+def _disk(folder: str | Path) -> Path:
     path: FilePath = as_path(folder)
     if not isinstance(path, Path):
         raise ConfigError(f"folder {folder}: shards are exported to a disk. Export there, and copy each MODEL_DIR.")
-    with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
-        config = serving_config_of(opened, serving_config)
-        request = LookupRequest(opened, config)
-        features, export = request.features, make_plan(opened, request, chosen)
-        stored = {place.table: place.rows * stack.row_bytes for stack in export.stacks for place in stack.tables}
-        fingerprint = opened.fingerprint()
-    lookups = _lookups(features, dict(ids_per_list or {}))
-    loads = {name: TableLoad(size, lookups[name]) for name, size in stored.items()}
-    before = _placement_in(path)
-    if before is None:
-        placed = [shard.tables for shard in place(loads, shards=shards, shard_bytes=shard_bytes)]
-    else:
-        placed = before
-        has, needs = {name for tables in placed for name in tables}, set(loads)
-        if has != needs or (shards is not None and shards != len(placed)):
-            what = f"{len(placed)} shards of the tables {', '.join(sorted(has))}"
-            raise ConfigError(
-                f"folder {path}: its {SHARDS_FILE} has {what}, and the export has {shards or len(placed)} of "
-                f"{', '.join(sorted(needs))}. Export into another folder."
-            )
-    entries = tuple(
-        ShardEntry(
-            name=f"shard-{number}",
-            tables=tables,
-            features=tuple(feature.name for feature in features if feature.table in tables),
-            bytes=sum(loads[name].bytes for name in tables),
-            lookups=sum(loads[name].lookups for name in tables),
-        )
-        for number, tables in enumerate(placed)
-    )
-    return ShardingPlan(entries, _padding(features)), config, chosen, fingerprint
+    return path
 
 
-def _lookups(features: tuple[ServedFeature, ...], ids_per_list: dict[str, int]) -> dict[str, int]:
-    known = {feature.name for feature in features if feature.spec.input == "ids"}
-    for name, count in ids_per_list.items():
-        if name not in known:
-            raise ConfigError(
-                f"ids_per_list: {name!r} is no feature of lists. They are {', '.join(sorted(known)) or 'none'}."
-            )
-        check_count(f"ids_per_list of {name!r}", count)
-    found: dict[str, int] = {}
-    for feature in features:
-        count = ids_per_list.get(feature.name, feature.spec.max_sequence_length or 1)
-        found[feature.table] = found.get(feature.table, 0) + count
-    return found
+# ---- what is exported
 
 
-def _padding(features: tuple[ServedFeature, ...]) -> dict[str, int | str]:
+class _Exported(abc.ABC):
+    """What is divided among shards.
+
+    Attributes:
+        features: the features, as manifests list them.
+        padding: as in ShardingPlan.
+        is_model: whether the features are those of a model's layers.
+        front: of a whole model; None for lookups.
+        rows, bytes, storages: of each table.
+    """
+
+    is_model: bool
+    front: FrontEntry | None = None
+
+    def __init__(
+        self,
+        opened: Checkpoint,
+        options: ExportOptions,
+        request: ExportRequest,
+        features: Sequence[FeatureEntry],
+        padding: Mapping[str, int | str],
+    ) -> None:
+        """Plan the export of all tables of `request`."""
+        self.features, self.padding = features, padding
+        stacks = make_plan(opened, request, options).stacks
+        self.rows = {place.table: place.rows for stack in stacks for place in stack.tables}
+        self.bytes = {place.table: place.rows * stack.row_bytes for stack in stacks for place in stack.tables}
+        self.storages = {place.table: stack.storage for stack in stacks for place in stack.tables}
+
+    @abc.abstractmethod
+    def request(self, shard: ShardEntry) -> ExportRequest:
+        """Return the export of one shard."""
+
+    @abc.abstractmethod
+    def request_of_front(self) -> ExportRequest:
+        """Return the export of `front`."""
+
+
+class _Lookups(_Exported):
+    """The features of a serving_config."""
+
+    is_model = False
+
+    def __init__(self, opened: Checkpoint, options: ExportOptions, serving_config: Any) -> None:
+        self._opened, self._config = opened, serving_config_of(opened, serving_config)
+        request = LookupRequest(opened, self._config)
+        entries = [feature.entry for feature in request.features]
+        super().__init__(opened, options, request, entries, _padding(request.features))
+
+    def request(self, shard: ShardEntry) -> ExportRequest:
+        """See _Exported."""
+        features = {
+            name: dataclasses.replace(feature, out_of_vocabulary="zeros") if feature.table in shard.rows else feature
+            for name, feature in self._config.features.items()
+        }
+        return LookupRequest(self._opened, ServingConfig(features=features, tables=self._config.tables), shard.tables)
+
+    def request_of_front(self) -> ExportRequest:
+        """See _Exported."""
+        raise AssertionError("lookups have no front")
+
+
+class _WholeModel(_Exported):
+    """A model, whose layers look up on shards."""
+
+    is_model = True
+
+    def __init__(
+        self,
+        opened: Checkpoint,
+        options: ExportOptions,
+        serving_config: Any,
+        model: Any,
+        output_names: Mapping[str, str] | None,
+        allow_unused_weights: bool,
+    ) -> None:
+        given = opened, serving_config, model, None, output_names, allow_unused_weights
+        self._opened, self._whole = opened, ModelRequest(*given)
+        self._make_front = functools.partial(ModelRequest, *given, is_front=True)
+        from tpuembed.export.graph.from_activations import trace_lookups
+
+        self._lookups = trace_lookups(self._whole.model, self._whole.sources)
+        entries = [lookup.entry for lookup in self._lookups]
+        super().__init__(opened, options, self._whole, entries, {})
+        tables = tuple(self._whole.whole_tables)
+        names = tuple(entry.name for entry in entries)
+        self.front = FrontEntry(FRONT, names, tables, sum(self.bytes[table] for table in tables))
+
+    def request(self, shard: ShardEntry) -> ExportRequest:
+        """See _Exported."""
+        from tpuembed.export.sharding.activations_model import activations_factory
+
+        lookups = [lookup for lookup in self._lookups if lookup.entry.table in shard.tables]
+        factory = activations_factory(lookups, self._whole.model.forms, shard.rows)
+        request = ModelRequest(self._opened, None, factory)
+        request.quantization = self._whole.quantization  # a serving_config may state it
+        return request
+
+    def request_of_front(self) -> ExportRequest:
+        """See _Exported. The model is built again: functions of its own may keep what the plan's trace had."""
+        return self._make_front()
+
+
+def _exported(
+    opened: Checkpoint,
+    options: ExportOptions,
+    serving_config: Any,
+    model: Any,
+    output_names: Mapping[str, str] | None,
+    allow_unused_weights: bool,
+) -> _Exported:
+    if model is not None:
+        return _WholeModel(opened, options, serving_config, model, output_names, allow_unused_weights)
+    check_lookup_options(output_names, allow_unused_weights)
+    return _Lookups(opened, options, serving_config)
+
+
+def _padding(features: Sequence[ServedFeature]) -> dict[str, int | str]:
     found: dict[str, int | str] = {}
     for feature in features:
         if feature.spec.input == "ids":
@@ -261,72 +295,131 @@ def _padding(features: tuple[ServedFeature, ...]) -> dict[str, int | str]:
     return found
 
 
-def _placement_in(folder: Path) -> list[tuple[str, ...]] | None:
-    """Return the tables of each shard in the folder's shards.yaml; None if there is none."""
-    path = folder / SHARDS_FILE
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return [tuple(shard["tables"]) for shard in content["shards"]]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+# ---- where it goes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """The arguments that decide the placement; see `export_shards`."""
+
+    shards: int | None
+    shard_bytes: int | None
+    split: Mapping[str, int]
+    ids_per_list: Mapping[str, int]
+
+
+def _planned(folder: Path, exported: _Exported, wanted: _Wanted) -> ShardingPlan:
+    """Return the plan: with the placement that `folder` has, or a new one.
+
+    Raises:
+        ConfigError: the folder has another one, or an argument is wrong.
+    """
+    lookups, named = (
+        _lookups(exported.features, wanted.ids_per_list),
+        {one.table for one in exported.features if one.names},
+    )
+    loads = {
+        name: TableLoad(exported.bytes[name], count, exported.rows[name], name in named)
+        for name, count in lookups.items()
+    }
+    content = read_shards(folder)
+    if content is None:
+        placed = place(loads, shards=wanted.shards, shard_bytes=wanted.shard_bytes, split=wanted.split)
+    else:
+        placed = _placed_before(folder, placed_in(content), loads, wanted)
+    shards = tuple(
+        ShardEntry(
+            name=f"shard-{number}",
+            tables=shard.tables,
+            features=tuple(one.name for one in exported.features if one.table in shard.tables),
+            bytes=shard.bytes,
+            lookups=shard.lookups,
+            rows=shard.rows,
+        )
+        for number, shard in enumerate(placed)
+    )
+    split = {
+        one.name: SplitFeature(
+            table=one.table,
+            rows=exported.rows[one.table],
+            out_of_vocabulary=one.out_of_vocabulary,
+            input=one.input,
+            max_sequence_length=one.max_sequence_length,
+            drops_negative=exported.is_model and one.input == "ids" and one.out_of_vocabulary == "error",
+        )
+        for one in exported.features
+        if any(one.table in shard.rows for shard in shards)
+    }
+    plan = ShardingPlan(shards, exported.padding, exported.front, split)
+    if content is not None:
+        check_same(folder, content, plan)
+    return plan
+
+
+def _placed_before(
+    folder: Path,
+    shards: Sequence[Mapping[str, tuple[int, int] | None]],
+    loads: Mapping[str, TableLoad],
+    wanted: _Wanted,
+) -> tuple[PlacedShard, ...]:
+    """Return the placement `shards` of an export before.
+
+    Raises:
+        ConfigError: the arguments name another one.
+    """
+    parts = Counter(name for shard in shards for name in shard)
+    split = {name: count for name, count in parts.items() if any(shard.get(name) for shard in shards)}
+    before = f"{len(shards)} shards of {_listed(parts, split)}"
+    now = f"{wanted.shards or len(shards)} of {_listed(loads, wanted.split or split)}"
+    if parts.keys() != loads.keys() or wanted.shards not in (None, len(shards)) or wanted.split not in ({}, split):
         raise ConfigError(
-            f"shards {path}: cannot be read: {reason(error)}. Restore it, or export into another folder."
-        ) from None
+            f"folder {folder}: its {SHARDS_FILE} has {before}, and the export has {now}. Export into another folder."
+        )
+    return weighed(shards, loads)
+
+
+def _listed(tables: Iterable[str], split: Mapping[str, int]) -> str:
+    names = [f"{name} in {split[name]} parts" if name in split else name for name in sorted(tables)]
+    return f"the tables {', '.join(names)}"
+
+
+def _lookups(features: Sequence[FeatureEntry], ids_per_list: Mapping[str, int]) -> dict[str, int]:
+    """Return the rows that an example looks up in each table."""
+    known = {feature.name for feature in features if feature.input == "ids"}
+    for name, count in ids_per_list.items():
+        if name not in known:
+            raise ConfigError(
+                f"ids_per_list: {name!r} is no feature of lists. They are {', '.join(sorted(known)) or 'none'}."
+            )
+        check_count(f"ids_per_list of {name!r}", count)
+    found: dict[str, int] = {}
+    for feature in features:
+        count = ids_per_list.get(feature.name, feature.max_sequence_length or 1)
+        found[feature.table] = found.get(feature.table, 0) + count
+    return found
 
 
 def _version(folder: Path, plan: ShardingPlan, wanted: int | None, fingerprint: str) -> tuple[int, set[str]]:
-    """Return the number to write, and the shards that have it already: those of an interrupted run of the same checkpoint."""
-    found = {
-        shard.name: dict(version_folders(folder / shard.name)) if (folder / shard.name).is_dir() else {}
-        for shard in plan.shards
-    }
+    """Return the number to write, and what has it already: from an interrupted run of the same checkpoint and placement."""
+    wholes = {shard.name: {name: shard.rows.get(name) for name in shard.tables} for shard in plan.shards}
+    if plan.front is not None:
+        wholes[FRONT] = dict.fromkeys(plan.front.tables)
+    found = {name: dict(version_folders(folder / name)) if (folder / name).is_dir() else {} for name in wholes}
     newest = max((number for numbers in found.values() for number in numbers), default=0)
     number = newest if wanted is None else wanted
     have = {name for name, numbers in found.items() if number in numbers}
-    of_this = {name for name in have if _source(found[name][number]) == fingerprint}
-    if have and have == of_this and len(have) < len(plan.shards):
+    of_this = {name for name in have if _is_of(found[name][number], fingerprint, wholes[name])}
+    if have and have == of_this and len(have) < len(wholes):
         return number, have
     if wanted is not None and have:
         raise ExportError(f"version {wanted}: {', '.join(sorted(have))} of {folder} have it. Give another number.")
     return (newest + 1 if wanted is None else wanted), set()
 
 
-def _source(version: Path) -> str:
+def _is_of(version: Path, fingerprint: str, tables: Mapping[str, tuple[int, int] | None]) -> bool:
+    """Return True if a version has these rows of these tables, of the checkpoint with this fingerprint."""
     manifest = Manifest.read(version)
-    return "" if manifest is None else manifest.source.get("fingerprint", "")
-
-
-def _content(model: str, plan: ShardingPlan) -> dict[str, Any]:
-    return {
-        "format": _FORMAT,
-        "model": model,
-        "shards": [
-            {
-                "name": shard.name,
-                "address": _ADDRESS.format(port=_FIRST_PORT + number),
-                "tables": list(shard.tables),
-                "features": list(shard.features),
-                "bytes": shard.bytes,
-                "lookups": shard.lookups,
-            }
-            for number, shard in enumerate(plan.shards)
-        ],
-        "padding": dict(plan.padding),
-    }
-
-
-def _models_config(name: str, model_dir: Path) -> str:
-    return (
-        "model_config_list {\n  config {\n"
-        f"    name: {json.dumps(name)}\n    base_path: {json.dumps(str(model_dir), ensure_ascii=False)}\n"
-        '    model_platform: "tensorflow"\n    model_version_policy { latest { num_versions: 2 } }\n'
-        "  }\n}\n"
-    )
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        replace_file(path, text.encode())
-    except OSError as error:
-        raise ExportError(f"{path}: cannot be written: {reason(error)}.") from None
+    if manifest is None or manifest.source.get("fingerprint", "") != fingerprint:
+        return False
+    has = {table.name: (table.first_row, table.first_row + table.rows) for table in manifest.tables}
+    return has.keys() == tables.keys() and all(rows in (None, has[name]) for name, rows in tables.items())
