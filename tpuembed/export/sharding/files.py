@@ -76,8 +76,8 @@ def check_same(folder: Path, content: Mapping[str, Any], plan: ShardingPlan) -> 
     for what, new in now.items():
         if before.get(what) != new:
             raise ConfigError(
-                f"folder {folder}: its {SHARDS_FILE} has for {what}: {before.get(what)}, and the export has {new}. Export into "
-                "another folder."
+                f"folder {folder}: {what}: its {SHARDS_FILE} has {before.get(what, 'none')}, and the export has {new}. Export "
+                "into another folder."
             )
 
 
