@@ -79,6 +79,7 @@ _SECTIONS = {
         "tpuembed export ckpt-1 s3://bucket/rec --layout mmap --serving-root /models/rec",
         "tpuembed export ckpt-1 models/top --model train:query --retrieve-from train:candidates --k 50",
         "tpuembed export ckpt-1 models/shards --shards 4 --dry-run",
+        "tpuembed export ckpt-1 models/shards --model train:build --shards 4 --split users=2",
     ),
 )
 @click.argument("checkpoint", type=PATH)
@@ -217,7 +218,7 @@ def export(
     with stdout_on_stderr():  # a model's code may print, and that must not mix with the report
         if shards is None:
             _check_without_tensorflow(checkpoint, request)
-        if shards is None or not dry_run:
+        if shards is None or not dry_run or request["model"] is not None:
             import_tensorflow(verbose=verbose)
         if shards is not None:
             text = run_shards(checkpoint, request, shards, dry_run=dry_run, as_json=as_json, quiet=quiet)

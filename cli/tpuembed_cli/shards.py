@@ -12,12 +12,13 @@ from tpuembed_cli.output import byte_progress, with_unit
 __all__ = ["SECTION", "run_shards", "shards_options", "shards_request"]
 
 
-def _counts(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+def _counts(_: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
     found: dict[str, int] = {}
     for value in values:
         name, equals, count = value.rpartition("=")
         if not equals or not name or not count.isdecimal() or not int(count) or name in found:
-            raise click.BadParameter(f"{value!r}: write FEATURE=N, each feature once, N at least 1")
+            what, number = str(option.metavar).split("=")
+            raise click.BadParameter(f"{value!r}: write {what}={number}, each {what.lower()} once, {number} at least 1")
         found[name] = int(count)
     return found
 
@@ -27,13 +28,21 @@ _OPTIONS: Final = (
         "--shards",
         type=click.IntRange(min=1),
         metavar="N",
-        help="Write N folders below MODEL_DIR, each with some of the tables, and shards.yaml for `tpuembed serve --shards`.",
+        help="Write N folders below MODEL_DIR, each with some of the tables, and shards.yaml for `tpuembed serve --shards`. With "
+        "--model also a folder with the rest of the model.",
     ),
     click.option(
         "--shard-bytes",
         type=SIZE,
         metavar="SIZE",
-        help="As --shards, with as few folders as keep the tables of each within SIZE.",
+        help="As --shards, with as few folders as keep the tables of each within SIZE. Rows of a larger table are split.",
+    ),
+    click.option(
+        "--split",
+        metavar="TABLE=PARTS",
+        multiple=True,
+        callback=_counts,
+        help="With --shards or --shard-bytes: split the rows of this table among PARTS folders. Repeatable.",
     ),
     click.option(
         "--ids-per-list",
@@ -43,14 +52,11 @@ _OPTIONS: Final = (
         help="With --shards or --shard-bytes: how many ids a list has on average, to balance lookups. Default: 1. Repeatable.",
     ),
 )
-SECTION: Final = ("--shards", "--shard-bytes", "--ids-per-list")
+SECTION: Final = ("--shards", "--shard-bytes", "--split", "--ids-per-list")
 """The flags of the options."""
 _OTHERS: Final = {
-    "model": "--model",
-    "allow_unused_weights": "--allow-unused-weights",
     "tables": "--table",
     "features": "--feature",
-    "output_names": "--output-name",
     "rows": "--rows",
     "base": "--base",
     "max_overlay": "--max-overlay",
@@ -70,11 +76,12 @@ def shards_request(request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         click.UsageError: an option is given that the kind of export does not have.
     """
     rest, own = dict(request), {}
-    for name in ("shards", "shard_bytes", "ids_per_list"):
+    for name in ("shards", "shard_bytes", "split", "ids_per_list"):
         own[name] = rest.pop(name)
     if request["shards"] is None and request["shard_bytes"] is None:
-        if request["ids_per_list"]:
-            raise click.UsageError("--ids-per-list needs --shards or --shard-bytes. Give one, or leave it out.")
+        for name, flag in (("split", "--split"), ("ids_per_list", "--ids-per-list")):
+            if request[name]:
+                raise click.UsageError(f"{flag} needs --shards or --shard-bytes. Give one, or leave it out.")
         return rest, None
     if request["shards"] is not None and request["shard_bytes"] is not None:
         raise click.UsageError("--shards and --shard-bytes: give one of them.")
@@ -83,7 +90,7 @@ def shards_request(request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         given.append("--retrieve-from")
     if given:
         raise click.UsageError(
-            f"{', '.join(given)}: not supported with --shards, which exports lookups of whole tables."
+            f"{', '.join(given)}: not supported with --shards, which exports all tables and features."
         )
     return rest, own
 
@@ -113,4 +120,6 @@ def run_shards(
     for shard in report.shards:
         there = "" if shard.name in report.reports else ", there already"
         lines.append(f"  {shard.name}: {len(shard.tables)} tables, {with_unit(shard.bytes)}{there}")
+    if report.front is not None:
+        lines.append(f"  {report.front.name}: the model's other layers, {with_unit(report.front.bytes)} of tables")
     return "\n".join(lines)

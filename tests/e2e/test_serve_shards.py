@@ -18,6 +18,8 @@ from tests.support import capi
 from tests.support.serving.shards import FEATURES, Cluster, Trained, requests
 from tpuembed import export_saved_model, export_shards
 from tpuembed.errors import ConfigError, ExportError
+from tpuembed.export.run import run_export
+from tpuembed.export.sharding import export as exporting
 from tpuembed.export.sharding.export import plan_shards
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
@@ -191,21 +193,19 @@ def test_the_placement_of_a_folder_stays(trained: Trained, tmp_path: Path) -> No
 
 
 def test_an_interrupted_export_goes_on(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tpuembed.export as exporting
-
-    config, export = {"features": FEATURES}, exporting.export_saved_model
+    config = {"features": FEATURES}
     made: list[str] = []
 
-    def fails_at_the_second(checkpoint: Any, folder: Path, **options: Any) -> Any:
+    def fails_at_the_second(checkpoint: Any, request: Any, folder: Path, *given: Any, **options: Any) -> Any:
         if len(made) == 1:
             raise KeyboardInterrupt
         made.append(folder.name)
-        return export(checkpoint, folder, **options)
+        return run_export(checkpoint, request, folder, *given, **options)
 
-    monkeypatch.setattr(exporting, "export_saved_model", fails_at_the_second)
+    monkeypatch.setattr(exporting, "run_export", fails_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=3)
-    monkeypatch.setattr(exporting, "export_saved_model", export)
+    monkeypatch.setattr(exporting, "run_export", run_export)
     report = export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=3)
     assert (report.version, sorted(report.reports)) == (1, ["shard-1", "shard-2"])
     assert export_shards(trained.paths[0], tmp_path / "s", serving_config=config).version == 2

@@ -54,7 +54,7 @@ def _spec(form: "InputForm") -> tf.TypeSpec:
     return tf.RaggedTensorSpec(shape, form.dtype, row_splits_dtype=form.row_splits_dtype)
 
 
-class _Activations(keras.Model):  # type: ignore[misc]
+class _Activations(keras.Model):
     """The model. The features of one call of the whole model's layers are looked up together, as there."""
 
     def __init__(self, lookups: Sequence[LookedUp], split: Collection[str]) -> None:

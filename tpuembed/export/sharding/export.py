@@ -18,6 +18,7 @@ from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.request import ExportRequest, LookupRequest, ModelRequest, check_lookup_options
 from tpuembed.export.report import ExportReport
 from tpuembed.export.retention.listing import version_folders
+from tpuembed.export.retention.prune import prune_after
 from tpuembed.export.run import Progress, make_plan, run_export, source_of
 from tpuembed.export.sharding.files import SHARDS_FILE, check_same, placed_in, read_shards, write_shards
 from tpuembed.export.sharding.placement import PlacedShard, TableLoad, place, weighed
@@ -146,7 +147,7 @@ def export_shards(
         def export(name: str, request: ExportRequest, rows: Mapping[str, tuple[int, int]]) -> None:
             root = None if chosen.serving_root is None else f"{chosen.serving_root.rstrip('/')}/{name}"
             storage = {table: exported.storages[table] for table in request.tables}
-            its = dataclasses.replace(chosen, version=version, serving_root=root, rows=rows, storage=storage)
+            its = dataclasses.replace(chosen, version=version, serving_root=root, rows=rows, storage=storage, keep=None)
             reports[name] = run_export(opened, request, target / name, its, source=source, on_progress=on_progress)
 
         for shard in plan.shards:
@@ -155,6 +156,10 @@ def export_shards(
         if plan.front is not None and FRONT not in done:
             export(FRONT, exported.request_of_front(), {})
     write_shards(target, plan)
+    if chosen.keep is not None:  # until now, requests needed the version before
+        for name, report in reports.items():
+            removed = prune_after(target / name, keep=chosen.keep, version=version, in_use={version: "just exported"})
+            reports[name] = dataclasses.replace(report, removed=removed)
     return ShardingReport(target, version, plan.shards, reports, plan.front)
 
 

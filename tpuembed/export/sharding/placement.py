@@ -119,7 +119,7 @@ def _parts(name: str, tables: Mapping[str, TableLoad], count: Any) -> int:
         )
     if count > tables[name].rows:
         raise ConfigError(
-            f"split: table {name!r} has {tables[name].rows} rows, which {count} parts are more than. Give fewer."
+            f"split: table {name!r} has {tables[name].rows} rows, fewer than the {count} parts. Give fewer parts."
         )
     return int(count)
 

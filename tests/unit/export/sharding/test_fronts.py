@@ -18,6 +18,7 @@ from tests.support.export.in_process import exports_in_this_process
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model, export_shards
 from tpuembed.errors import ConfigError, ExportError
+from tpuembed.export.run import run_export
 from tpuembed.export.sharding import export as sharding
 from tpuembed.export.sharding.export import plan_shards
 from tpuembed.export.sharding.plan import SplitFeature
@@ -242,7 +243,7 @@ def test_the_c_library_looks_up_for_a_shard_as_for_the_whole_model(split: Export
 # ---- a small model, exported again and again
 
 
-class Scores(keras.layers.Layer):  # type: ignore[misc]
+class Scores(keras.layers.Layer):
     """Scores all rows of a table."""
 
     def __init__(self, layer: Any, config: Any) -> None:
@@ -289,14 +290,13 @@ def test_new_weights_keep_the_placement_and_an_interrupted_export_goes_on(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
-    run = sharding.run_export
 
     def until_the_front(opened: Any, request: Any, folder: Path, *given: Any, **more: Any) -> Any:
         if folder.name == "front" and "front" not in written:
             written.append("front")
             raise KeyboardInterrupt
         written.append(folder.name)
-        return run(opened, request, folder, *given, **more)
+        return run_export(opened, request, folder, *given, **more)
 
     monkeypatch.setattr(sharding, "run_export", until_the_front)
     before = (small.folder / "s" / "shards.yaml").read_text()

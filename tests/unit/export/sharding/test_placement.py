@@ -91,10 +91,9 @@ def check_rows(tables: dict[str, TableLoad], found: tuple[PlacedShard, ...]) -> 
     for shard in found:
         assert shard.tables
         bounds = {name: shard.rows.get(name, (0, tables[name].rows)) for name in shard.tables}
-        sizes = {
-            name: tables[name].bytes // tables[name].rows * (stop - start) for name, (start, stop) in bounds.items()
-        }
-        assert shard.bytes == sum(sizes.values())
+        assert shard.bytes == sum(
+            tables[name].bytes // tables[name].rows * (stop - start) for name, (start, stop) in bounds.items()
+        )
     return parts
 
 

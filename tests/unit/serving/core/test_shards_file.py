@@ -90,15 +90,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ["serve", "--shards", "f", "--prewarm"],
         ["serve", "--shards", "f", "--keep-versions", "2"],
         ["export", "c", "m", "--shards", "2", "--shard-bytes", "1GB"],
-        ["export", "c", "m", "--shards", "2", "--model", "a:b"],
+        ["export", "c", "m", "--shards", "2", "--feature", "f"],
         ["export", "c", "m", "--shards", "2", "--table", "t"],
         ["export", "c", "m", "--shard-bytes", "1GB", "--base", "latest"],
         ["export", "c", "m", "--ids-per-list", "a=2"],
         ["export", "c", "m", "--shards", "2", "--ids-per-list", "a=0"],
+        ["export", "c", "m", "--split", "a=2"],
+        ["export", "c", "m", "--shards", "2", "--split", "a"],
     ],
 )
 def test_options_that_contradict_are_named(arguments: list[str]) -> None:
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 2
     assert "Error:" in done.output
-    assert any(flag in done.output for flag in ("--shards", "--ids-per-list"))
+    assert any(flag in done.output for flag in ("--shards", "--ids-per-list", "--split"))
