@@ -474,9 +474,15 @@ class Vocabulary:
             return True
         if other.unlike(self) or (self.rows, len(self)) != (other.rows, len(other)):
             return False
-        moved = self.rows_in(other) != np.arange(self.rows)
-        moved[self.free_rows] = False
-        return not moved.any()
+        with self._lock, other._lock:
+            if not np.array_equal(self.free_rows, other.free_rows):
+                return False
+            for start in range(0, self._names.size, _NAMES_AT_ONCE):
+                numbers = np.arange(start, min(start + _NAMES_AT_ONCE, self._names.size))
+                same = self._names.store.equal(self._names.store.get(numbers), other._names.store.get(numbers))
+                if not (same | np.isin(numbers, self._names.free)).all():
+                    return False
+        return True
 
     # ---- for graphs
 

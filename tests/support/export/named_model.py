@@ -13,7 +13,7 @@ __all__ = ["FEATURES", "NAMES", "build", "draw", "look_up", "rows_of"]
 
 Array = npt.NDArray[Any]
 
-USERS: Final = [b"\0", b"a\0b", b"\xff\xfe", "naïve".encode(), b"x" * (1 << 20), *(b"user %d" % n for n in range(60))]
+USERS: Final = [b"\0", b"a\0b", b"\xff\xfe", "naïve".encode(), b"x" * (1 << 16), *(b"user %d" % n for n in range(60))]
 ITEMS: Final = [2**63 - 1, -(2**63), -2, 0, 2**53 + 1, *range(100, 140)]
 NAMES: Final[Mapping[str, list[Any]]] = {"users": USERS, "items": ITEMS}
 BUCKETS: Final = {"users": 0, "items": 2}

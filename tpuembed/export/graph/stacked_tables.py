@@ -62,6 +62,7 @@ class StackedTables:
         self._whole: set[str] = set()
         self._are_zeros = False
         self._answer: Answer | None = None
+        self._compared: dict[tuple[str, int], Vocabulary | None] = {}
 
     def register(self, table: TableConfig) -> None:
         """Record that a layer needs `table`.
@@ -97,8 +98,8 @@ class StackedTables:
 
     def note_names(self, table: str, given: Vocabulary | None = None) -> Vocabulary:
         """Record that a feature takes names of `table`, and return its vocabulary. See `name_arrays`."""
-        before = self.vocabularies.get(table)
-        if before is None or given is not None:
+        before, key = self.vocabularies.get(table), (table, id(given))
+        if before is None or (given is not None and key not in self._compared):
             rows = find_table(table, self._available).rows
             saved = self._saved if before is None else self.vocabularies.get
             wanted = saved(table) if given is None else given
@@ -106,6 +107,7 @@ class StackedTables:
             self.vocabularies[table] = vocabulary_of(
                 where, Vocabulary() if wanted is None else wanted, table, rows, saved
             )
+            self._compared[key] = given  # kept, so that no other object has its id
         return self.vocabularies[table]
 
     def name_arrays(self, table: str, given: Vocabulary | None = None) -> TableNames:
