@@ -73,7 +73,6 @@ def test_ids_outside_their_table_fail_with_its_message(served: Served) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             served.cluster.ask(inputs)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "shard-" in caught.value.details()
         assert " is not in " in caught.value.details(), (caught.value.details(), str(wanted.value))
 
 
