@@ -34,6 +34,8 @@ RUNS = {
     "console": "console.run()",
     "vocabularies": "vocabularies.run()",
     "retrieval": "retrieval.run()",
+    "shards": "shards.run()",
+    "shard_simulation": "shard_simulation.run()",
 }
 
 

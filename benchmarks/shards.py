@@ -1,0 +1,230 @@
+"""What a request costs that several servers answer: processor time of the server in front and of the shards, and the latency.
+
+    python -m benchmarks.shards [--rounds N] [--seconds N] [--folder DIR]
+
+64 tables with one feature each are exported as 1, 4, 16 and 64 shards. A request of one example looks up one row in each table,
+over gRPC. All shards of an export are models of one server process, because this machine could not run a process for each. So the
+latency is not that of real shards: the shards, the front and the client share 2 cores. The peer is one server with all tables,
+without a front.
+
+Many requests at once share runs of a model, and a shard behind a front that shares its cores gets few. So one shard is also loaded
+alone, with its part of the request. The client is `h2load` (the Debian package nghttp2-client).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from benchmarks import grpc_load
+from benchmarks.serve import free_port
+
+TABLES, ROWS, DIM = 64, 10_000, 64
+SHARDS = (1, 4, 16, 64)
+DIRECT = "one server"
+_INT64 = 9
+_TICKS = os.sysconf("SC_CLK_TCK")
+_COMMAND = (sys.executable, "-c", "from tpuembed_cli.main import main; main()", "serve")
+
+
+def run(rounds: int = 5, seconds: int = 4, folder: str | None = None) -> dict[str, Any]:
+    """Measure every number of shards, and one server, `rounds` times in turns: at 16 connections, then at one.
+
+    The exports are made in `folder`, and stay there for the next run. Without it they are removed.
+    """
+    contenders: list[Contender] = []
+    with tempfile.TemporaryDirectory(prefix="tpuembed-bench-") as made:
+        place = Path(folder or made)
+        if not (place / str(SHARDS[-1]) / "shards.yaml").exists():
+            code = f"from benchmarks.shards import write; write({str(place)!r})"
+            subprocess.run([sys.executable, "-c", code], check=True)
+        try:
+            contenders.append(Contender(DIRECT, place, 1, in_front=False))
+            contenders += [Contender(f"{count} shard{'s' * (count > 1)}", place, count) for count in SHARDS]
+            for contender in contenders:
+                contender.wait()
+            for connections in (16, 1):
+                for _ in range(rounds):
+                    for contender in contenders:
+                        contender.measure(connections, seconds)
+        finally:
+            for contender in contenders:
+                contender.stop()
+    return {
+        "tables": TABLES,
+        "rows": ROWS,
+        "dim": DIM,
+        "rounds": rounds,
+        **{contender.name: contender.summary() for contender in contenders},
+    }
+
+
+def write(folder: str) -> None:
+    """Export the tables as each number of shards."""
+    import tensorflow as tf
+
+    from tpuembed import export_shards
+
+    random = np.random.default_rng(0)
+    tables = {f"t{number}": random.random((ROWS, DIM), np.float32) for number in range(TABLES)}
+    prefix = tf.train.Checkpoint(**{name: tf.Variable(rows) for name, rows in tables.items()}).write(f"{folder}/ckpt")
+    features = {f"f{number}": {"table": f"t{number}", "input": "id"} for number in range(TABLES)}
+    for count in SHARDS:
+        config = {"features": features}
+        export_shards(prefix, f"{folder}/{count}", serving_config=config, shards=count, layout="mmap", workers=2)
+
+
+class Contender:
+    """The server of all shards of an export, and the front."""
+
+    def __init__(self, name: str, folder: Path, count: int, *, in_front: bool = True) -> None:
+        self.name, self._calls = name, count
+        config = folder / f"{name}.config"
+        lists = [(folder / str(count) / f"shard-{number}.config").read_text() for number in range(count)]
+        config.write_text(
+            "model_config_list {\n" + "".join(text.split("\n", 1)[1].rsplit("}", 1)[0] for text in lists) + "}\n"
+        )
+        self._shards = Process(folder, "--config", str(config))
+        self._front: Process | None = None
+        if in_front:
+            content = yaml.safe_load((folder / str(count) / "shards.yaml").read_text())
+            for shard in content["shards"]:
+                shard["address"] = f"127.0.0.1:{self._shards.grpc_port}"
+            file = folder / f"{name}.yaml"
+            file.write_text(yaml.safe_dump(content | {"model": "m"}))
+            self._front = Process(folder, "--shards", str(file))
+        self._asked = self._front or self._shards
+        self._body = _request("m" if in_front else "shard-0", [f"f{number}" for number in range(TABLES)])
+        self._answer_bytes = 0
+        self._found: dict[int, list[dict[str, float]]] = {1: [], 16: []}
+        self._part = _request("shard-0", _features(folder / str(count)))
+        self._part_bytes = 0
+        self._parts: dict[int, list[dict[str, float]]] = {1: [], 16: []}
+
+    def wait(self) -> None:
+        """Wait until both answer."""
+        for process in (self._shards, self._front):
+            if process is not None:
+                process.wait()
+        self._answer_bytes = len(grpc_load.ask(self._asked.grpc_port, self._body))
+        grpc_load.load(self._asked.grpc_port, self._body, self._answer_bytes, 16, 2)
+        self._part_bytes = len(grpc_load.ask(self._shards.grpc_port, self._part))
+
+    def measure(self, connections: int, seconds: int) -> None:
+        """Load it, and note the processor time of both for a request."""
+        processes = [process for process in (self._shards, self._front) if process is not None]
+        before = [process.seconds() for process in processes]
+        found = grpc_load.load(self._asked.grpc_port, self._body, self._answer_bytes, connections, seconds)
+        assert found["errors"] <= connections, found  # h2load stops in the middle of a call
+        requests = found["requests_per_second"] * seconds
+        used = [1000 * (process.seconds() - start) / requests for process, start in zip(processes, before, strict=True)]
+        self._found[connections].append({**found, "shards": used[0], "front": used[1] if len(used) > 1 else 0.0})
+        start = self._shards.seconds()
+        found = grpc_load.load(self._shards.grpc_port, self._part, self._part_bytes, connections, seconds)
+        used = [1000 * (self._shards.seconds() - start) / (found["requests_per_second"] * seconds)]
+        self._parts[connections].append({**found, "CPU": used[0]})
+
+    def summary(self) -> dict[str, Any]:
+        """Return the medians."""
+
+        def median(connections: int, key: str, *, part: bool = False) -> float:
+            rounds = (self._parts if part else self._found)[connections]
+            return round(statistics.median(one[key] for one in rounds), 3)
+
+        return {
+            "calls of a request": self._calls,
+            "CPU ms of a request": {key: median(16, key) for key in ("front", "shards")},
+            "CPU ms of a request, one connection": {key: median(1, key) for key in ("front", "shards")},
+            "requests_per_second": median(16, "requests_per_second"),
+            "p50_ms, one connection": median(1, "p50_ms"),
+            "p99_ms, one connection": median(1, "p99_ms"),
+            "a shard alone": {
+                "CPU ms of a call": median(16, "CPU", part=True),
+                "CPU ms of a call, one connection": median(1, "CPU", part=True),
+                "calls_per_second": median(16, "requests_per_second", part=True),
+                "p50_ms, one connection": median(1, "p50_ms", part=True),
+                "p99_ms, one connection": median(1, "p99_ms", part=True),
+            },
+        }
+
+    def stop(self) -> None:
+        """End both."""
+        for process in (self._front, self._shards):
+            if process is not None:
+                process.stop()
+
+
+class Process:
+    """`tpuembed serve`."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.grpc_port, self._rest_port = free_port(), free_port()
+        ports: Sequence[str] = ("--grpc-port", str(self.grpc_port), "--rest-port", str(self._rest_port))
+        self._log = open(folder / f"{self.grpc_port}.log", "wb")  # noqa: SIM115 - closed by stop
+        self._process = subprocess.Popen(
+            [*_COMMAND, *options, *ports, "--poll-seconds", "10"], stdout=self._log, stderr=self._log
+        )
+
+    def wait(self) -> None:
+        """Wait until it is ready."""
+        for _ in range(3000):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self._rest_port}/readyz", timeout=10).close()
+                return
+            except OSError:
+                assert self._process.poll() is None, Path(self._log.name).read_text()
+                time.sleep(0.2)
+        raise TimeoutError(Path(self._log.name).read_text())
+
+    def seconds(self) -> float:
+        """Return the processor time that it has used."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+def _features(folder: Path) -> list[str]:
+    """Return those of the first shard."""
+    found: list[str] = yaml.safe_load((folder / "shards.yaml").read_text())["shards"][0]["features"]
+    return found
+
+
+def _request(model: str, features: Sequence[str]) -> bytes:
+    from tensorflow_serving.apis import predict_pb2
+
+    message = predict_pb2.PredictRequest()
+    message.model_spec.name = model
+    for name, row in zip(features, np.random.default_rng(1).integers(0, ROWS, len(features)), strict=True):
+        tensor = message.inputs[name]
+        tensor.dtype = _INT64
+        tensor.tensor_shape.dim.add().size = 1
+        tensor.tensor_content = row.astype("<i8").tobytes()
+    return bytes(message.SerializeToString())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=int, default=4, help="of each measurement")
+    parser.add_argument("--folder", help="of the exports, which stay there")
+    print(json.dumps(run(**vars(parser.parse_args())), indent=1))
+
+
+if __name__ == "__main__":
+    main()
