@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ def wait_until_ready_is(server: ServerProcess, wanted: dict[str, Any]) -> None:
     wait_for(lambda: json.loads(server.request("GET", "/readyz")[1]) == wanted)
 
 
+def wait_until_logged(server: ServerProcess, text: str) -> None:
+    wait_for(lambda: text in server.log)
+
+
 def test_shards_behind_tls_and_keys_answer_the_front_alone(trained: Trained, tmp_path: Path) -> None:
     config = {"features": FEATURES}
     export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=2)
@@ -45,8 +50,8 @@ def test_shards_behind_tls_and_keys_answer_the_front_alone(trained: Trained, tmp
     (tmp_path / "keys").write_text(f"# one for all shards\nfront: {KEY}\n")
     (tmp_path / "wrong").write_text(f"{KEY[::-1]}\n")
     pem = str(tmp_path / "server.pem")
-    protected = ("--tls-cert", pem, "--tls-key", pem, "--tls-client-ca", str(tmp_path / "ca.pem"))
-    protected = (*protected, "--api-key-file", str(tmp_path / "keys"))
+    protected = ["--tls-cert", pem, "--tls-key", pem, "--tls-client-ca", str(tmp_path / "ca.pem")]
+    protected += ["--api-key-file", str(tmp_path / "keys")]
     own = {"certificate": "client.pem", "key": "client.pem"}
     tls = {"ca": "ca.pem", **own, "server_name": "shards.example"}
     inputs = requests(np.random.default_rng(1), 3)
@@ -114,7 +119,43 @@ def test_zeros_of_some_features_of_a_shard_are_refused(trained: Trained, tmp_pat
         cluster = Cluster(tmp_path / "s", tmp_path, stack)
         for zeros, text in (({"one": "zeros"}, "not that of"), ({"other": "zeros"}, "no output of a shard")):
             front = cluster.another_front(stack, on_failure=zeros)
-            wait_until_ready_is(front, {"status": "not ready"})
-            wait_for(lambda front=front, text=text: text in front.log)
+            wait_until_logged(front, text)
             assert front.predict({"instances": [{"one": 1}]})[0] == 400
     assert len(plan.shards) == 1
+
+
+@pytest.mark.long
+def test_replicas_that_stop_in_turn_are_not_missed(trained: Trained, tmp_path: Path) -> None:
+    """A rolling restart: the health check of a server in its lame duck takes it out of the turns."""
+    export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": FEATURES}, shards=1)
+    inputs = requests(np.random.default_rng(4), 2)
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path / "s", tmp_path, stack, 2, of_shards=("--lame-duck-seconds", "3"))
+        leaving = cluster.servers["shard-0"][0].process
+        leaving.send_signal(signal.SIGTERM)
+        times = list[float]()
+        while leaving.poll() is None or len(times) < 50:
+            started = time.monotonic()
+            cluster.ask(inputs)
+            times.append(time.monotonic() - started)
+        assert max(times) < 5, "no request waited for the one that left"
+
+
+@pytest.mark.long
+def test_a_replica_that_hangs_gets_no_more_requests_after_a_while(trained: Trained, tmp_path: Path) -> None:
+    export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": FEATURES}, shards=1)
+    inputs = requests(np.random.default_rng(4), 2)
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path / "s", tmp_path, stack, 2, "--rest-timeout-ms", "20000")
+        cluster.ask(inputs)
+        hanging = cluster.servers["shard-0"][0].process.pid
+        os.kill(hanging, signal.SIGSTOP)
+        try:
+            deadline, quick = time.monotonic() + 90, 0
+            while quick < 20:  # one after the other would come to it
+                started = time.monotonic()
+                cluster.ask(inputs)
+                quick = quick + 1 if time.monotonic() - started < 3 else 0
+                assert time.monotonic() < deadline
+        finally:
+            os.kill(hanging, signal.SIGCONT)

@@ -453,7 +453,7 @@ class _Health(health.aio.HealthServicer):
         self._service = service
         self._is_stopping = False
         self._following: asyncio.Task[None] | None = None
-        self._watches: set[asyncio.Task[Any]] = set()
+        self._watches: dict[asyncio.Task[Any], str] = {}
 
     async def begin(self) -> None:
         """Start to report changes to watching clients."""
@@ -472,10 +472,13 @@ class _Health(health.aio.HealthServicer):
             await self._update()
 
     async def _update(self) -> None:
-        for name in _HEALTH_NAMES:
-            status = _serving(self.serves(name))
-            if self._server_status.get(name) != status:
-                await self.set(name, status)
+        for name in {*_HEALTH_NAMES, *self._watches.values()}:
+            try:
+                serves = self.serves(name)
+            except StatusError:  # the model runs in another server, which does not answer
+                serves = False
+            if serves is not None and self._server_status.get(name) != _serving(serves):
+                await self.set(name, _serving(serves))
 
     def serves(self, name: str) -> bool | None:
         """Returns True if a service or a model is SERVING. None if there is no model of that name."""
@@ -500,7 +503,7 @@ class _Health(health.aio.HealthServicer):
         """Stream the status; see the protocol. A client whose stream ends opens another one."""
         task = asyncio.current_task()
         assert task is not None
-        self._watches.add(task)
+        self._watches[task] = request.service
         try:
             await self._update()
             await super().Watch(request, context)
@@ -509,7 +512,7 @@ class _Health(health.aio.HealthServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
             raise
         finally:
-            self._watches.discard(task)
+            del self._watches[task]
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Return the status of a service or of a model; see the protocol."""

@@ -7,6 +7,7 @@ versions. A request runs on one version of all of them, and its outputs are thos
 import asyncio
 import concurrent.futures
 import dataclasses
+import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +20,7 @@ from tpuembed_serving.core.api_keys import read_keys
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.servable import Array, DegradedOutputs, Signature, State, TensorInfo, VersionStatus
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE
-from tpuembed_serving.core.shards_file import ShardsFile, SplitFeature
+from tpuembed_serving.core.shards_file import Shard, ShardsFile, SplitFeature
 from tpuembed_serving.core.status import Code, StatusError, VersionGoneError
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 
@@ -38,7 +39,8 @@ _ZEROS_SHARE: Final = 0.8
 _OTHER_REPLICAS: Final = 20
 """How often another replica is asked for a version that one does not have yet, or no longer."""
 _BETWEEN_SECONDS: Final = 0.01
-_ROUND_ROBIN: Final = ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}')
+_KEEPALIVE: Final = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000))
+"""A replica that has a call and does not even answer pings gets no more calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,9 @@ class _Route:
 class ShardedStates:
     """The versions and signatures of all shards together; see StatusSource. One thread calls its methods."""
 
-    def __init__(self, file: ShardsFile, access: "Access", routes: dict[int, list[_Route]], missing: list[str]) -> None:
+    def __init__(
+        self, file: ShardsFile, accesses: Sequence["Access"], routes: dict[int, list[_Route]], missing: list[str]
+    ) -> None:
         """Open a channel to each shard.
 
         `routes` gets what each shard answers of `serving_default`, by version. `missing` gets the shards that a poll did not reach.
@@ -66,7 +70,10 @@ class ShardedStates:
             from tpuembed_serving.grpc.remote_calls import RemoteStates
 
         self._file, self._routes, self._missing = file, routes, missing
-        self._states = [RemoteStates(shard.address, _POLL_TIMEOUT_SECONDS, access) for shard in file.shards]
+        self._states = [
+            RemoteStates(shard.address, _POLL_TIMEOUT_SECONDS, access)
+            for shard, access in zip(file.shards, accesses, strict=True)
+        ]
         self._known: list[list[VersionStatus] | None] = [None] * len(file.shards)
         self._of_several = {name for feature in file.split for name in (feature, f"{feature}_weights")}
         self._threads = concurrent.futures.ThreadPoolExecutor(min(16, len(file.shards)), "poll-shards")
@@ -192,12 +199,14 @@ def _by_alias(infos: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
 class ShardedPredictions:
     """Runs requests on all shards; see Predictions. One event loop calls its methods."""
 
-    def __init__(self, file: ShardsFile, access: "Access", routes: Mapping[int, Sequence[_Route]]) -> None:
+    def __init__(self, file: ShardsFile, accesses: Sequence["Access"], routes: Mapping[int, Sequence[_Route]]) -> None:
         """Open a channel to each shard. `routes` are those of ShardedStates."""
         from tpuembed_serving.grpc.remote_calls import RemotePredictions
 
         self._file, self._routes = file, routes
-        self._predictions = [RemotePredictions(shard.address, access) for shard in file.shards]
+        self._predictions = [
+            RemotePredictions(shard.address, access) for shard, access in zip(file.shards, accesses, strict=True)
+        ]
 
     async def run(
         self,
@@ -360,12 +369,17 @@ class Shards:
         key = None if file.api_key_file is None else read_keys(file.api_key_file)[0][1]
         self._metadata = () if key is None else (("x-api-key", key),)
 
-    def _access(self) -> "Access":
+    def _access(self, shard: Shard, *, checks_health: bool) -> "Access":
+        """Return how a shard is called: replicas in turn, and with `checks_health` only those whose model is available."""
         import grpc
 
         from tpuembed_serving.grpc.remote_calls import Access
 
-        options, credentials = [_ROUND_ROBIN], None
+        balancing: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+        if checks_health:
+            balancing["healthCheckConfig"] = {"serviceName": shard.name}
+        options: list[tuple[str, Any]] = [("grpc.service_config", json.dumps(balancing)), *_KEEPALIVE]
+        credentials = None
         if self._file.tls is not None:
             pem = self._pem
             credentials = grpc.ssl_channel_credentials(pem["ca"], pem["key"], pem["certificate"])
@@ -376,9 +390,10 @@ class Shards:
     def states(self, _: str) -> ShardedStates:
         """Connect for queries of versions."""
         with IMPORTING_TENSORFLOW:
-            access = self._access()
-        return ShardedStates(self._file, access, self._routes, self.missing)
+            accesses = [self._access(shard, checks_health=False) for shard in self._file.shards]
+        return ShardedStates(self._file, accesses, self._routes, self.missing)
 
     def predictions(self, _: str) -> ShardedPredictions:
         """Connect for requests, on the event loop that is running."""
-        return ShardedPredictions(self._file, self._access(), self._routes)
+        accesses = [self._access(shard, checks_health=True) for shard in self._file.shards]
+        return ShardedPredictions(self._file, accesses, self._routes)

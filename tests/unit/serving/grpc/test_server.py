@@ -185,11 +185,17 @@ def test_a_stop_lets_calls_finish_and_is_seen_by_health_checks(tmp_path: Path) -
             health = health_pb2_grpc.HealthStub(channel)
             watch = health.Watch(health_pb2.HealthCheckRequest(service=""))
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            of_model = health.Watch(health_pb2.HealthCheckRequest(service="m"))
+            assert (await of_model.read()).status == health_pb2.HealthCheckResponse.SERVING
+            of_none = health.Watch(health_pb2.HealthCheckRequest(service="none"))
+            assert (await of_none.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
             call = asyncio.create_task(predict(channel, request(4)))
             await asyncio.to_thread(model.entered.wait)
             stop = asyncio.create_task(server.stop(30))
-            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            watch.cancel()
+            for one in (watch, of_model):
+                assert (await one.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+                one.cancel()
+            of_none.cancel()
             await asyncio.sleep(0.1)  # far less than what calls are given to finish
             assert not stop.done()
             model.go_on.set()

@@ -63,7 +63,7 @@ def run(
     ]
 
     async def scenario() -> list[Any]:
-        predictions = ShardedPredictions(file, remote_calls.Access(), dict.fromkeys(versions, routes))
+        predictions = ShardedPredictions(file, [remote_calls.Access()] * 2, dict.fromkeys(versions, routes))
         return await predictions.run("m", 1, ALL, [np.arange(2), np.arange(2)], seconds)
 
     return asyncio.run(scenario())
