@@ -1,6 +1,6 @@
 """A server in front of shards, in numpy and TensorFlow: as shards.yaml and the front's manifest say, without our server's code."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,12 @@ import tensorflow as tf
 import yaml
 
 from tpuembed.manifest import Manifest
+from tpuembed_serving.tensorflow.activations import NativeActivations
 
-__all__ = ["Front", "OutsideError", "load"]
+__all__ = ["Front", "OutsideError", "load", "native"]
 
 Array = npt.NDArray[Any]
+Signature = Callable[[Mapping[str, Array]], dict[str, Array]]
 
 
 class OutsideError(Exception):
@@ -21,12 +23,13 @@ class OutsideError(Exception):
 
 
 class Front:
-    """A version of all shards of a folder."""
+    """A version of all shards of a folder. They look up in TensorFlow, or if `is_native` by the C library."""
 
-    def __init__(self, folder: Path, version: int = 1) -> None:
+    def __init__(self, folder: Path, version: int = 1, *, is_native: bool = False) -> None:
         self.content = yaml.safe_load((folder / "shards.yaml").read_text())
         self.split: dict[str, Any] = self.content.get("split", {})
-        self.shards = [load(folder / shard["name"] / str(version)) for shard in self.content["shards"]]
+        versions = [folder / shard["name"] / str(version) for shard in self.content["shards"]]
+        self.shards = [native(path) if is_native else load(path) for path in versions]
         self.manifest: Manifest | None = None
         if "front" in self.content:
             path = folder / self.content["front"] / str(version)
@@ -44,17 +47,14 @@ class Front:
             self._follow_policy(name, feature, given)
         found: dict[str, Array] = {}
         for signature in self.shards:
-            for name, value in signature(
-                **{name: tf.constant(given[name]) for name in signature.structured_input_signature[1]}
-            ).items():
-                found[name] = found[name] + value.numpy() if name in found else value.numpy()
+            for name, value in signature(given).items():
+                found[name] = found[name] + value if name in found else value
         return found
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return the outputs of the whole model."""
         given = {**inputs, **self.activations(inputs)}
-        taken = self.rest.structured_input_signature[1]
-        return {name: value.numpy() for name, value in self.rest(**{n: tf.constant(given[n]) for n in taken}).items()}
+        return self.rest(given)
 
     def _follow_policy(self, name: str, feature: Mapping[str, Any], given: dict[str, Array]) -> None:
         ids, policy = given[name].copy(), feature["out_of_vocabulary"]
@@ -74,9 +74,28 @@ class Front:
         given[name] = ids
 
 
-def load(version: Path, signature: str = "serving_default") -> Any:
-    """Return a signature of a SavedModel, which lives as long as it."""
+def load(version: Path, name: str = "serving_default") -> Signature:
+    """Return a signature of a SavedModel. It takes arrays by name, more than its inputs."""
     loaded = tf.saved_model.load(str(version))
-    function = loaded.signatures[signature]
-    function.kept = loaded
-    return function
+    signature = loaded.signatures[name]
+
+    def call(given: Mapping[str, Array]) -> dict[str, Array]:
+        assert loaded is not None, "its variables live as long as it"
+        taken = signature.structured_input_signature[1]
+        return {name: value.numpy() for name, value in signature(**{n: tf.constant(given[n]) for n in taken}).items()}
+
+    return call
+
+
+def native(version: Path) -> Signature:
+    """Return the activations of a whole model, or of the shard of one, by the C library."""
+    manifest = Manifest.read(version)
+    assert manifest is not None
+    activations = NativeActivations(manifest, version)
+
+    def call(given: Mapping[str, Array]) -> dict[str, Array]:
+        found = activations.look_up(given)
+        assert found is not None, "it takes plain weights"
+        return found
+
+    return call

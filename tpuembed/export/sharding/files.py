@@ -69,7 +69,11 @@ def check_same(folder: Path, content: Mapping[str, Any], plan: ShardingPlan) -> 
 
     def facts(content: Mapping[str, Any]) -> dict[str, Any]:
         features = {f"the features of {shard['name']}": ", ".join(shard["features"]) for shard in content["shards"]}
-        split = {f"feature {name!r}": entry for name, entry in content.get("split", {}).items()}
+        split = {
+            f"{key} of feature {name!r}": value
+            for name, entry in content.get("split", {}).items()
+            for key, value in entry.items()
+        }
         return {**features, "front": content.get("front", "none"), **split}
 
     before, now = facts(content), facts(_content("", plan))

@@ -1,7 +1,7 @@
 """Whole models on several servers: shards that look up, and a front with the rest, which answer as the whole export."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 
 from tests.support import capi
 from tests.support.export import whole_model
-from tests.support.export.fronts import Front, OutsideError, load
+from tests.support.export.fronts import Front, OutsideError, load, native
 from tests.support.export.in_process import exports_in_this_process
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model, export_shards
@@ -24,7 +24,6 @@ from tpuembed.export.sharding.export import plan_shards
 from tpuembed.export.sharding.plan import SplitFeature
 from tpuembed.manifest import MANIFEST_PATH, Manifest
 from tpuembed.native_lookup import available
-from tpuembed_serving.tensorflow.activations import NativeActivations
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Leaving out the signature serving_examples", "ignore:no requests to warm up"
@@ -46,14 +45,10 @@ class Exported:
     def __init__(self, folder: Path, build: Any, **options: Any) -> None:
         self.folder, self.model = folder, build()
         self.checkpoint = tf.train.Checkpoint(model=self.model).write(str(folder / "ckpt"))
-        self.version = export_saved_model(self.checkpoint, folder / "whole", model=build).path
-        self.report = export_shards(self.checkpoint, folder / "s", model=build, **options)
+        layout = options.setdefault("layout", "variables")
+        self.version = export_saved_model(self.checkpoint, folder / "whole", model=build, layout=layout).path
+        export_shards(self.checkpoint, folder / "s", model=build, **options)
         self.whole, self.front = load(self.version), Front(folder / "s")
-
-    def answer(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the outputs of the whole export."""
-        found = self.whole(**{name: tf.constant(value) for name, value in inputs.items()})
-        return {name: value.numpy() for name, value in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +124,7 @@ def manifests(exported: Exported) -> tuple[Manifest, Manifest]:
 @pytest.mark.parametrize(("batch", "hot"), [(1, 1), (7, 5), (3, 0), (0, 2), (40, 20)])
 def test_answers_are_those_of_the_whole_model(ids: Exported, batch: int, hot: int) -> None:
     inputs = whole_model.draw(np.random.default_rng(batch + hot), batch, hot)
-    expected = ids.answer(inputs)
+    expected = ids.whole(inputs)
     found = ids.front.run(inputs)
     assert found.keys() == expected.keys()
     np.testing.assert_array_equal(found["score"], expected["score"])
@@ -138,7 +133,7 @@ def test_answers_are_those_of_the_whole_model(ids: Exported, batch: int, hot: in
 @pytest.mark.parametrize("seed", range(4))
 def test_answers_to_names_are_those_of_the_whole_model(named: Exported, seed: int) -> None:
     inputs = draw_names(np.random.default_rng(seed), 6, seed * 2)
-    expected = named.answer(inputs)
+    expected = named.whole(inputs)
     for name, found in named.front.run(inputs).items():
         np.testing.assert_array_equal(found, expected[name], err_msg=name)
 
@@ -149,7 +144,7 @@ def test_answers_of_parts_add_up_to_those_of_the_whole_model(split: Exported, se
     if seed % 2:
         inputs["light"] = np.where(np.random.default_rng(seed).random(inputs["light"].shape) < 0.2, -7, inputs["light"])
         inputs["light_weights"] = np.where(inputs["light"] == -1, 0, np.float32(0.75))
-    expected, rows = split.answer(inputs), whole_model.rows_of(split.model)
+    expected, rows = split.whole(inputs), whole_model.rows_of(split.model)
     for output, found in split.front.run(inputs).items():
         name = output.removesuffix("_out")
         if name not in whole_model.FEATURES or whole_model.FEATURES[name]["table"] not in "abde":
@@ -202,7 +197,7 @@ def test_the_c_api_loads_the_front_and_the_shards(ids: Exported) -> None:
     activations = ids.front.activations(inputs)
     given = {**activations, "price": inputs["price"]}
     found = capi.predict(ids.folder / "s" / "front" / "1", given, "from_activations")
-    np.testing.assert_array_equal(found["score"], ids.answer(inputs)["score"])
+    np.testing.assert_array_equal(found["score"], ids.whole(inputs)["score"])
 
 
 def test_an_older_server_refuses_a_front_and_its_shards_file(ids: Exported) -> None:
@@ -215,29 +210,17 @@ def test_an_older_server_refuses_a_front_and_its_shards_file(ids: Exported) -> N
 
 
 @pytest.mark.skipif(bool(available()), reason=f"the C library of native lookups: {available()}")
-def test_the_c_library_looks_up_for_a_shard_as_for_the_whole_model(split: Exported) -> None:
+def test_the_c_library_looks_up_for_shards_as_for_the_whole_model(split: Exported) -> None:
     inputs = whole_model.draw(np.random.default_rng(9), 5, 4)
-    whole = export_saved_model(split.checkpoint, split.folder / "mapped", model=lazy_model, layout="mmap").path
-    one_shard = export_shards(
-        split.checkpoint, split.folder / "mapped_shard", model=lazy_model, shards=1, layout="mmap"
-    )
-    manifest = Manifest.read(whole)
-    assert manifest is not None
-    expected = NativeActivations(manifest, whole).look_up(inputs)
-    version = one_shard.path / "shard-0" / "1"
-    shard = Manifest.read(version)
-    assert shard is not None
-    given = dict(inputs)
-    for entry in manifest.from_activations.features:
-        given[entry.name] = inputs[entry.ids]
-        if entry.weighted:
-            given[f"{entry.name}_weights"] = inputs[entry.weights]
-    found = NativeActivations(shard, version).look_up(given)
-    assert found is not None
-    assert expected is not None
+    expected = native(split.version)(inputs)
+    found = Front(split.folder / "s", is_native=True).activations(inputs)
     assert found.keys() == expected.keys()
-    for name, rows in expected.items():
-        np.testing.assert_array_equal(found[name], rows, err_msg=name)
+    for name, rows in whole_model.rows_of(split.model).items():
+        if name in split.front.split:
+            magnitude = whole_model.look_up(name, rows, inputs)[1]
+            assert (np.abs(found[name] - expected[name]) <= 1e-6 * magnitude).all(), name
+        else:
+            np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
 # ---- a small model, exported again and again
@@ -313,9 +296,8 @@ def test_new_weights_keep_the_placement_and_an_interrupted_export_goes_on(
     assert manifest is not None
     assert [table.name for table in manifest.tables] == ["items"], "the table that it reads whole"
     inputs = {"x": np.array([1, 19]), "y": np.array([0, 29])}
-    whole = load(export_saved_model(small.checkpoints[1], small.folder / "whole", model=small_model).path)
-    expected = whole(**{name: tf.constant(value) for name, value in inputs.items()})["scores"]
-    np.testing.assert_array_equal(Front(small.folder / "s", 2).run(inputs)["scores"], expected)
+    expected = load(export_saved_model(small.checkpoints[1], small.folder / "whole", model=small_model).path)(inputs)
+    np.testing.assert_array_equal(Front(small.folder / "s", 2).run(inputs)["scores"], expected["scores"])
 
 
 def test_other_features_need_another_folder(small: Small) -> None:
