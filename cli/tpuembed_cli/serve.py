@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -352,7 +352,13 @@ def serve(
             raise click.UsageError(
                 "--shards names the servers and the model. Leave out --backend, --target, --name and --print-tf-serving"
             )
-        _check_loads_nothing(context, model_dir, "--shards")
+        from tpuembed_serving.core.shards_file import ShardsFile
+
+        front = ShardsFile.read(shards).front
+        given = _OF_LOADING if front is None else {"config", "config_poll_seconds", "keep_versions", "prints"}
+        _check_loads_nothing(context, model_dir, "--shards", given)
+        if front is not None:
+            options["cache"] = _cache(cache_dir, cache_bytes, [front])
     elif backend == _TF_SERVING:
         _check_target(context, model_dir, name, target)
     elif target is not None:
@@ -509,12 +515,14 @@ def _check_target(
     _check_loads_nothing(context, model_dir, f"--backend {_TF_SERVING}")
 
 
-def _check_loads_nothing(context: click.Context, model_dir: Path | UrlPath | None, option: str) -> None:
-    """Raise UsageError if an option about loading and running models is given, which `option` leaves to other servers."""
+def _check_loads_nothing(
+    context: click.Context, model_dir: Path | UrlPath | None, option: str, of_loading: Container[str] = _OF_LOADING
+) -> None:
+    """Raise UsageError if an option `of_loading` models is given, which `option` leaves to other servers."""
     given = [] if model_dir is None else ["MODEL_DIR"]
     for parameter in context.command.params:
         is_given = context.get_parameter_source(parameter.name or "") in _GIVEN
-        if is_given and parameter.name in _OF_LOADING:
+        if is_given and parameter.name in of_loading:
             given.append(parameter.opts[0])
     if given:
         raise click.UsageError(

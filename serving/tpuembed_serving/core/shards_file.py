@@ -8,6 +8,7 @@ from typing import Any, Final
 import yaml
 
 from tpuembed.errors import ConfigError, one_line, reason
+from tpuembed.files import FilePath, as_path
 
 __all__ = ["Shard", "ShardsFile", "ShardsTls", "SplitFeature"]
 
@@ -77,7 +78,7 @@ class ShardsFile:
         model: the name of the model that all shards are together.
         shards: in their order in the file.
         padding: the value that fills up rows of different lengths in JSON, by input.
-        front: the MODEL_DIR of a whole model's dense part; None if the shards' outputs are the answer.
+        front: the MODEL_DIR of a whole model's dense part, a folder or a URL; None if the shards' outputs are the answer.
         split: the features of tables that are divided by rows.
         zeros: the features that become zeros if their shard does not answer. Requests with others fail then.
         tls: None is plain text.
@@ -88,7 +89,7 @@ class ShardsFile:
     model: str
     shards: tuple[Shard, ...]
     padding: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
-    front: Path | None = None
+    front: FilePath | None = None
     split: Mapping[str, SplitFeature] = dataclasses.field(default_factory=dict)
     zeros: frozenset[str] = frozenset()
     tls: ShardsTls | None = None
@@ -128,12 +129,10 @@ class ShardsFile:
         names = [shard.name for shard in shards]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"{where}: two shards are called {twice[0]!r}. Rename one.")
-        paths: dict[str, Path | None] = {}
-        for key in ("front", "api_key_file"):
-            value = content.get(key)
+        front, key_file = content.get("front"), content.get("api_key_file")
+        for key, value in (("front", front), ("api_key_file", key_file)):
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{where}: {key} must be a path, got {value!r}.")
-            paths[key] = None if value is None else path.parent / value
         return cls(
             path=path,
             model=model,
@@ -141,8 +140,8 @@ class ShardsFile:
             padding=padding,
             zeros=_zeros(where, content.get("on_failure")),
             tls=_tls(where, content.get("tls"), path.parent),
-            front=paths["front"],
-            api_key_file=paths["api_key_file"],
+            front=None if front is None else as_path(front if "://" in front else path.absolute().parent / front),
+            api_key_file=None if key_file is None else path.parent / key_file,
             split=_split(where, content.get("split")),
         )
 

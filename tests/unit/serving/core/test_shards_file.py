@@ -12,6 +12,7 @@ from tpuembed.errors import ConfigError
 from tpuembed_cli.main import cli
 from tpuembed_serving import ServerSettings
 from tpuembed_serving.core.shards_file import Shard, ShardsFile, ShardsTls
+from tpuembed_serving.models.policies import LatestVersions
 from tpuembed_serving.tf_serving.sharded import Shards
 
 GOOD: dict[str, Any] = {
@@ -47,10 +48,28 @@ def test_a_file_says_how_shards_are_called_and_what_fails(tmp_path: Path) -> Non
         Shards(found)
 
 
+def test_a_front_loads_its_model_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, found = tmp_path / "shards.yaml", list[ServerSettings]()
+    path.write_text(yaml.safe_dump({**GOOD, "format": 2, "front": "front"}))
+    monkeypatch.setattr("tpuembed_serving.serve", found.append, raising=False)
+    done = CliRunner().invoke(cli, ["serve", "--shards", str(path), "--prewarm", "--run-threads", "3", "--no-grpc"])
+    assert done.exit_code == 0, done.output
+    (settings,) = found
+    assert (settings.prewarm, settings.run_threads) == (True, 3)
+    assert [(one.name, one.base_path, one.policy) for one in settings.models] == [
+        ("rec", tmp_path / "front", LatestVersions(2))
+    ]
+    path.write_text(yaml.safe_dump({**GOOD, "format": 2, "front": "s3://bucket/front"}))
+    done = CliRunner().invoke(cli, ["serve", "--shards", str(path), "--no-grpc", "--cache-dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert str(found[1].models[0].base_path) == "s3://bucket/front"
+    assert found[1].cache is not None
+
+
 WRONG: dict[str, Any] = {
     "no YAML": "{",
     "no mapping": "[1]",
-    "format": {**GOOD, "format": 2},
+    "format": {**GOOD, "format": 3},
     "unknown key": {**GOOD, "shard": []},
     "model": {**GOOD, "model": 7},
     "no shards": {**GOOD, "shards": []},
@@ -89,6 +108,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ["serve", "--shards", "f", "models"],
         ["serve", "--shards", "f", "--prewarm"],
         ["serve", "--shards", "f", "--keep-versions", "2"],
+        ["serve", "--shards", "g", "--keep-versions", "2"],
+        ["serve", "--shards", "g", "models"],
         ["export", "c", "m", "--shards", "2", "--shard-bytes", "1GB"],
         ["export", "c", "m", "--shards", "2", "--feature", "f"],
         ["export", "c", "m", "--shards", "2", "--table", "t"],
@@ -99,7 +120,12 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ["export", "c", "m", "--shards", "2", "--split", "a"],
     ],
 )
-def test_options_that_contradict_are_named(arguments: list[str]) -> None:
+def test_options_that_contradict_are_named(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("f").write_text(yaml.safe_dump(GOOD))
+    Path("g").write_text(yaml.safe_dump({**GOOD, "format": 2, "front": "front"}))
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 2
     assert "Error:" in done.output
