@@ -284,6 +284,7 @@ def _exported(
     output_names: Mapping[str, str] | None,
     allow_unused_weights: bool,
 ) -> _Exported:
+    """Return lookups, or a whole model if `model` is given."""
     if model is not None:
         return _WholeModel(opened, options, serving_config, model, output_names, allow_unused_weights)
     check_lookup_options(output_names, allow_unused_weights)
