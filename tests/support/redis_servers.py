@@ -37,7 +37,19 @@ class Server:
             ports = ["--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no"]
             ports += [word for name, path in tls.items() for word in (f"--tls-{name}-file", str(path))]
             self.url = f"rediss://localhost:{self.port}?ssl_ca_certs={tls['ca-cert']}"
-        command = ["redis-server", "--bind", "127.0.0.1", *ports, "--save", "", "--appendonly", "no", "--dir", str(folder), *options]
+        command = [
+            "redis-server",
+            "--bind",
+            "127.0.0.1",
+            *ports,
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            str(folder),
+            *options,
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def client(self, **options: Any) -> Any:

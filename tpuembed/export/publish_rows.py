@@ -99,30 +99,38 @@ def publish_rows(
     with contextlib.closing(store), _held(folder):
         model = PublishedModel(store, name or folder.parent.name)
         with _lease(model) as renew:
-            return _Publishing(model, folder, VersionRecord(number=number, published=time.time(), manifest=manifest)).run(
-                keep, rewrite, renew, on_progress
-            )
+            return _Publishing(
+                model, folder, VersionRecord(number=number, published=time.time(), manifest=manifest)
+            ).run(keep, rewrite, renew, on_progress)
 
 
 def _find(model_dir: FilePath, version: int | None) -> tuple[FilePath, Manifest]:
     if version is None:
         export = find_export(model_dir)
         if export is None or not export[0].name.isdecimal():
-            raise ConfigError(f"MODEL_DIR {model_dir}: has no version that tpuembed exported. Export one, or name its folder.")
+            raise ConfigError(
+                f"MODEL_DIR {model_dir}: has no version that tpuembed exported. Export one, or name its folder."
+            )
         return export[0].absolute() if isinstance(export[0], Path) else export[0], export[1]
     folder = model_dir / str(version)
     manifest = Manifest.read(folder)
     if manifest is None:
-        raise ConfigError(f"MODEL_DIR {model_dir}: has no version {version} that tpuembed exported. Choose another version.")
+        raise ConfigError(
+            f"MODEL_DIR {model_dir}: has no version {version} that tpuembed exported. Choose another version."
+        )
     return folder.absolute() if isinstance(folder, Path) else folder, manifest
 
 
 def _check(folder: FilePath, manifest: Manifest) -> None:
     """Raise ConfigError unless Redis can answer for the version: the lookups of row numbers."""
     if manifest.retrieval is not None:
-        raise ConfigError(f"export {folder}: searches candidates, and Redis has rows alone. Serve it with tpuembed serve.")
+        raise ConfigError(
+            f"export {folder}: searches candidates, and Redis has rows alone. Serve it with tpuembed serve."
+        )
     if not manifest.features:
-        raise ConfigError(f"export {folder}: is a whole model, and Redis has rows alone. Export lookups with a serving_config.")
+        raise ConfigError(
+            f"export {folder}: is a whole model, and Redis has rows alone. Export lookups with a serving_config."
+        )
     if named := [feature.name for feature in manifest.features if feature.names]:
         raise ConfigError(
             f"export {folder}: feature {named[0]!r} takes names of rows, and rows in Redis have numbers alone. Serve it with "
@@ -191,14 +199,19 @@ class _Publishing:
         self._check_same()
         arrays = self._version.arrays
         total = sum(record.size for record in arrays.values())
+
+        def on_chunk() -> None:
+            renew()
+            on_progress(self._done, total)
+
         for name, record in arrays.items():
             before = self._model.array(record.id)
             if before is not None and before.emptied != record:
                 raise ExportError(
-                    f"Redis at {self._store.url}: array {record.id} of model {self._model.name} is {before}, but {self._folder} has "
-                    f"{record}. Publish under another name."
+                    f"Redis at {self._store.url}: array {record.id} of model {self._model.name} is {before}, but that of "
+                    f"{self._folder} is {record}. Publish under another name."
                 )
-            self._write(self._entries[name], before or record, rewrite, lambda: (renew(), on_progress(self._done, total)))
+            self._write(self._entries[name], before or record, rewrite, on_chunk)
         renew()
         self._model.put_current(self._version)
         removed = self._remove_old(keep, renew)
@@ -241,7 +254,11 @@ class _Publishing:
             self._write_chunk(keys, first, stop, record, chunk)
             if not is_read:
                 self._model.put_array(dataclasses.replace(record, written=stop, written_crc32c=checksum))
-            self._rows, self._bytes, self._done = self._rows + stop - first, self._bytes + len(chunk), self._done + len(chunk)
+            self._rows, self._bytes, self._done = (
+                self._rows + stop - first,
+                self._bytes + len(chunk),
+                self._done + len(chunk),
+            )
             on_chunk()
 
     def _checksum(self, array: ArrayEntry, record: ArrayRecord) -> int:
@@ -272,7 +289,9 @@ class _Publishing:
                     file.read_into(array.offset + first * record.row_bytes, chunk.data)
                     yield first, stop, chunk
         except (OSError, EOFError) as error:
-            raise ExportError(f"export {self._folder}: {array.file} cannot be read: {reason(error)}. Publish again.") from None
+            raise ExportError(
+                f"export {self._folder}: {array.file} cannot be read: {reason(error)}. Publish again."
+            ) from None
 
     def _write_chunk(self, keys: Any, start: int, stop: int, record: ArrayRecord, chunk: Any) -> None:
         rows = np.arange(start, stop, dtype=np.int64)
@@ -304,4 +323,3 @@ class _Publishing:
                     renew()
                 self._model.remove(f"array:{id_}")
         return removed
-

@@ -1,7 +1,7 @@
 """Connects to Redis, and runs commands about many rows: one round trip to each node, whatever the number of rows.
 
-redis-py connects, authenticates, finds the nodes of a cluster and parses replies. This module sends commands that it has encoded, and
-collects the replies: redis-py's own MGET encodes each key by itself, and takes keys of one slot alone.
+redis-py connects, authenticates, finds the nodes of a cluster and parses replies. This module sends commands that it has
+encoded, and collects the replies: redis-py's own MGET encodes each key by itself, and takes keys of one slot alone.
 """
 
 import dataclasses
@@ -323,4 +323,3 @@ def _split(url: str) -> SplitResult:
     except ValueError:
         raise ConfigError("URL: its host or port is wrong. Write redis://HOST:PORT.") from None
     return parts
-

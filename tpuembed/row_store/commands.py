@@ -4,6 +4,7 @@ The format is RESP, the Redis serialization protocol: an array of bulk strings.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -71,6 +72,6 @@ def _framed(cells: _Bytes) -> _Bytes:
 def _spans(buckets: _Bytes) -> Iterator[Span]:
     """Yield the commands for sorted `buckets`: each has keys of one bucket, and at most so many."""
     bounds = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), len(buckets)]
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in itertools.pairwise(bounds):
         for start in range(first, last, _MOST_KEYS):
             yield Span(start, min(start + _MOST_KEYS, last), int(buckets[first]))

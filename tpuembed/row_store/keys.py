@@ -2,12 +2,12 @@
 
 A key is `{TAG}MODEL:ARRAY:ROW`, such as `{01f}rec:9c0e6b1d2f3a:00000004d2`. Redis Cluster chooses the slot by the text in braces.
 
-- A table in one slot would be on one node. Without braces, each row would have a slot of its own, and each row of a request would be
-  a command of its own. So the rows of every array are spread over 256 tags. Their slots divide all 16,384 evenly.
+- A table in one slot would be on one node. Without braces, each row would have a slot of its own, and a request would have a
+  command for each row. So the rows of every array are spread over 256 tags. Their slots divide all 16,384 evenly.
 - The tags are the same for all arrays. Rows of several tables with one tag are read by one command.
 - A row's tag is a hash of its number. Neither neighbours nor rows at a fixed distance share a tag.
-- ARRAY is derived from the content of the array. So two versions share the rows of a table that did not change, and a key never gets
-  another value.
+- ARRAY is derived from the content of the array. So two versions share the rows of a table that did not change, and a key
+  always has the same value.
 """
 
 import binascii

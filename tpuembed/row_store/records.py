@@ -1,8 +1,8 @@
 """What Redis has of a model: one hash, `tpuembed:MODEL`, whose fields change together by one command.
 
-    current         the number of the version to serve
-    version:N       a VersionRecord: the manifest of the version
-    array:ID        an ArrayRecord: the rows with keys of this ID, and how many of them are written
+current         the number of the version to serve
+version:N       a VersionRecord: the manifest of the version
+array:ID        an ArrayRecord: the rows with keys of this ID, and how many of them are written
 """
 
 import dataclasses

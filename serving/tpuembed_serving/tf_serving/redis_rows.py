@@ -76,7 +76,9 @@ class RedisRows:
             parts += places
             orders.append(order)
         if not sum(map(len, orders)):
-            return {name: np.zeros((0, table.entry.dim), np.float32) for name, table in zip(wanted, tables, strict=True)}
+            return {
+                name: np.zeros((0, table.entry.dim), np.float32) for name, table in zip(wanted, tables, strict=True)
+            }
         values = self._model.store.read(Keys.of(parts), timeout_seconds)
         found, start = {}, 0
         for (name, ids), table, order in zip(wanted.items(), tables, orders, strict=True):
@@ -123,7 +125,11 @@ class RedisRows:
         for name, wanted in record.arrays.items():
             found = model.array(wanted.id)
             if found is None or not found.is_whole or found.emptied != wanted:
-                has = "nothing" if found is None else f"{found.written} of {found.rows} rows, {found.size} bytes, CRC32C {found.crc32c}"
+                has = (
+                    "nothing"
+                    if found is None
+                    else f"{found.written} of {found.rows} rows, {found.size} bytes, CRC32C {found.crc32c}"
+                )
                 raise RowStoreDataError(
                     f"Redis at {model.store.url}: model {model.name}, version {number}: of array {name} it has {has}, but the "
                     f"manifest has {wanted.rows} rows, {wanted.size} bytes, CRC32C {wanted.crc32c}. Publish the version again."
@@ -131,7 +137,8 @@ class RedisRows:
         stacks = {stack.name: stack for stack in record.manifest.stacks}
         words = {name: self._words(number, stack) for name, stack in stacks.items() if stack.overlay is not None}
         tables = {
-            entry.name: _Table(model, entry, stacks[entry.stack], words.get(entry.stack)) for entry in record.manifest.tables
+            entry.name: _Table(model, entry, stacks[entry.stack], words.get(entry.stack))
+            for entry in record.manifest.tables
         }
         return _Version(record.manifest, tables)
 
@@ -145,8 +152,8 @@ class RedisRows:
         content = b"".join(pieces)
         if len(content) != record.size or google_crc32c.value(content) != record.crc32c:
             raise RowStoreDataError(
-                f"Redis at {self._model.store.url}: model {self._model.name}, version {number}: the index of array {stack.name} has "
-                f"{len(content)} bytes with CRC32C {google_crc32c.value(content)}, but the manifest has {record.size} bytes with "
+                f"Redis at {self._model.store.url}: model {self._model.name}, version {number}: array {stack.name} has an "
+                f"index of {len(content)} bytes with CRC32C {google_crc32c.value(content)}, but the manifest has {record.size} bytes with "
                 f"CRC32C {record.crc32c}. Publish the version with --rewrite."
             )
         return np.frombuffer(content, "<i4").reshape(-1, 2)
@@ -185,7 +192,8 @@ class _Table:
         if len(rows) and not (rows.min() >= 0 and rows.max() < entry.rows):
             outside = ids[(rows < 0) | (rows >= entry.rows)][0]
             raise RowRangeError(
-                f"table {entry.name}: id {outside} is not a row. It has the rows [{entry.first_row}, {entry.first_row + entry.rows})."
+                f"table {entry.name}: id {outside} is not a row. The table has rows "
+                f"[{entry.first_row}, {entry.first_row + entry.rows})."
             )
         if self._overlay is None or self._words is None:
             return [(self._own, rows + entry.row_offset)], np.arange(len(rows))
@@ -196,7 +204,11 @@ class _Table:
         before = _BITS_SET[(word & (bit - np.uint32(1))).view(np.uint8).reshape(-1, 4)].sum(axis=1)
         new, old = np.flatnonzero(is_new), np.flatnonzero(~is_new)
         if len(old) and rows[old].max() >= entry.base_rows:
-            raise RowStoreDataError(f"table {entry.name}: row {rows[old].max()} is neither in the base nor in the overlay. Export again.")
-        places = [(self._own, rows[old] + entry.base_row_offset), (self._overlay, ranks[new].astype(np.int64) + 1 + before[new])]
+            raise RowStoreDataError(
+                f"table {entry.name}: row {rows[old].max()} is neither in the base nor in the overlay. Export again."
+            )
+        places = [
+            (self._own, rows[old] + entry.base_row_offset),
+            (self._overlay, ranks[new].astype(np.int64) + 1 + before[new]),
+        ]
         return places, np.concatenate([old, new])
-
