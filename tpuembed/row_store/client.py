@@ -165,6 +165,10 @@ class RowStore:
 
     def close(self) -> None:
         """Close all connections."""
+        if self.is_cluster:  # RedisCluster.close leaves those that `get_connection` of a node has opened
+            for node in self.client.get_nodes():
+                if node.redis_connection is not None:
+                    node.redis_connection.connection_pool.disconnect()
         self.client.close()
 
     def _calls(self, verb: bytes, keys: Keys, values: _Bytes | None = None) -> Calls:
