@@ -34,6 +34,7 @@ RUNS = {
     "console": "console.run()",
     "vocabularies": "vocabularies.run()",
     "retrieval": "retrieval.run()",
+    "redis": "redis.run()",
 }
 
 

@@ -78,4 +78,4 @@ class ArrayKeys:
         tags = _TAG_TABLE[buckets_of(rows)]
         middle = np.broadcast_to(self._middle, (len(rows), len(self._middle)))
         last = np.ascontiguousarray(rows, ">i8").view(np.uint8).reshape(-1, 8)[:, -_ROW_BYTES:]
-        return np.concatenate([tags, middle, _HEX[last].view(np.uint8).reshape(len(rows), -1)], axis=1)
+        return np.concatenate([tags, middle, _HEX[last].view(np.uint8).reshape(len(rows), 2 * _ROW_BYTES)], axis=1)

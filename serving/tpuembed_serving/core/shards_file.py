@@ -17,15 +17,17 @@ _PADDING: Final = int | float | str
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A server, or its replicas.
+    """A server, or its replicas; or a model in Redis.
 
     Attributes:
         name: of its model.
         address: a target of gRPC, such as HOST:PORT, dns:///NAME:PORT, or ipv4:ADDRESS:PORT,ADDRESS:PORT for replicas.
+        url: of Redis, redis://HOST:PORT. Empty for servers.
     """
 
     name: str
-    address: str
+    address: str = ""
+    url: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,12 @@ class ShardsFile:
 
 
 def _shard(where: str, entry: Any) -> Shard:
+    if isinstance(entry, dict) and entry.get("kind") == "redis":
+        if entry.keys() != {"kind", "name", "url"} or not all(
+            isinstance(text, str) and text for text in entry.values()
+        ):
+            raise ConfigError(f"{where}: of kind redis must have the keys kind, name and url, got {sorted(entry)}.")
+        return Shard(name=entry["name"], url=entry["url"])
     known = {"name", "address", "tables", "features", "bytes", "lookups"}
     if not isinstance(entry, dict) or entry.keys() - known:
         raise ConfigError(f"{where}: must be a mapping with the keys name and address, got {entry!r}.")

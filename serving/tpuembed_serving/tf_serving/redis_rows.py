@@ -150,11 +150,12 @@ class RedisRows:
         keys = self._model.keys_of(record).of(np.arange(record.rows, dtype=np.int64))
         pieces = [self._model.store.ask("GET", key.tobytes(), timeout_seconds=_SECONDS) or b"" for key in keys]
         content = b"".join(pieces)
-        if len(content) != record.size or google_crc32c.value(content) != record.crc32c:
+        checksum = google_crc32c.value(content)
+        if (len(content), checksum) != (record.size, record.crc32c):
             raise RowStoreDataError(
-                f"Redis at {self._model.store.url}: model {self._model.name}, version {number}: array {stack.name} has an "
-                f"index of {len(content)} bytes with CRC32C {google_crc32c.value(content)}, but the manifest has {record.size} bytes with "
-                f"CRC32C {record.crc32c}. Publish the version with --rewrite."
+                f"Redis at {self._model.store.url}: model {self._model.name}, version {number}: the index of {stack.name} has "
+                f"{len(content)} bytes, CRC32C {checksum}. The manifest has {record.size} bytes, CRC32C {record.crc32c}. Publish the "
+                "version with --rewrite."
             )
         return np.frombuffer(content, "<i4").reshape(-1, 2)
 

@@ -21,7 +21,10 @@ from tpuembed_serving.tf_serving.redis_rows import RedisRows
 __all__ = ["RedisPredictions", "RedisStates"]
 
 _METHOD: Final = "tensorflow/serving/predict"
-_TYPES: Final[Mapping[str, tuple[str, np.dtype[Any]]]] = {"int64": ("int64", np.dtype(np.int64)), "float32": ("float", np.dtype(np.float32))}
+_TYPES: Final[Mapping[str, tuple[str, np.dtype[Any]]]] = {
+    "int64": ("int64", np.dtype(np.int64)),
+    "float32": ("float", np.dtype(np.float32)),
+}
 """A manifest's dtype -> its name in TensorFlow's C++, and numpy's."""
 _THREADS: Final = 16
 """Requests that wait for Redis at once."""

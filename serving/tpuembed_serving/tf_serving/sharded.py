@@ -16,6 +16,7 @@ from tpuembed_serving.core.service import DEFAULT_SIGNATURE
 from tpuembed_serving.core.shards_file import ShardsFile
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
+from tpuembed_serving.tf_serving.redis_shard import RedisPredictions, RedisStates
 
 __all__ = ["Shards"]
 
@@ -47,7 +48,10 @@ class ShardedStates:
             from tpuembed_serving.grpc.remote_calls import RemoteStates
 
         self._file = file
-        self._states = [RemoteStates(shard.address, _POLL_TIMEOUT_SECONDS, [_ROUND_ROBIN]) for shard in file.shards]
+        self._states = [
+            RedisStates(shard.url) if shard.url else RemoteStates(shard.address, _POLL_TIMEOUT_SECONDS, [_ROUND_ROBIN])
+            for shard in file.shards
+        ]
         self._known: list[list[VersionStatus] | None] = [None] * len(file.shards)
         self._routes = routes
 
@@ -131,7 +135,10 @@ class ShardedPredictions:
         from tpuembed_serving.grpc.remote_calls import RemotePredictions
 
         self._file, self._routes = file, routes
-        self._predictions = [RemotePredictions(shard.address, [_ROUND_ROBIN]) for shard in file.shards]
+        self._predictions = [
+            RedisPredictions(shard.url) if shard.url else RemotePredictions(shard.address, [_ROUND_ROBIN])
+            for shard in file.shards
+        ]
 
     async def run(
         self,

@@ -61,3 +61,7 @@ def test_a_command_has_few_keys() -> None:
 def test_names_that_are_no_part_of_a_key(name: str) -> None:
     with refused(ConfigError):
         check_model(name)
+
+
+def test_no_rows_have_no_keys() -> None:
+    assert ArrayKeys("rec", "9c0e6b1d2f3a").of(np.array([], np.int64)).shape == (0, 5 + 4 + 13 + 10)
