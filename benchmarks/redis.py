@@ -3,7 +3,8 @@
     python -m benchmarks.redis [--rounds N] [--rows N]
 
 All run in one process against the same servers and rows, in turns. A row is 64 float32. Times are medians. CPU is that of the
-client and of the servers, per request. redis-py reads with `mget`, or in a cluster `mget_nonatomic`, and its values are joined by numpy.
+client and of the servers, per request. redis-py reads with `mget`, or in a cluster
+`mget_nonatomic`, and its values are joined by numpy.
 """
 
 import argparse

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 import trustme
 from click.testing import CliRunner
+from redis.crc import key_slot
 
 from tests.support import redis_servers
 from tests.support.export.fakes import write_checkpoint
@@ -28,6 +29,7 @@ from tpuembed.export import publish_rows as publishing
 from tpuembed.export.publish_rows import publish_rows
 from tpuembed.row_store import PublishedModel, RowStore, connect
 from tpuembed.row_store.client import PASSWORD_VARIABLE, Keys
+from tpuembed.row_store.keys import TAGS
 from tpuembed_cli.main import cli
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.tf_serving.redis_rows import RedisRows
@@ -188,8 +190,12 @@ def test_what_an_abandoned_publish_wrote_is_removed(
     trained: Trained, server: redis_servers.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "_CHUNK_ROWS", 40)
+
+    def fail(done: int, total: int) -> None:
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        publish_rows(trained.model_dir, server.url, version=1, on_progress=lambda *_: 1 // 0)
+        publish_rows(trained.model_dir, server.url, version=1, on_progress=fail)
     publish_rows(trained.model_dir, server.url, version=3)
     assert keys_in(server) == 871
 
@@ -436,6 +442,11 @@ def test_a_killed_master(trained: Trained, tmp_path: Path) -> None:
             with node.client() as client:
                 shares.append(client.dbsize())
         assert min(shares) > 0.8 * sum(shares) / 3  # no table is on one node
+        with cluster.moving(key_slot(TAGS[0])):  # some of its keys are on another node, and some are not
+            for store in stores:
+                check_rows(RedisRows(store, "rec"), trained, 2)
+        for store in stores:  # whose topology is old
+            check_rows(RedisRows(store, "rec"), trained, 2)
         time.sleep(1.0)  # replication is asynchronous
 
         stop, outcomes = threading.Event(), list[tuple[float, str]]()

@@ -114,6 +114,26 @@ class Cluster:
                     assert time.monotonic() < ends, "the cluster has not formed"
                     time.sleep(0.05)
 
+    @contextlib.contextmanager
+    def moving(self, slot: int) -> Iterator[None]:
+        """Move half of the keys of a slot from the first master to the third; the other half at the end."""
+        source, target = self.nodes[0], self.nodes[2]
+        with source.client() as old, target.client() as new:
+            ids = [client.execute_command("CLUSTER", "MYID").decode() for client in (old, new)]
+            new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+            old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+
+            def move(count: int) -> None:
+                keys = old.execute_command("CLUSTER", "GETKEYSINSLOT", slot, count)
+                assert keys
+                old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+
+            move(old.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) // 2)
+            yield
+            move(1 << 20)
+            for client in (new, old):
+                client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+
     def close(self) -> None:
         for node in self.nodes:
             node.close()

@@ -28,6 +28,7 @@ Reply = bytes | None | Any
 PASSWORD_VARIABLE: Final = "TPUEMBED_REDIS_PASSWORD"
 _CONNECT_SECONDS: Final = 2.0
 _SOCKET_SECONDS: Final = 5.0
+_READ_BYTES: Final = 256 << 10
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LONGEST_PAUSE_SECONDS: Final = 1.0
 
@@ -92,6 +93,7 @@ def connect(url: str, password: str | None = None) -> "RowStore":
         "password": password,
         "socket_timeout": _SOCKET_SECONDS,
         "socket_connect_timeout": _CONNECT_SECONDS,
+        "socket_read_size": _READ_BYTES,
         "retry": Retry(NoBackoff(), 0),  # RowStore retries
     }
     client: Any = None
@@ -120,6 +122,7 @@ class RowStore:
         self.client, self.is_cluster, self.url = client, is_cluster, masked(url)
         self._refreshing = threading.Lock()
         self._refreshed = 0.0
+        self._pools: dict[int, Any] = {}
 
     def read(self, keys: Keys, timeout_seconds: float) -> list[Reply]:
         """Return the value of each key, in their order; None for a key that Redis does not have.
@@ -129,6 +132,8 @@ class RowStore:
         """
         calls = self._calls(b"MGET", keys)
         found = [value for replies in self._run(calls, timeout_seconds) for value in replies]
+        if calls.order is None:
+            return found
         ordered = np.empty(len(found), object)
         ordered[calls.order] = found
         values: list[Reply] = ordered.tolist()
@@ -172,7 +177,7 @@ class RowStore:
         self.client.close()
 
     def _calls(self, verb: bytes, keys: Keys, values: _Bytes | None = None) -> Calls:
-        return Calls(verb, keys.keys, keys.buckets if self.is_cluster else np.zeros_like(keys.buckets), values)
+        return Calls(verb, keys.keys, keys.buckets if self.is_cluster else None, values)
 
     def _run(self, calls: Calls, timeout_seconds: float) -> list[Any]:
         """Return the reply to each span of `calls`. What failed because a node did is retried until the time is over."""
@@ -216,7 +221,7 @@ class RowStore:
                 try:
                     connection = pool.get_connection()
                     opened.append((pool, connection, chosen))
-                    connection.send_packed_command([calls.encoded(span) for span in chosen])
+                    connection.send_packed_command([b"".join([calls.encoded(span) for span in chosen])])
                 except _errors() as error:
                     errors.append(error)
                     if opened and opened[-1][0] is pool:
@@ -250,8 +255,10 @@ class RowStore:
     def _pool(self, bucket: int) -> Any:
         if not self.is_cluster:
             return self.client.connection_pool
-        node = self.client.get_node_from_key(TAGS[bucket])
-        return self.client.get_redis_connection(node).connection_pool
+        if (pool := self._pools.get(bucket)) is None:
+            node = self.client.get_node_from_key(TAGS[bucket])
+            pool = self._pools[bucket] = self.client.get_redis_connection(node).connection_pool
+        return pool
 
     def _refresh(self) -> None:
         """Ask the cluster again which node has which slots. Threads that fail together ask once."""
@@ -264,6 +271,7 @@ class RowStore:
                     self.client.nodes_manager.initialize()
                 except _errors():
                     return  # the next attempt reports what is wrong
+                self._pools = {}
                 self._refreshed = time.monotonic()
 
 

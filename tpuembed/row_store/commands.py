@@ -33,18 +33,19 @@ class Calls:
 
     Attributes:
         verb: MGET, MSET or UNLINK.
-        order: int64 [n], the place of each line among the keys as they were given.
+        order: int64 [n], the place of each line among the keys as they were given. None if they are in that order.
         spans: the commands.
     """
 
-    def __init__(self, verb: bytes, keys: _Bytes, buckets: _Bytes, values: _Bytes | None = None) -> None:
-        """Take `keys` [n, length], and for MSET their `values` [n, row_bytes]."""
-        self.verb, self.order = verb, np.argsort(buckets, kind="stable")
-        self._keys = keys[self.order]
-        self._values = None if values is None else values[self.order]
+    def __init__(self, verb: bytes, keys: _Bytes, buckets: _Bytes | None, values: _Bytes | None = None) -> None:
+        """Take `keys` [n, length], their buckets unless one node has all, and for MSET their `values` [n, row_bytes]."""
+        self.verb = verb
+        self.order = None if buckets is None else np.argsort(buckets, kind="stable")
+        self._keys = keys if self.order is None else keys[self.order]
+        self._values = values if values is None or self.order is None else values[self.order]
         framed = [_framed(cells) for cells in (self._keys, self._values) if cells is not None]
         self._lines = np.concatenate(framed, axis=1) if len(framed) > 1 else framed[0]
-        self.spans = tuple(_spans(buckets[self.order]))
+        self.spans = tuple(_spans(np.zeros(len(keys), np.uint8) if buckets is None else buckets[self.order]))
 
     def encoded(self, span: Span) -> bytes:
         """Return a command as it is sent."""

@@ -154,8 +154,8 @@ class RedisRows:
         if (len(content), checksum) != (record.size, record.crc32c):
             raise RowStoreDataError(
                 f"Redis at {self._model.store.url}: model {self._model.name}, version {number}: the index of {stack.name} has "
-                f"{len(content)} bytes, CRC32C {checksum}. The manifest has {record.size} bytes, CRC32C {record.crc32c}. Publish the "
-                "version with --rewrite."
+                f"{len(content)} bytes, CRC32C {checksum}. The manifest has {record.size} bytes, CRC32C {record.crc32c}. Publish "
+                "the version with --rewrite."
             )
         return np.frombuffer(content, "<i4").reshape(-1, 2)
 
