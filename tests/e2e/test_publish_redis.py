@@ -27,6 +27,7 @@ from tpuembed.checkpoint.tools import read_rows
 from tpuembed.errors import ConfigError, ExportError, RowRangeError, RowStoreDataError, RowStoreError, UnknownTableError
 from tpuembed.export import publish_rows as publishing
 from tpuembed.export.publish_rows import publish_rows
+from tpuembed.manifest import Manifest, NamesEntry
 from tpuembed.row_store import PublishedModel, RowStore, connect
 from tpuembed.row_store.client import PASSWORD_VARIABLE, Keys
 from tpuembed.row_store.keys import TAGS
@@ -300,6 +301,28 @@ def test_ids_and_tables_that_do_not_exist(trained: Trained, server: redis_server
     with refused(UnknownTableError):
         rows.read(2, {"z": np.array([1])})
     assert rows.read(2, {"a": np.array([], np.int64)})["a"].shape == (0, 8)
+
+
+def test_exports_that_rows_cannot_answer_for(trained: Trained, tmp_path: Path) -> None:
+    manifest = Manifest.read(trained.model_dir / "1")
+    assert manifest is not None
+    named = dataclasses.replace(manifest.features[0], names="string")
+    names = (NamesEntry(table=named.table, dtype="string", count=1),)
+    for number, other in enumerate(
+        (dataclasses.replace(manifest, features=()), dataclasses.replace(manifest, features=(named,), names=names)), 1
+    ):
+        other.write(tmp_path / str(number))
+        with refused(ConfigError):
+            publish_rows(tmp_path, "redis://127.0.0.1:1", version=number)
+    with refused(ConfigError):
+        publish_rows(tmp_path, "redis://127.0.0.1:1", version=7)
+    with refused(ConfigError):
+        publish_rows(tmp_path / "none", "redis://127.0.0.1:1")
+    with refused(ConfigError):
+        publish_rows(trained.model_dir, "redis://127.0.0.1:1", keep=0)
+    manifest.write(tmp_path / "8")
+    with refused(ConfigError):
+        publish_rows(tmp_path, "redis://127.0.0.1:1")
 
 
 # ---- features

@@ -83,11 +83,13 @@ class ShardsFile:
 
 
 def _shard(where: str, entry: Any) -> Shard:
-    if isinstance(entry, dict) and entry.get("kind") == "redis":
-        if entry.keys() != {"kind", "name", "url"} or not all(
-            isinstance(text, str) and text for text in entry.values()
-        ):
-            raise ConfigError(f"{where}: of kind redis must have the keys kind, name and url, got {sorted(entry)}.")
+    if isinstance(entry, dict) and entry.keys() & {"kind", "url"}:
+        keys, kind = sorted(map(str, entry)), entry.get("kind")
+        texts = all(isinstance(text, str) and text for text in entry.values())
+        if keys != ["kind", "name", "url"] or kind != "redis" or not texts:
+            raise ConfigError(
+                f"{where}: must have the keys kind: redis, name and url, got kind {kind!r} and {', '.join(keys)}."
+            )
         return Shard(name=entry["name"], url=entry["url"])
     known = {"name", "address", "tables", "features", "bytes", "lookups"}
     if not isinstance(entry, dict) or entry.keys() - known:
