@@ -245,7 +245,7 @@ def test_records_that_differ(trained: Trained, server: redis_servers.Server, sto
         RedisRows(store, "rec").read(2, {"a": np.array([0])})
 
     text = json.loads(store.client.hget(model.key, "version:2"))
-    for wrong in ({**text, "fingerprint": "0"}, {**text, "format": 9}, {"format": 1}, {**text, "manifest": "{}"}, 3):
+    for wrong in ({**text, "digest": "0"}, {**text, "format": 9}, {"format": 1}, {**text, "manifest": "{}"}, 3):
         store.client.hset(model.key, "version:2", json.dumps(wrong))
         with pytest.raises(RowStoreDataError, match="is damaged"):
             RedisRows(store, "rec").read(2, {"a": np.array([0])})
@@ -256,8 +256,12 @@ def test_a_version_of_another_export_is_refused(trained: Trained, server: redis_
     write_checkpoint(tmp_path / "ckpt", tables(8))
     with exports_in_this_process():
         export_saved_model(tmp_path / "ckpt", tmp_path / "rec", serving_config={"features": {"one": FEATURES["one"]}})
-    with pytest.raises(ConfigError, match="is another export"):
+    with pytest.raises(ConfigError, match="is or was another export"):
         publish_rows(tmp_path / "rec", server.url)
+    publish_rows(trained.model_dir, server.url, version=2, keep=1)  # removes version 1
+    with pytest.raises(ConfigError, match="is or was another export"):
+        publish_rows(tmp_path / "rec", server.url)
+    assert publish_rows(tmp_path / "rec", server.url, name="rec-2").version == 1
 
 
 def test_a_damaged_file_is_never_published(

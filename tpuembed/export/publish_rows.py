@@ -20,7 +20,7 @@ from tpuembed.checkpoint.tools import find_export
 from tpuembed.errors import ConfigError, ExportError, reason
 from tpuembed.export.publish.folder import lock_folder
 from tpuembed.files import FilePath, as_path, open_bytes
-from tpuembed.manifest import ArrayEntry, Manifest
+from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, Manifest
 from tpuembed.row_store import ArrayRecord, PublishedModel, VersionRecord, connect
 from tpuembed.row_store.client import Keys
 from tpuembed.row_store.keys import buckets_of
@@ -99,9 +99,9 @@ def publish_rows(
     with contextlib.closing(store), _held(folder):
         model = PublishedModel(store, name or folder.parent.name)
         with _lease(model) as renew:
-            return _Publishing(
-                model, folder, VersionRecord(number=number, published=time.time(), manifest=manifest)
-            ).run(keep, rewrite, renew, on_progress)
+            text = (folder / MANIFEST_PATH).read_text(encoding="utf-8")
+            record = VersionRecord(number=number, published=time.time(), text=text, manifest=manifest)
+            return _Publishing(model, folder, record).run(keep, rewrite, renew, on_progress)
 
 
 def _find(model_dir: FilePath, version: int | None) -> tuple[FilePath, Manifest]:
@@ -226,14 +226,13 @@ class _Publishing:
         )
 
     def _check_same(self) -> None:
-        """Raise ConfigError if Redis has another version of the same number: servers would not see the difference."""
-        number = self._version.number
-        there = self._model.version(number)
-        if there is not None and there.manifest.to_json() != self._version.manifest.to_json():
+        """Raise ConfigError if the number is or was that of another version: a server would take one for the other."""
+        number, digest = self._version.number, self._model.digest(self._version.number)
+        if digest is not None and digest != self._version.digest:
             raise ConfigError(
-                f"Redis at {self._store.url}: version {number} of model {self._model.name} is another export, with the fingerprint "
-                f"{there.fingerprint}, and that of {self._folder} is {self._version.fingerprint}. Export a new version, or publish "
-                "under another name."
+                f"Redis at {self._store.url}: version {number} of model {self._model.name} is or was another export. Its "
+                f"manifest has the digest {digest}, and that of {self._folder} has {self._version.digest}. Export anew, or "
+                "publish under another name."
             )
 
     def _write(self, array: ArrayEntry, record: ArrayRecord, rewrite: bool, on_chunk: Callable[[], Any]) -> None:

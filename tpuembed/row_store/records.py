@@ -1,8 +1,9 @@
 """What Redis has of a model: one hash, `tpuembed:MODEL`, whose fields change together by one command.
 
-current         the number of the version to serve
-version:N       a VersionRecord: the manifest of the version
-array:ID        an ArrayRecord: the rows with keys of this ID, and how many of them are written
+- `current`: the number of the version to serve.
+- `version:N`: a VersionRecord, the manifest of the version.
+- `digest:N`: the digest of version N, also after its removal. A number never gets another content.
+- `array:ID`: an ArrayRecord, the rows with keys of this ID, and how many of them are written.
 """
 
 import dataclasses
@@ -96,17 +97,19 @@ class VersionRecord:
     Attributes:
         number: of the version.
         published: when, in seconds since 1970.
+        text: of the manifest, as the export wrote it.
         manifest: of the version.
     """
 
     number: int
     published: float
+    text: str
     manifest: Manifest
 
     @property
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the tables: see Manifest."""
-        return self.manifest.tables_fingerprint
+    def digest(self) -> str:
+        """Return a text that differs for another manifest. It is the same in all releases."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
     def arrays(self) -> dict[str, ArrayRecord]:
@@ -114,9 +117,10 @@ class VersionRecord:
         return {name: record for stack in self.manifest.stacks for name, record in records_of(stack).items()}
 
     def to_json(self) -> str:
-        """Return the record as it is stored. It has the fingerprint too."""
-        about = {"format": _FORMAT, "published": self.published, "fingerprint": self.fingerprint}
-        return json.dumps({**about, "manifest": self.manifest.to_json()})
+        """Return the record as it is stored."""
+        return json.dumps(
+            {"format": _FORMAT, "published": self.published, "digest": self.digest, "manifest": self.text}
+        )
 
 
 class _Text:
@@ -155,6 +159,11 @@ class PublishedModel:
         fields: Iterable[bytes] = self._ask("HKEYS")
         return sorted(int(field[8:]) for field in fields if field.startswith(b"version:") and field[8:].isdigit())
 
+    def digest(self, number: int) -> str | None:
+        """Return the digest of the version that has or had this number; None if none had it."""
+        found: bytes | None = self._ask("HGET", f"digest:{number}")
+        return None if found is None else found.decode(errors="replace")
+
     def version(self, number: int) -> VersionRecord | None:
         """Return the record of a version; None if there is none.
 
@@ -181,7 +190,8 @@ class PublishedModel:
 
     def put_current(self, record: VersionRecord) -> None:
         """Write a version's record and make it the current one, by one command."""
-        self._ask("HSET", f"version:{record.number}", record.to_json(), "current", record.number)
+        number = record.number
+        self._ask("HSET", f"version:{number}", record.to_json(), f"digest:{number}", record.digest, "current", number)
 
     def remove(self, *fields: str) -> None:
         """Remove fields of the hash."""
@@ -200,13 +210,14 @@ class PublishedModel:
         raise RowStoreDataError(f"Redis at {self.store.url}: {self.key} {field} is damaged: {fault}. Publish again.")
 
 
-def _version(number: int, text: bytes) -> VersionRecord:
-    value: Mapping[str, Any] = json.loads(text)
+def _version(number: int, stored: bytes) -> VersionRecord:
+    value: Mapping[str, Any] = json.loads(stored)
     if value["format"] != _FORMAT:
         raise ValueError(f"its format is {value['format']!r}, and this release reads {_FORMAT}")
-    manifest = Manifest.read(_Text(value["manifest"]))
+    text = str(value["manifest"])
+    manifest = Manifest.read(_Text(text))
     assert manifest is not None
-    record = VersionRecord(number=number, published=float(value["published"]), manifest=manifest)
-    if record.fingerprint != value["fingerprint"]:
-        raise ValueError(f"its fingerprint is {value['fingerprint']}, but that of its manifest is {record.fingerprint}")
+    record = VersionRecord(number=number, published=float(value["published"]), text=text, manifest=manifest)
+    if record.digest != value["digest"]:
+        raise ValueError(f"its digest is {value['digest']}, but that of its manifest is {record.digest}")
     return record
