@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.demo
 RATINGS := .data/ml-100k.inter
-EXTRAS := tf,serve,hdf5,jax,cloud,parquet,ray,dev
+EXTRAS := tf,serve,hdf5,jax,cloud,parquet,ray,redis,dev
 # The lowest versions that pyproject.toml allows, and the highest Python that it names.
 OLDEST := tensorflow==2.19.1 keras==3.11.0
 NEWEST_PYTHON ?= 3.13
@@ -47,11 +47,11 @@ demo: $(DEMO)  ## train, checkpoint, export, serve and predict, end to end; inst
 test: $(STAMP) tpuembed/_lookup.so $(RATINGS) load-tools  ## the test suite, or one room of it: make test AREA=serving/batching
 	$(BIN)/python -m pytest -n 2 -m "not long" $(if $(AREA),tests/unit/$(AREA),tests)
 
-load-tools:  # wrk and h2load, where tests are those of CI; elsewhere tests without them are skipped by name
-	@if [ -n "$$CI" ] && [ "$$(id -u)" = 0 ] && ! { command -v wrk && command -v h2load; } >/dev/null; then \
-	apt-get -qq update && apt-get -qq install -y wrk nghttp2-client; fi
+load-tools:  # wrk, h2load and redis-server, where tests are those of CI; elsewhere tests without them are skipped by name
+	@if [ -n "$$CI" ] && [ "$$(id -u)" = 0 ] && ! { command -v wrk && command -v h2load && command -v redis-server; } >/dev/null; then \
+	apt-get -qq update && apt-get -qq install -y wrk nghttp2-client redis-server; fi
 
-test-docs: $(STAMP)  ## the pages of docs/tutorials, docs/how-to and docs/migrate: what they do, and what they print
+test-docs: $(STAMP) load-tools  ## the pages of docs/tutorials, docs/how-to and docs/migrate: what they do, and what they print
 	$(BIN)/python -m pytest -n 2 --dist load tests/docs
 
 .venv-clients/.installed: tests/clients/requirements.txt
@@ -66,7 +66,7 @@ test-console: $(STAMP)  ## the server's console in a headless Chromium; screensh
 	@command -v chromedriver >/dev/null || [ "$$(id -u)" != 0 ] || { apt-get -qq update && apt-get -qq install -y chromium chromium-driver; }
 	$(BIN)/python -m pytest -n 0 -m long tests/e2e/test_serve_console.py
 
-test-long: $(STAMP) tpuembed/_lookup.so $(RATINGS) .venv-clients/.installed  ## all tests: of `make test`, those with big files, clusters, fuzzing and soaks, and of each TensorFlow and Python
+test-long: $(STAMP) tpuembed/_lookup.so $(RATINGS) .venv-clients/.installed load-tools  ## all tests: of `make test`, those with big files, clusters, fuzzing and soaks, and of each TensorFlow and Python
 	$(BIN)/python -m pytest -n 2 -m "not long" tests
 	$(BIN)/python -m pytest -m long --timeout 3600 tests
 	$(MAKE) test-oldest OLDEST_TESTS="$(ALL_UNITS)"

@@ -36,6 +36,7 @@ RUNS = {
     "retrieval": "retrieval.run()",
     "shards": "shards.run()",
     "shard_simulation": "shard_simulation.run()",
+    "redis": "redis.run()",
 }
 
 

@@ -29,7 +29,17 @@ _TRAINERS = ("tpuembed", "keras", "keras_rs")
 def main() -> None:
     """Write the page."""
     parts = [HEAD, *_ratios(), *_training(), *_exports(), *_fresh()]
-    parts += [*_loads(), *_lookups(), *_retrieval(), *_two_towers(), *_overlays(), *_servers(), *_grpc(), *_tools()]
+    parts += [
+        *_loads(),
+        *_lookups(),
+        *_retrieval(),
+        *_two_towers(),
+        *_overlays(),
+        *_servers(),
+        *_grpc(),
+        *_redis(),
+        *_tools(),
+    ]
     parts += [*_shards(), *_simulation()]
     PAGE.write_text("\n".join(parts))
 
@@ -376,6 +386,29 @@ def _overlays() -> Iterator[str]:
             f"{found['memory MB, most']:.0f} MB at most. p99 with a swap / without: {found['p99 with a swap / without']}. "
             "`tpuembed apply` and the client ran on the same 2 cores.\n"
         )
+
+
+def _redis() -> Iterator[str]:
+    found = _result("redis")
+    if not found:
+        return
+    yield f"## Rows from Redis: {found['rows']:,} rows of {found['dim']} float32 (`benchmarks/redis.py`)\n"
+    columns = ("ms", "client CPU ms", "server CPU ms", "rows/s of a client core")
+    rows = [
+        (
+            f"{kind}, {case}",
+            *(_number(each[f"{name} {column}"]) for column in columns for name in ("tpuembed", "redis-py")),
+            f"{each['redis-py / tpuembed, client CPU ms']:.2f}",
+        )
+        for kind in ("one server", "cluster")
+        for case, each in found[kind].items()
+    ]
+    heads = [f"{name}, {column}" for column in columns for name in ("tpuembed", "redis-py")]
+    yield _table(("", *heads, "redis-py / tpuembed, client CPU"), rows)
+    yield (
+        "redis-py reads with `mget`, and in the cluster of three masters with `mget_nonatomic`. Clients and servers share two "
+        "cores.\n"
+    )
 
 
 def _tools() -> Iterator[str]:

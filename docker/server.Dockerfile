@@ -11,7 +11,7 @@ COPY serving serving
 COPY cli cli
 # This folder is installed. It has its own version.
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir '.[serve,cloud]'
+RUN pip install --no-cache-dir '.[serve,cloud,redis]'
 
 # With this label, SageMaker sets SAGEMAKER_BIND_TO_PORT.
 LABEL com.amazonaws.sagemaker.capabilities.accept-bind-to-port=true

@@ -14,6 +14,8 @@
     ├── TrainingError (RuntimeError)           table updates do not support the training loop
     ├── ExportError                            the export could not be planned, streamed or committed
     │   └── WorkerError                        a worker process died or failed
+    ├── RowStoreError                          Redis cannot be reached, or refuses
+    │   └── RowStoreDataError                  Redis does not have the rows that were published
     └── ServingError                           the server could not load, bind or run
 
 An error names the object, both values and the remedy.
@@ -37,6 +39,8 @@ __all__ = [
     "ExportError",
     "MissingExtraError",
     "RowRangeError",
+    "RowStoreDataError",
+    "RowStoreError",
     "ServingError",
     "TpuEmbedError",
     "TrainingError",
@@ -156,6 +160,14 @@ class ExportError(TpuEmbedError):
 
 class WorkerError(ExportError):
     """A worker process failed or died."""
+
+
+class RowStoreError(_OneLineError):
+    """Redis cannot be reached, has not answered in time, or refuses."""
+
+
+class RowStoreDataError(RowStoreError):
+    """Redis does not have the rows that were published: a value is missing or has another length, or a record differs."""
 
 
 class ServingError(TpuEmbedError):

@@ -29,6 +29,7 @@ _COMMANDS = {
     "head": "tpuembed_cli.head:head",
     "projector": "tpuembed_cli.stats:projector",
     "prune": "tpuembed_cli.versions:prune",
+    "publish": "tpuembed_cli.publish:publish",
     "recall": "tpuembed_cli.retrieval.recall:recall",
     "relocate": "tpuembed_cli.relocate:relocate",
     "rollback": "tpuembed_cli.versions:rollback",

@@ -19,15 +19,17 @@ _PADDING: Final = int | float | str
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A server, or its replicas.
+    """A server, or its replicas; or a model in Redis.
 
     Attributes:
         name: of its model.
         address: a target of gRPC, such as HOST:PORT, dns:///NAME:PORT, or ipv4:ADDRESS:PORT,ADDRESS:PORT for replicas.
+        url: of Redis, redis://HOST:PORT. Empty for servers.
     """
 
     name: str
-    address: str
+    address: str = ""
+    url: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,6 +185,14 @@ def _tls(where: str, entry: Any, folder: Path) -> ShardsTls | None:
 
 
 def _shard(where: str, entry: Any) -> Shard:
+    if isinstance(entry, dict) and entry.keys() & {"kind", "url"}:
+        keys, kind = sorted(map(str, entry)), entry.get("kind")
+        texts = all(isinstance(text, str) and text for text in entry.values())
+        if keys != ["kind", "name", "url"] or kind != "redis" or not texts:
+            raise ConfigError(
+                f"{where}: must have the keys kind: redis, name and url, got kind {kind!r} and {', '.join(keys)}."
+            )
+        return Shard(name=entry["name"], url=entry["url"])
     known = {"name", "address", "tables", "features", "bytes", "lookups", "rows"}
     if not isinstance(entry, dict) or entry.keys() - known:
         raise ConfigError(f"{where}: must be a mapping with the keys name and address, got {entry!r}.")

@@ -23,6 +23,7 @@ from tpuembed_serving.core.service import DEFAULT_SIGNATURE
 from tpuembed_serving.core.shards_file import Shard, ShardsFile, SplitFeature
 from tpuembed_serving.core.status import Code, StatusError, VersionGoneError
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
+from tpuembed_serving.tf_serving.redis_shard import RedisPredictions, RedisStates
 
 if TYPE_CHECKING:
     from tpuembed_serving.grpc.remote_calls import Access
@@ -71,7 +72,7 @@ class ShardedStates:
 
         self._file, self._routes, self._missing = file, routes, missing
         self._states = [
-            RemoteStates(shard.address, _POLL_TIMEOUT_SECONDS, access)
+            RedisStates(shard.url) if shard.url else RemoteStates(shard.address, _POLL_TIMEOUT_SECONDS, access)
             for shard, access in zip(file.shards, accesses, strict=True)
         ]
         self._known: list[list[VersionStatus] | None] = [None] * len(file.shards)
@@ -205,7 +206,8 @@ class ShardedPredictions:
 
         self._file, self._routes = file, routes
         self._predictions = [
-            RemotePredictions(shard.address, access) for shard, access in zip(file.shards, accesses, strict=True)
+            RedisPredictions(shard.url) if shard.url else RemotePredictions(shard.address, access)
+            for shard, access in zip(file.shards, accesses, strict=True)
         ]
 
     async def run(

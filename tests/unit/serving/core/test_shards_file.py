@@ -66,7 +66,17 @@ def test_a_front_loads_its_model_here(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found[1].cache is not None
 
 
+def test_a_shard_may_be_in_redis(tmp_path: Path) -> None:
+    path = tmp_path / "shards.yaml"
+    path.write_text(yaml.safe_dump({**GOOD, "shards": [REDIS, GOOD["shards"][0]]}))
+    assert ShardsFile.read(path).shards == (Shard(name="r", url="redis://host:1"), Shard(name="a", address="host:1"))
+
+
+REDIS = {"kind": "redis", "name": "r", "url": "redis://host:1"}
 WRONG: dict[str, Any] = {
+    "redis with an address": {**GOOD, "shards": [{**REDIS, "address": "host:1"}]},
+    "redis without a URL": {**GOOD, "shards": [{**REDIS, "url": ""}]},
+    "another kind": {**GOOD, "shards": [{**REDIS, "kind": "memcached"}]},
     "no YAML": "{",
     "no mapping": "[1]",
     "format": {**GOOD, "format": 3},

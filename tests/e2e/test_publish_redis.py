@@ -1,0 +1,518 @@
+"""Rows in a real Redis: what is published is what the checkpoint has, and what is missing or damaged is an error."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tensorflow as tf
+import trustme
+from click.testing import CliRunner
+from redis.crc import key_slot
+
+from tests.support import redis_servers
+from tests.support.export.fakes import write_checkpoint
+from tests.support.export.in_process import exports_in_this_process
+from tests.support.messages import refused, said
+from tpuembed import export_saved_model
+from tpuembed.checkpoint.tools import read_rows
+from tpuembed.errors import ConfigError, ExportError, RowRangeError, RowStoreDataError, RowStoreError, UnknownTableError
+from tpuembed.export import publish_rows as publishing
+from tpuembed.export.publish_rows import publish_rows
+from tpuembed.manifest import Manifest, NamesEntry
+from tpuembed.row_store import PublishedModel, RowStore, connect
+from tpuembed.row_store.client import PASSWORD_VARIABLE, Keys
+from tpuembed.row_store.keys import TAGS
+from tpuembed_cli.main import cli
+from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.tf_serving.redis_rows import RedisRows
+from tpuembed_serving.tf_serving.redis_shard import RedisPredictions, RedisStates
+
+pytestmark = redis_servers.needs_redis
+
+Array = npt.NDArray[Any]
+SIZES = {"a": (500, 8), "b": (300, 5), "c": (70, 16)}
+STORAGE = {"a": "float32", "b": "int8", "c": "bfloat16"}
+GROWN = 7
+FEATURES: dict[str, Any] = {
+    "one": {"table": "a", "input": "id"},
+    "zeros": {"table": "b", "input": "id", "out_of_vocabulary": "zeros"},
+    "mean": {"table": "a", "combiner": "mean", "out_of_vocabulary": 9},
+    "weighed": {"table": "c", "weighted": True, "combiner": "sqrtn"},
+    "sequence": {"table": "b", "max_sequence_length": 3},
+}
+
+
+def tables(seed: int, grown: int = 0) -> dict[str, Array]:
+    random = np.random.default_rng(seed)
+    return {name: random.normal(size=(rows + grown, dim)).astype(np.float32) for name, (rows, dim) in SIZES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """Version 1, full; 2, an overlay of it with changed and new rows; 3, other rows altogether.
+
+    Attributes:
+        model_dir: of the versions.
+        values: what the checkpoint of each version had, and how: as float32 to the last bit in table a.
+    """
+
+    model_dir: Path
+    values: dict[int, dict[str, Array]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
+    changed = tables(1)
+    for name, table in changed.items():
+        table[::9] = tables(2)[name][::9]
+        changed[name] = np.concatenate([table, tables(3, GROWN)[name][-GROWN:]])
+    values = {1: tables(1), 2: changed, 3: tables(4)}
+    with exports_in_this_process():
+        for number, content in values.items():
+            write_checkpoint(folder / "ckpt", content)
+            options: dict[str, Any] = {"base": "latest", "max_overlay": 3} if number == 2 else {}
+            export_saved_model(
+                folder / "ckpt",
+                folder / "rec",
+                serving_config={"features": FEATURES},
+                storage=STORAGE,
+                layout="mmap" if number < 3 else "variables",
+                **options,
+            )
+    return Trained(folder / "rec", values)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis_servers.Server]:
+    with redis_servers.server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: redis_servers.Server) -> redis_servers.Server:
+    with running.client() as client:
+        client.flushall()
+    return running
+
+
+@pytest.fixture
+def store(server: redis_servers.Server) -> Iterator[RowStore]:
+    opened = connect(server.url)
+    yield opened
+    opened.close()
+
+
+def check_rows(rows: RedisRows, trained: Trained, version: int) -> None:
+    """Compare all rows, in another order and some twice, with those of the checkpoint."""
+    random = np.random.default_rng(version)
+    wanted = {
+        name: random.integers(0, len(values), 2 * len(values)) for name, values in trained.values[version].items()
+    }
+    wanted = {
+        name: np.concatenate([ids, random.permutation(len(trained.values[version][name]))])
+        for name, ids in wanted.items()
+    }
+    found = rows.read(version, wanted)
+    values = trained.values[version]
+    np.testing.assert_array_equal(found["a"], values["a"][wanted["a"]])
+    np.testing.assert_array_equal(
+        found["c"], tf.cast(tf.cast(values["c"], tf.bfloat16), tf.float32).numpy()[wanted["c"]]
+    )
+    int8 = read_rows(trained.model_dir / str(version), "b", 0, len(values["b"])).values
+    np.testing.assert_array_equal(found["b"], int8[wanted["b"]])
+    np.testing.assert_allclose(found["b"], values["b"][wanted["b"]], atol=0.05)
+
+
+def keys_in(server: redis_servers.Server) -> int:
+    with server.client() as client:
+        return int(client.dbsize())
+
+
+def test_all_versions_in_turn(trained: Trained, server: redis_servers.Server, store: RowStore) -> None:
+    rows, model = RedisRows(store, "rec"), PublishedModel(store, "rec")
+    first = publish_rows(trained.model_dir, server.url, version=1)
+    assert (first.rows_written, first.bytes_reused, model.current()) == (870, 0, 1)
+    assert keys_in(server) == 871
+    check_rows(rows, trained, 1)
+
+    overlay = publish_rows(trained.model_dir, server.url, version=2)
+    changed = sum(-(-rows // 9) + GROWN for rows, _ in SIZES.values())
+    assert overlay.rows_written == changed + 3  # an index for each table, in one piece
+    assert overlay.bytes_reused == first.bytes_written
+    for version in (1, 2):
+        check_rows(rows, trained, version)
+
+    third = publish_rows(trained.model_dir, server.url)  # the newest
+    assert (third.version, third.removed, model.current(), model.numbers()) == (3, (1,), 3, [2, 3])
+    for version in (2, 3):
+        check_rows(rows, trained, version)
+    again = publish_rows(trained.model_dir, server.url, keep=1)
+    assert (again.rows_written, again.removed) == (0, (2,))
+    assert keys_in(server) == 871
+
+    with refused(UnknownTableError):
+        RedisRows(store, "rec").read(2, {"a": np.array([0])})
+    back = publish_rows(trained.model_dir, server.url, version=1)
+    assert (back.rows_written, model.current(), model.numbers()) == (870, 1, [1, 3])
+
+
+def test_an_interrupted_publish_resumes(
+    trained: Trained, server: redis_servers.Server, store: RowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "_CHUNK_ROWS", 40)
+
+    class StopError(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise StopError
+
+    with pytest.raises(StopError):
+        publish_rows(trained.model_dir, server.url, version=1, on_progress=stop)
+    assert PublishedModel(store, "rec").current() is None
+    written = keys_in(server) - 1
+    assert 0 < written < 870
+    assert publish_rows(trained.model_dir, server.url, version=1).rows_written == 870 - written
+    check_rows(RedisRows(store, "rec"), trained, 1)
+
+
+def test_what_an_abandoned_publish_wrote_is_removed(
+    trained: Trained, server: redis_servers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "_CHUNK_ROWS", 40)
+
+    def fail(done: int, total: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        publish_rows(trained.model_dir, server.url, version=1, on_progress=fail)
+    publish_rows(trained.model_dir, server.url, version=3)
+    assert keys_in(server) == 871
+
+
+def test_missing_rows_and_rows_of_another_length(
+    trained: Trained, server: redis_servers.Server, store: RowStore
+) -> None:
+    publish_rows(trained.model_dir, server.url, version=1)
+    rows, model = RedisRows(store, "rec"), PublishedModel(store, "rec")
+    record = model.version(1)
+    assert record is not None
+    (array,) = [one for one in record.arrays.values() if one.rows == 500]
+    key = Keys.of([(model.keys_of(array), np.array([5]))]).keys[0].tobytes()
+    content = store.client.get(key)
+    for damaged in (content[:-1], b"", content + b"x"):
+        store.client.set(key, damaged)
+        with pytest.raises(RowStoreDataError, match="row 5 of table a has "):
+            rows.read(1, {"c": np.array([1]), "a": np.array([4, 5, 6])})
+    store.client.delete(key)
+    with pytest.raises(RowStoreDataError, match="row 5 of table a is missing"):
+        rows.read(1, {"a": np.array([5])})
+    assert publish_rows(trained.model_dir, server.url, version=1).rows_written == 0  # Redis should have it
+    assert publish_rows(trained.model_dir, server.url, version=1, rewrite=True).rows_written == 870
+    check_rows(rows, trained, 1)
+
+
+def test_records_that_differ(trained: Trained, server: redis_servers.Server, store: RowStore) -> None:
+    publish_rows(trained.model_dir, server.url, version=2)
+    model = PublishedModel(store, "rec")
+    record = model.version(2)
+    assert record is not None
+    array = record.arrays["c"] if "c" in record.arrays else next(iter(record.arrays.values()))
+    for other in (dataclasses.replace(array, crc32c=7), dataclasses.replace(array, written=3)):
+        store.client.hset(model.key, f"array:{array.id}", other.to_json())
+        with pytest.raises(RowStoreDataError, match="Publish the version again"):
+            RedisRows(store, "rec").read(2, {"a": np.array([0])})
+    store.client.hset(model.key, f"array:{array.id}", dataclasses.replace(array, crc32c=7).to_json())
+    with pytest.raises(ExportError, match="Publish under another name"):
+        publish_rows(trained.model_dir, server.url, version=2)
+    store.client.hset(model.key, f"array:{array.id}", dataclasses.replace(array, written=array.rows).to_json())
+
+    (words,) = [one for name, one in record.arrays.items() if one.row_bytes == one.size == 8 * -(-(500 + GROWN) // 32)]
+    key = Keys.of([(model.keys_of(words), np.array([0]))]).keys[0].tobytes()
+    store.client.setrange(key, 9, b"x")
+    with pytest.raises(RowStoreDataError, match="CRC32C"):
+        RedisRows(store, "rec").read(2, {"a": np.array([0])})
+
+    text = json.loads(store.client.hget(model.key, "version:2"))
+    for wrong in ({**text, "digest": "0"}, {**text, "format": 9}, {"format": 1}, {**text, "manifest": "{}"}, 3):
+        store.client.hset(model.key, "version:2", json.dumps(wrong))
+        with pytest.raises(RowStoreDataError, match="is damaged"):
+            RedisRows(store, "rec").read(2, {"a": np.array([0])})
+
+
+def test_a_version_of_another_export_is_refused(trained: Trained, server: redis_servers.Server, tmp_path: Path) -> None:
+    publish_rows(trained.model_dir, server.url, version=1)
+    write_checkpoint(tmp_path / "ckpt", tables(8))
+    with exports_in_this_process():
+        export_saved_model(tmp_path / "ckpt", tmp_path / "rec", serving_config={"features": {"one": FEATURES["one"]}})
+    with pytest.raises(ConfigError, match="is or was another export"):
+        publish_rows(tmp_path / "rec", server.url)
+    publish_rows(trained.model_dir, server.url, version=2, keep=1)  # removes version 1
+    with pytest.raises(ConfigError, match="is or was another export"):
+        publish_rows(tmp_path / "rec", server.url)
+    assert publish_rows(tmp_path / "rec", server.url, name="rec-2").version == 1
+
+
+def test_a_damaged_file_is_never_published(
+    trained: Trained, server: redis_servers.Server, store: RowStore, tmp_path: Path
+) -> None:
+    import shutil
+
+    shutil.copytree(trained.model_dir / "1", tmp_path / "rec" / "1")
+    file = max(
+        (tmp_path / "rec" / "1").rglob("*"),
+        key=lambda path: path.stat().st_size if path.is_file() and path.suffix != ".pb" else 0,
+    )
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(ExportError, match="the manifest has 0x"):
+            publish_rows(tmp_path / "rec", server.url)
+    assert PublishedModel(store, "rec").current() is None
+    publish_rows(trained.model_dir, server.url, version=1)
+    with pytest.raises(ExportError, match="the manifest has 0x"):
+        publish_rows(tmp_path / "rec", server.url, rewrite=True)
+    check_rows(RedisRows(store, "rec"), trained, 1)
+
+
+def test_one_publish_at_a_time(trained: Trained, server: redis_servers.Server, store: RowStore) -> None:
+    lock = store.client.lock("tpuembed:rec:lease", timeout=60, thread_local=False)
+    assert lock.acquire(blocking=False)
+    with refused(ExportError):
+        publish_rows(trained.model_dir, server.url)
+    lock.release()
+    publish_rows(trained.model_dir, server.url)
+
+
+def test_ids_and_tables_that_do_not_exist(trained: Trained, server: redis_servers.Server, store: RowStore) -> None:
+    publish_rows(trained.model_dir, server.url, version=2)
+    rows = RedisRows(store, "rec")
+    for ids in ([-1], [3, 507]):
+        with refused(RowRangeError):
+            rows.read(2, {"a": np.array(ids)})
+    with refused(UnknownTableError):
+        rows.read(2, {"z": np.array([1])})
+    assert rows.read(2, {"a": np.array([], np.int64)})["a"].shape == (0, 8)
+
+
+def test_exports_that_rows_cannot_answer_for(trained: Trained, tmp_path: Path) -> None:
+    manifest = Manifest.read(trained.model_dir / "1")
+    assert manifest is not None
+    named = dataclasses.replace(manifest.features[0], names="string")
+    names = (NamesEntry(table=named.table, dtype="string", count=1),)
+    for number, other in enumerate(
+        (dataclasses.replace(manifest, features=()), dataclasses.replace(manifest, features=(named,), names=names)), 1
+    ):
+        other.write(tmp_path / str(number))
+        with refused(ConfigError):
+            publish_rows(tmp_path, "redis://127.0.0.1:1", version=number)
+    with refused(ConfigError):
+        publish_rows(tmp_path, "redis://127.0.0.1:1", version=7)
+    with refused(ConfigError):
+        publish_rows(tmp_path / "none", "redis://127.0.0.1:1")
+    with refused(ConfigError):
+        publish_rows(trained.model_dir, "redis://127.0.0.1:1", keep=0)
+    manifest.write(tmp_path / "8")
+    with refused(ConfigError):
+        publish_rows(tmp_path, "redis://127.0.0.1:1")
+
+
+# ---- features
+
+
+def inputs(random: np.random.Generator, version: int, batch: int) -> dict[str, Array]:
+    more = GROWN if version == 2 else 0
+    found: dict[str, Array] = {}
+    for name, spec in FEATURES.items():
+        rows = SIZES[spec["table"]][0] + more
+        shape = (batch,) if spec.get("input") == "id" else (batch, int(random.integers(0, 5)))
+        ids = random.integers(0, rows, shape)
+        if "out_of_vocabulary" in spec:
+            ids = np.where(random.random(shape) < 0.3, rows + 3, ids)
+        if len(shape) == 2:
+            ids = np.where(random.random(shape) < 0.3, -1, ids)
+        found[name] = ids
+        if spec.get("weighted"):
+            found[f"{name}_weights"] = random.choice(np.array([0, 0.5, 1, -1, 3], np.float32), shape)
+    return found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_features_are_those_of_the_graph(trained: Trained, server: redis_servers.Server, version: int) -> None:
+    publish_rows(trained.model_dir, server.url, version=version)
+    loaded = tf.saved_model.load(str(trained.model_dir / str(version)))  # which holds the variables
+    graph = loaded.signatures["serving_default"]
+    states, random = RedisStates(server.url), np.random.default_rng(version)
+    assert [status.version for status in states.versions("rec")] == [version]
+    _, (signatures, in_json) = states.definitions("rec", version)
+    signature = signatures["serving_default"]
+    assert in_json["serving_default"]["inputs"]["one"]["dtype"] == "DT_INT64"
+
+    async def ask() -> None:
+        predictions = RedisPredictions(server.url)
+        for batch in (1, 3, 50):
+            given = inputs(random, version, batch)
+            ordered = [given[info.alias] for info in signature.inputs]
+            found = await predictions.run("rec", version, signature, ordered, 10.0)
+            theirs = graph(**{name: tf.constant(value) for name, value in given.items()})
+            for info, value in zip(signature.outputs, found, strict=True):
+                np.testing.assert_allclose(value, theirs[info.alias].numpy(), rtol=1e-5, atol=1e-6, err_msg=info.alias)
+                if FEATURES[info.alias].get("input") == "id":
+                    np.testing.assert_array_equal(value, theirs[info.alias].numpy())
+        given["one"] = np.array([*given["one"][1:], 10_000])
+        with pytest.raises(StatusError, match="feature one: id 10000 of row 49 is not in table a") as caught:
+            await predictions.run("rec", version, signature, [given[info.alias] for info in signature.inputs], 10.0)
+        assert caught.value.code is Code.INVALID_ARGUMENT
+        with pytest.raises(StatusError, match="has no version 9") as caught:
+            await predictions.run("rec", 9, signature, ordered, 10.0)
+        assert caught.value.code is Code.NOT_FOUND
+        predictions.close()
+
+    asyncio.run(ask())
+    with pytest.raises(StatusError, match="no version 9"):
+        states.definitions("rec", 9)
+    with pytest.raises(StatusError, match="have no labels"):
+        states.definitions("rec", None, "stable")
+    with pytest.raises(StatusError, match="has no version of model other"):
+        states.versions("other")
+    states.close()
+
+
+def test_a_redis_that_is_away(trained: Trained) -> None:
+    states = RedisStates("redis://127.0.0.1:1")
+    with pytest.raises(StatusError, match="Connection refused") as caught:
+        states.versions("rec")
+    assert caught.value.code is Code.UNAVAILABLE
+    states.close()
+
+
+# ---- passwords, TLS, the command
+
+
+def test_passwords(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
+    with redis_servers.server(tmp_path / "redis", "--requirepass", "s3cret-0") as server:
+        for password in (None, "s3cret-1"):
+            with refused(RowStoreError) as caught:
+                connect(server.url, password)
+            assert "s3cret" not in str(caught.value)
+        (tmp_path / "password").write_text("s3cret-0\n")
+        done = CliRunner().invoke(
+            cli,
+            [
+                "publish",
+                str(trained.model_dir),
+                server.url,
+                "--redis-password-file",
+                str(tmp_path / "password"),
+                "--json",
+            ],
+        )
+        assert (done.exit_code, json.loads(done.stdout)["rows_written"]) == (0, 870), done.output
+        monkeypatch.setenv(PASSWORD_VARIABLE, "s3cret-0")
+        states = RedisStates(server.url)
+        assert len(states.versions("rec")) == 1
+        states.close()
+
+
+def test_tls(trained: Trained, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    paths = {name: tmp_path / f"{name}.pem" for name in ("ca-cert", "cert", "key")}
+    authority.cert_pem.write_to_path(paths["ca-cert"])
+    issued = authority.issue_cert("localhost")
+    issued.private_key_pem.write_to_path(paths["key"])
+    issued.cert_chain_pems[0].write_to_path(paths["cert"])
+    with redis_servers.server(tmp_path / "redis", tls=paths) as server:
+        assert publish_rows(trained.model_dir, server.url, version=1).rows_written == 870
+        with pytest.raises(RowStoreError, match=r"CERTIFICATE_VERIFY_FAILED|certificate verify failed"):
+            connect(server.url.partition("?")[0])
+
+
+def test_the_command(trained: Trained, server: redis_servers.Server) -> None:
+    done = CliRunner().invoke(cli, ["publish", str(trained.model_dir), server.url, "--version", "2", "--name", "other"])
+    assert (done.exit_code, done.stderr) == (0, ""), done.output
+    address = server.url
+    assert done.stdout == f"{address} other: version 2, 992 rows, 25.4 kB written\n"
+    done = CliRunner().invoke(cli, ["publish", str(trained.model_dir), "redis://:s3cret@localhost", "--version", "2"])
+    assert done.exit_code == 1
+    said(done.stderr)
+    assert "s3cret" not in done.output
+
+
+# ---- a cluster whose master is killed
+
+
+@pytest.mark.long
+def test_a_killed_master(trained: Trained, tmp_path: Path) -> None:
+    with redis_servers.cluster(tmp_path) as cluster:
+        for version in (1, 2):
+            publish_rows(trained.model_dir, cluster.url, version=version)
+        stores = [connect(cluster.url) for _ in range(2)]
+        assert all(store.is_cluster for store in stores)
+        for store in stores:
+            for version in (1, 2):
+                check_rows(RedisRows(store, "rec"), trained, version)
+        shares = []
+        for node in cluster.nodes[:3]:
+            with node.client() as client:
+                shares.append(client.dbsize())
+        assert min(shares) > 0.8 * sum(shares) / 3  # no table is on one node
+        with cluster.moving(key_slot(TAGS[0])):  # some of its keys are on another node, and some are not
+            for store in stores:
+                check_rows(RedisRows(store, "rec"), trained, 2)
+        for store in stores:  # whose topology is old
+            check_rows(RedisRows(store, "rec"), trained, 2)
+        time.sleep(1.0)  # replication is asynchronous
+
+        stop, outcomes = threading.Event(), list[tuple[float, str]]()
+        values = trained.values[2]["a"]
+
+        def ask(store: RowStore, seed: int) -> None:
+            rows, random = RedisRows(store, "rec"), np.random.default_rng(seed)
+            while not stop.is_set():
+                ids = random.integers(0, len(values), 100)
+                try:
+                    same = np.array_equal(rows.read(2, {"a": ids}, 0.5)["a"], values[ids])
+                    outcomes.append((time.monotonic(), "" if same else "wrong"))
+                except RowStoreDataError as error:
+                    outcomes.append((time.monotonic(), f"wrong: {error}"))
+                except RowStoreError as error:
+                    outcomes.append((time.monotonic(), f"error: {error}"))
+
+        threads = [threading.Thread(target=ask, args=(store, seed)) for seed, store in enumerate(stores)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1.5)
+        killed = time.monotonic()
+        cluster.nodes[1].kill()
+        time.sleep(12.0)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        wrong = [text for _, text in outcomes if text.startswith("wrong")]
+        failed = [moment - killed for moment, text in outcomes if text.startswith("error")]
+        assert not wrong
+        assert all(-0.5 < moment < 8.0 for moment in failed), failed
+        answered = [moment for moment, text in outcomes if not text and moment > killed + 8.0]
+        assert len(answered) > 100
+        window = f"{min(failed, default=0):.2f} to {max(failed, default=0):.2f} s after the kill"
+        print(f"\n{len(outcomes)} requests, {len(failed)} errors, {window}")
+        # The next publish goes to the new master.
+        report = publish_rows(trained.model_dir, f"redis://127.0.0.1:{cluster.nodes[0].port}")
+        assert report.version == 3
+        for store in stores:
+            check_rows(RedisRows(store, "rec"), trained, 3)
+            store.close()
+    assert os.environ.get(PASSWORD_VARIABLE) is None

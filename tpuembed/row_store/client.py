@@ -1,0 +1,337 @@
+"""Connects to Redis, and runs commands about many rows: one round trip to each node, whatever the number of rows.
+
+redis-py connects, authenticates, finds the nodes of a cluster and parses replies. This module sends commands that it has
+encoded, and collects the replies: redis-py's own MGET encodes each key by itself, and takes keys of one slot alone.
+"""
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+import numpy as np
+import numpy.typing as npt
+
+from tpuembed.errors import ConfigError, MissingExtraError, RowStoreError, reason
+from tpuembed.row_store.commands import Calls, Span
+from tpuembed.row_store.keys import TAGS, buckets_of
+
+__all__ = ["PASSWORD_VARIABLE", "Keys", "RowStore", "connect", "masked", "password_of"]
+
+_Bytes = npt.NDArray[np.uint8]
+Reply = bytes | None | Any
+
+PASSWORD_VARIABLE: Final = "TPUEMBED_REDIS_PASSWORD"
+_CONNECT_SECONDS: Final = 2.0
+_SOCKET_SECONDS: Final = 5.0
+_READ_BYTES: Final = 256 << 10
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_LONGEST_PAUSE_SECONDS: Final = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The keys [n, length] of some rows, and the rows' buckets [n]."""
+
+    keys: _Bytes
+    buckets: _Bytes
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Any, npt.NDArray[np.int64]]]) -> "Keys":
+        """Return the keys of (ArrayKeys, rows) after each other."""
+        keys = [array.of(rows) for array, rows in parts]
+        return cls(np.concatenate(keys), np.concatenate([buckets_of(rows) for _, rows in parts]))
+
+
+def masked(url: str) -> str:
+    """Return `url` for a message: without a password, and without the options after "?"."""
+    parts = _split(url)
+    if not parts.netloc:
+        return parts.path.rpartition("@")[2]
+    host = parts.netloc.rpartition("@")[2]
+    user = f"{parts.username}@" if parts.username else ""
+    return f"{parts.scheme}://{user}{host}{parts.path}"
+
+
+def password_of(path: Path | None) -> str | None:
+    """Return the password in the file at `path`, or that of the environment; None if there is neither.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    if path is None:
+        return os.environ.get(PASSWORD_VARIABLE) or None
+    try:
+        text = path.read_text(encoding="utf-8").strip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"redis_password_file {path}: cannot be read: {reason(error)}.") from None
+    if not text:
+        raise ConfigError(f"redis_password_file {path}: is empty. Write the password into it.")
+    return text
+
+
+def connect(url: str, password: str | None = None) -> "RowStore":
+    """Connect to the Redis at `url`, redis://[USER@]HOST:PORT[/DB], or rediss:// for TLS. A cluster is recognised.
+
+    Raises:
+        ConfigError: `url` is no such URL, or has a password.
+        RowStoreError: there is no Redis, or it refuses the password.
+        MissingExtraError: redis-py is not installed.
+    """
+    _check_url(url)
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ImportError:
+        raise MissingExtraError("redis://", "redis", "redis") from None
+    options: dict[str, Any] = {
+        "password": password,
+        "socket_timeout": _SOCKET_SECONDS,
+        "socket_connect_timeout": _CONNECT_SECONDS,
+        "socket_read_size": _READ_BYTES,
+        "retry": Retry(NoBackoff(), 0),  # RowStore retries
+    }
+    client: Any = None
+    try:
+        client = redis.Redis.from_url(url, **options)
+        if not client.info("cluster")["cluster_enabled"]:
+            return RowStore(client, url, is_cluster=False)
+        client.close()
+        return RowStore(redis.RedisCluster.from_url(url, **options), url, is_cluster=True)
+    except (redis.RedisError, OSError, ValueError) as error:
+        if client is not None:
+            client.close()
+        raise _refusal(url, error) from None
+
+
+class RowStore:
+    """A connection to Redis, for any number of threads.
+
+    Attributes:
+        url: without a password, for messages.
+        is_cluster: whether it is a Redis Cluster.
+        client: redis-py's, for commands about single keys.
+    """
+
+    def __init__(self, client: Any, url: str, *, is_cluster: bool) -> None:
+        self.client, self.is_cluster, self.url = client, is_cluster, masked(url)
+        self._refreshing = threading.Lock()
+        self._refreshed = 0.0
+        self._pools: dict[int, Any] = {}
+
+    def read(self, keys: Keys, timeout_seconds: float) -> list[Reply]:
+        """Return the value of each key, in their order; None for a key that Redis does not have.
+
+        Raises:
+            RowStoreError: a node has not answered in time, or refused.
+        """
+        calls = self._calls(b"MGET", keys)
+        found = [value for replies in self._run(calls, timeout_seconds) for value in replies]
+        if calls.order is None:
+            return found
+        ordered = np.empty(len(found), object)
+        ordered[calls.order] = found
+        values: list[Reply] = ordered.tolist()
+        return values
+
+    def write(self, keys: Keys, values: _Bytes, timeout_seconds: float) -> None:
+        """Set the value of each key to a line of `values` [n, row_bytes].
+
+        Raises:
+            RowStoreError: a node has not answered in time, or refused. Some values may be written.
+        """
+        self._run(self._calls(b"MSET", keys, values), timeout_seconds)
+
+    def remove(self, keys: Keys, timeout_seconds: float) -> None:
+        """Remove the keys that exist.
+
+        Raises:
+            RowStoreError: a node has not answered in time, or refused.
+        """
+        self._run(self._calls(b"UNLINK", keys), timeout_seconds)
+
+    def ask(self, *words: Any, timeout_seconds: float = 10.0) -> Any:
+        """Return the reply to a command about one key. Retries it like the others.
+
+        Raises:
+            RowStoreError: the node has not answered in time, or refused.
+        """
+        for error in self._attempts(timeout_seconds):
+            try:
+                return self.client.execute_command(*words)
+            except _errors() as raised:
+                error.append(raised)
+        raise AssertionError("the attempts end with an error")
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self.is_cluster:  # RedisCluster.close leaves those that `get_connection` of a node has opened
+            for node in self.client.get_nodes():
+                if node.redis_connection is not None:
+                    node.redis_connection.connection_pool.disconnect()
+        self.client.close()
+
+    def _calls(self, verb: bytes, keys: Keys, values: _Bytes | None = None) -> Calls:
+        return Calls(verb, keys.keys, keys.buckets if self.is_cluster else None, values)
+
+    def _run(self, calls: Calls, timeout_seconds: float) -> list[Any]:
+        """Return the reply to each span of `calls`. What failed because a node did is retried until the time is over."""
+        found: dict[Span, Any] = {}
+        left: Sequence[Span] = calls.spans
+        for errors in self._attempts(timeout_seconds):
+            try:
+                found |= self._send(calls, left, errors)
+            except _errors() as raised:
+                errors.append(raised)
+            if not (left := [span for span in left if span not in found]):
+                return [found[span] for span in calls.spans]
+            if _is_moving(errors):
+                found |= self._singly(calls, left, errors)
+                if not (left := [span for span in left if span not in found]):
+                    return [found[span] for span in calls.spans]
+        raise AssertionError("the attempts end with an error")
+
+    def _attempts(self, timeout_seconds: float) -> Iterator[list[Exception]]:
+        """Yield a list for the errors of each attempt. Raises RowStoreError after the last, or if no other attempt would help."""
+        ends, pause = time.monotonic() + timeout_seconds, _FIRST_PAUSE_SECONDS
+        while True:
+            errors: list[Exception] = []
+            yield errors
+            last = errors[-1]
+            if not _is_passing(last) or time.monotonic() + pause > ends:
+                raise _refusal(self.url, last) from None
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            self._refresh()
+
+    def _send(self, calls: Calls, spans: Sequence[Span], errors: list[Exception]) -> dict[Span, Any]:
+        """Send all commands, then read all replies. Returns the replies of the nodes that answered, and adds the other errors."""
+        by_pool: dict[Any, list[Span]] = {}
+        for span in spans:
+            by_pool.setdefault(self._pool(span.bucket), []).append(span)
+        opened: list[tuple[Any, Any, list[Span]]] = []
+        found: dict[Span, Any] = {}
+        try:
+            for pool, chosen in by_pool.items():
+                try:
+                    connection = pool.get_connection()
+                    opened.append((pool, connection, chosen))
+                    connection.send_packed_command([b"".join([calls.encoded(span) for span in chosen])])
+                except _errors() as error:
+                    errors.append(error)
+                    if opened and opened[-1][0] is pool:
+                        _drop(*opened.pop()[:2])
+            while opened:
+                pool, connection, chosen = opened[-1]
+                try:
+                    for span in chosen:
+                        found[span] = connection.read_response(disable_decoding=True)
+                except _errors() as error:
+                    errors.append(error)
+                    _drop(pool, connection)
+                else:
+                    pool.release(connection)
+                opened.pop()
+        finally:  # an unread reply would be the answer to another request
+            for pool, connection, _ in opened:
+                _drop(pool, connection)
+        return found
+
+    def _singly(self, calls: Calls, spans: Sequence[Span], errors: list[Exception]) -> dict[Span, Any]:
+        """Return the replies to `spans`, key by key, while their slot moves to another node. redis-py follows the redirections."""
+        found: dict[Span, Any] = {}
+        try:
+            for span in spans:
+                found[span] = [self.client.execute_command(*words) for words in calls.one_by_one(span)]
+        except _errors() as error:
+            errors.append(error)
+        return found
+
+    def _pool(self, bucket: int) -> Any:
+        if not self.is_cluster:
+            return self.client.connection_pool
+        if (pool := self._pools.get(bucket)) is None:
+            node = self.client.get_node_from_key(TAGS[bucket])
+            pool = self._pools[bucket] = self.client.get_redis_connection(node).connection_pool
+        return pool
+
+    def _refresh(self) -> None:
+        """Ask the cluster again which node has which slots. Threads that fail together ask once."""
+        if not self.is_cluster:
+            return
+        asked = time.monotonic()
+        with self._refreshing:
+            if self._refreshed < asked:
+                try:
+                    self.client.nodes_manager.initialize()
+                except _errors():
+                    return  # the next attempt reports what is wrong
+                self._pools = {}
+                self._refreshed = time.monotonic()
+
+
+def _drop(pool: Any, connection: Any) -> None:
+    connection.disconnect()
+    pool.release(connection)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    import redis
+
+    return redis.RedisError, OSError
+
+
+def _is_moving(errors: Sequence[Exception]) -> bool:
+    from redis import exceptions
+
+    return any(isinstance(error, exceptions.AskError | exceptions.TryAgainError) for error in errors)
+
+
+def _is_passing(error: Exception) -> bool:
+    """Returns True if another attempt may succeed: a node failed, or a slot is on another one now."""
+    from redis import exceptions as known
+
+    if isinstance(error, known.AuthenticationError | known.AuthorizationError):
+        return False
+    passing = known.ConnectionError, known.TimeoutError, known.MovedError, known.AskError, known.TryAgainError
+    more = known.ClusterDownError, known.MasterDownError, known.ReadOnlyError, known.RedisClusterException, OSError
+    return isinstance(error, (*passing, *more))
+
+
+def _refusal(url: str, error: Exception) -> RowStoreError:
+    from redis import exceptions
+
+    text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+    remedy = "Check its address, and that it runs"
+    if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
+        remedy = f"Set {PASSWORD_VARIABLE}, or give a file with the password"
+    elif text.startswith("OOM") or "maxmemory" in text:
+        remedy = "Give Redis more memory, or remove other keys"
+    elif "CROSSSLOT" in text or "unknown command" in text:
+        remedy = "Use Redis 4 or later, or Valkey, without a proxy in front"
+    return RowStoreError(f"Redis at {masked(url)}: {text}. {remedy}.")
+
+
+def _check_url(url: str) -> None:
+    parts = _split(url)
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+        raise ConfigError(f"URL {masked(url)}: is not redis://HOST:PORT or rediss://HOST:PORT. Write it so.")
+    if parts.password is not None or "password" in parse_qs(parts.query, keep_blank_values=True):
+        raise ConfigError(
+            f"URL {masked(url)}: has a password, which other users of the machine can see. Set {PASSWORD_VARIABLE}, or give a file "
+            "with the password."
+        )
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise ConfigError("URL: its host or port is wrong. Write redis://HOST:PORT.") from None
+    return parts
