@@ -150,7 +150,7 @@ def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class _Lines:
-    """Prints a line every few seconds. The rate counts from the first call, without the bytes done before it."""
+    """Prints a line every few seconds. The rate counts from the first call of an export, without the bytes done before it."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -159,9 +159,9 @@ class _Lines:
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if self._first is None:
+        if self._first is None or done < self._first[1]:  # the next of several exports
             self._first, self._next = (now, done), now + _SECONDS_BETWEEN_LINES
-        if now < self._next:
+        if now < self._next or not total:
             return
         self._next = now + _SECONDS_BETWEEN_LINES
         started, before = self._first

@@ -23,3 +23,24 @@ def test_the_rate_is_that_of_what_was_seen_to_be_done(
         now = 139.0
         update(600_000_000, 1_000_000_000)
         assert capsys.readouterr().err == "", "one line in five seconds"
+
+
+def test_the_next_of_several_exports_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with byte_progress("export") as update:
+        update(0, 900_000_000)
+        now = 104.0
+        update(900_000_000, 900_000_000)
+        now = 120.0
+        update(0, 300_000_000)
+        now = 126.0
+        update(60_000_000, 300_000_000)
+        assert capsys.readouterr().err == "export: 60 of 300 MB, 10 MB/s, 24 s left\n"
+        now = 140.0
+        update(0, 0)
+        now = 150.0
+        update(0, 0)
+        assert capsys.readouterr().err == "", "there is nothing to write"
