@@ -155,12 +155,13 @@ class _Lines:
     def __init__(self, label: str) -> None:
         self._label = label
         self._first: tuple[float, int] | None = None
-        self._next = 0.0  # set by the first call
+        self._next, self._before = 0.0, 0  # set by the first call
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if self._first is None or done < self._first[1]:  # the next of several exports
+        if self._first is None or done < self._before:  # the next of several exports
             self._first, self._next = (now, done), now + _SECONDS_BETWEEN_LINES
+        self._before = done
         if now < self._next or not total:
             return
         self._next = now + _SECONDS_BETWEEN_LINES
