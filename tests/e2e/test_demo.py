@@ -93,6 +93,7 @@ def test_the_export_answers_the_checkpoints_numbers(movielens: Any) -> None:
     np.testing.assert_allclose(hidden[:, 0], [float(row["prediction"]) for row in rows], atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_retrieval_reaches_the_quality_of_the_tutorial_and_serves_it(movielens: Any, tmp_path: Path) -> None:
     """TensorFlow Recommenders' tutorial has .0220 among 10 and .23 among 100. `benchmarks/two_towers.py` runs both."""
@@ -120,6 +121,7 @@ def test_retrieval_reaches_the_quality_of_the_tutorial_and_serves_it(movielens: 
     assert [movie for movie in found["top_ten"] if movie not in seen] == not_tested[: len({*found["top_ten"]} - seen)]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_generated_ratings_and_the_commands_to_try_next(tmp_path: Path) -> None:
     done = subprocess.run(

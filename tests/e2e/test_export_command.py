@@ -79,6 +79,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float
     return folder, name, time.monotonic() - started
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "times"),
     [

@@ -83,6 +83,7 @@ def wait(process: "subprocess.Popen[str]", log: Path, most_reads: int, seconds: 
         time.sleep(0.005)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kills", "shards"), [(2, 60), pytest.param(50, 800, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )

@@ -96,6 +96,7 @@ def mapped_files() -> set[str]:
     return {line.split(maxsplit=5)[5] for line in lines if "/variables/variables.data-" in line}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
 def test_every_loader_and_storage(checkpoint: Path, tables: dict[str, Array], tmp_path: Path, storage: str) -> None:
     version = export(checkpoint, tmp_path / "m", storage=storage)
@@ -133,6 +134,7 @@ def test_a_model_that_is_gone_maps_nothing(exported: Path) -> None:
     assert not mapped_files()
 
 
+@pytest.mark.long
 def test_two_versions_in_one_process(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
     """Their tables have the same names, and neither takes the other's."""
     doubled = {name: 2 * table for name, table in tables.items()}
@@ -308,6 +310,7 @@ def inodes(version: Path) -> list[int]:
     return [(version / stack.file).stat().st_ino for stack in manifest.stacks]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("storage", ["float32", "int8"])
 def test_layouts_share_one_copy(checkpoint: Path, tables: dict[str, Array], tmp_path: Path, storage: str) -> None:
     options: dict[str, Any] = {"serving_config": CONFIG, "workers": 1, "storage": storage}

@@ -87,6 +87,7 @@ def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: s
         assert not verify_files(overlay.path).damaged
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_packed_and_a_server_answer_the_same(tmp_path: Path, layout: str) -> None:
     random, values = np.random.default_rng(3), tables()
@@ -235,6 +236,7 @@ def test_a_base_that_is_cut_short_is_named(tmp_path: Path) -> None:
         assert write(tmp_path, values, base="latest").base is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_a_whole_model_in_training(tmp_path: Path, layout: str) -> None:
     """Its dense weights are those of the same step. The table that it reads whole is written whole."""
@@ -270,6 +272,7 @@ class Scores(keras.layers.Layer):
         return tf.matmul(users, self._layer.embedding_tables[self._table], transpose_b=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "storage", "config"),
     [
@@ -338,6 +341,7 @@ def test_compact_resumes_and_refuses_damage(tmp_path: Path, monkeypatch: pytest.
     assert [info.version for info in list_versions(tmp_path / "m")] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_verify_of_what_changed(tmp_path: Path) -> None:
     """Damage in the base's file is found by a whole read alone; damage in the overlay's own files by both."""
     values = tables()
@@ -372,6 +376,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.01, 0.3])
 def test_compact_shares_blocks_with_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Where the file system clones files, only blocks with changed rows are written. A copy stands for a clone here."""
@@ -401,6 +406,7 @@ def test_compact_shares_blocks_with_the_base(tmp_path: Path, monkeypatch: pytest
     assert (written < 0.8 * report.bytes_written) == (share == 0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_compact_of_an_overlay_without_changes(tmp_path: Path, layout: str) -> None:
     """Its graph is that of a full version, and the files of both are not one file that is written twice."""

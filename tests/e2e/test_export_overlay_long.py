@@ -44,6 +44,7 @@ LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
 # ---- many deltas
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "storage", "deltas"),
     [
@@ -211,6 +212,7 @@ class Killed:
 COMMANDS = ["export", "apply", "apply --materialise", "compact"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "layout", "step"),
     [
@@ -424,6 +426,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seed", "operations"), [(0, 12), *(pytest.param(seed, 40, marks=LONG) for seed in range(1, 11))]
 )

@@ -76,6 +76,7 @@ def best(queries: Array, vectors: Array, k: int, passes: Array | None = None) ->
     return np.where(found > -np.inf, order, -1), found
 
 
+@pytest.mark.long
 def test_a_tower_may_have_inputs_called_id_and_tags(tmp_path: Path) -> None:
     def items() -> Any:
         inputs = {
@@ -112,6 +113,7 @@ def test_a_tower_may_have_inputs_called_id_and_tags(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found["ids"], best(loaded, vectors, 3)[0] + first)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("index", ["exact", "ivf"])
 def test_a_query_that_is_nan_finds_none(trained: Trained, tmp_path: Path, index: str) -> None:
     def scaled() -> keras.Model:
@@ -154,6 +156,7 @@ def test_cosines_of_very_short_and_long_queries(tmp_path: Path, size: float) -> 
     np.testing.assert_allclose(found["scores"], scores, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 @pytest.mark.parametrize("index", ["exact", "ivf"])
 def test_the_best_candidates_are_those_of_numpy(trained: Trained, tmp_path: Path, index: str, layout: str) -> None:

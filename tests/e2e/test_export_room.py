@@ -120,6 +120,7 @@ def on_small_disk(tmp_path: Path, size: str, module: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_wherever_the_disk_is_full_an_error_names_the_folder(tmp_path: Path) -> None:
     """In the tables, the graph, the index, the warm-up requests or the manifest: 8 KiB more each time, until it fits."""
     write_checkpoint(tmp_path / "ckpt", {"t": TABLE})
@@ -144,6 +145,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     assert (tmp_path / "ckpt.copy").read_bytes() == LARGE.tobytes()
 
 
+@pytest.mark.long
 def test_a_file_that_may_grow_no_further(large: Path, tmp_path: Path) -> None:
     """The kernel refuses a worker's write: a limit on the size of files, as a quota would."""
 

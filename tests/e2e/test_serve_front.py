@@ -105,6 +105,7 @@ def test_split_tables_of_a_whole_model_add_up(tmp_path: Path) -> None:
         test_ids_outside_their_table_fail_with_its_message(served)
 
 
+@pytest.mark.long
 def test_split_tables_of_lookups_add_up(tmp_path: Path) -> None:
     trained, config = Trained(tmp_path), {"features": FEATURES}
     export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=3, split={"c": 3, "a": 2, "b": 2})

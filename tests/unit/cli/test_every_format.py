@@ -94,6 +94,7 @@ def test_describe(name: str, golden: Golden) -> None:
     assert found["bytes"] == sum(rows.nbytes for slots in golden.tables.values() for rows in slots.values())
 
 
+@pytest.mark.sampled(4)
 def test_head(golden: Golden) -> None:
     last = max(golden.tables)
     for table, slots in golden.tables.items():
@@ -114,6 +115,7 @@ def test_verify(name: str, golden: Golden) -> None:
     assert found["bytes"] >= sum(rows.nbytes for slots in golden.tables.values() for rows in slots.values())
 
 
+@pytest.mark.sampled(4)
 def test_diff_with_itself(golden: Golden) -> None:
     found = run(0, "diff", golden.path, golden.path, "--slots", options=golden.options)
     compared = [(table["name"], table["slot"]) for table in found["tables"]]
@@ -145,6 +147,7 @@ def copied(golden: Golden, name: str, folder: Path) -> tuple[Path, Path]:
     return path, shard_path(prefix, 0, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BUNDLES)
 @pytest.mark.parametrize("every", [pytest.param(61, id="sample"), pytest.param(1, id="all", marks=pytest.mark.long)])
 def test_any_flipped_bit_of_a_data_file_is_found(every: int, name: str, golden: Golden, tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_describe_and_export_print_one_json_object(checkpoint: Path, tmp_path: P
     assert "users" in run_command("describe", checkpoint).stdout
 
 
+@pytest.mark.long
 def test_a_quiet_export_prints_what_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:
     done = _run_in_a_new_process("export", checkpoint, tmp_path / "m", "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -123,6 +123,7 @@ def compare(folder: Path, make: str, around: Any, is_named: bool, files: Sequenc
         np.testing.assert_allclose(found, truth, atol=1e-5, err_msg=file)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("make", "around", "is_named", "file"),
     [

@@ -53,12 +53,14 @@ def _ranked(optimizer: str, *, eagerly: bool) -> Any:
     return table.numpy()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_graphs_train_as_eager_steps_do(optimizer: str) -> None:
     """TensorFlow's graph optimizer drops ops: beside Adam, AdamW, Ftrl and Lion it once dropped the tables' updates."""
     np.testing.assert_allclose(_ranked(optimizer, eagerly=False), _ranked(optimizer, eagerly=True), atol=1e-5)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_of_keras_beside_the_tables(optimizer: str) -> None:
     model, table = _model()

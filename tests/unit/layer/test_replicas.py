@@ -32,6 +32,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return number, optimizers, folder
 
 
+@pytest.mark.sampled(1)
 def test_every_optimizer_equals_the_reference_in_every_copy(trained: tuple[int, int, Path]) -> None:
     number, optimizers, folder = trained
     assert len({type(optimizer) for optimizer in list(OPTIMIZERS.values())[:KINDS]}) == KINDS

@@ -25,6 +25,7 @@ def folder(replicas: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", resumed.WAYS)
 @pytest.mark.parametrize("replicas", ["2", *LONG], scope="module")
 def test_every_pair_of_strategies_equals_the_reference(folder: Path, replicas: str, how: str) -> None:

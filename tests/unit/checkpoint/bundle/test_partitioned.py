@@ -125,6 +125,7 @@ def test_slots_of_an_optimizer_in_a_scope_belong_to_their_tables(tmp_path: Path)
             np.testing.assert_array_equal(checkpoint.read("model/emb", slot=slot), truth[slot])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", _SLOTS)
 def test_slots_with_holes_do_not_hide_their_table(tmp_path: Path, optimizer: str) -> None:
     """In a scope TensorFlow cuts a partitioned slot's name wrongly, and saves each part as a tensor with holes."""

@@ -441,6 +441,7 @@ print(peak(), total)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "limit_mib"),
     [({}, 100), ({"chunks": (2**20, 16), "compression": "gzip", "compression_opts": 1, "shuffle": True}, 128 + 64)],

@@ -531,6 +531,7 @@ class TestMemory:
         tree = write_tree(folder / "ckpt", {("var:t:table",): random}, chunks=(chunk_mib << 12, 64), **how)
         return tree, str(zlib.crc32(random.tobytes()))
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("compressed", [True, False], ids=["zstd", "plain"])
     def test_one_after_another_and_spread(self, compressed: bool, chunk_mib: int, ocdbt: bool, tmp_path: Path) -> None:
         """128 MiB, however large a chunk is."""

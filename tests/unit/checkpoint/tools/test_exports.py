@@ -42,6 +42,7 @@ def looked_up(version: Path, table: str, ids: Any) -> Any:
     return signature(**inputs)[table].numpy()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
 def test_rows_are_what_lookups_answer(tmp_path: Path, tables: dict[str, Any], storage: Any, layout: str) -> None:

@@ -224,6 +224,7 @@ def files_of(export: Path) -> list[str]:
     return sorted(path.relative_to(export).as_posix() for path in export.rglob("*") if path.is_file())
 
 
+@pytest.mark.sampled(1)
 def test_a_sound_export_has_no_damage(layout_export: Path) -> None:
     for path in (layout_export, layout_export.parent):
         report = verify_files(path)
@@ -235,6 +236,7 @@ def test_a_sound_export_has_no_damage(layout_export: Path) -> None:
     assert done[-1][0] == done[-1][1] >= sum(path.stat().st_size for path in layout_export.rglob("*.data-*"))
 
 
+@pytest.mark.sampled(1)
 def test_one_bit_anywhere(layout_export: Path) -> None:
     """In any file but the manifest."""
     rng = np.random.default_rng(0)
@@ -250,6 +252,7 @@ def test_one_bit_anywhere(layout_export: Path) -> None:
             flip(path, position, 5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", ["longer", "shorter", "missing"])
 def test_files_of_another_size(layout_export: Path, change: str) -> None:
     for name in files_of(layout_export):
@@ -265,6 +268,7 @@ def test_files_of_another_size(layout_export: Path, change: str) -> None:
         path.write_bytes(whole)
 
 
+@pytest.mark.sampled(1)
 def test_all_that_is_wrong_is_named(layout_export: Path) -> None:
     data = sorted(layout_export.glob("variables/*.data-*"))
     for path in data:
@@ -352,6 +356,7 @@ def test_an_index_that_disagrees(export: Path) -> None:
     assert "with CRC32C 0x00000005, but the manifest has bytes [0, " in damage.reason
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [({"offset": 10**9}, "but the manifest has 1000000060"), ({"file": "nowhere"}, "is missing")],

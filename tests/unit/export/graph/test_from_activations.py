@@ -493,6 +493,7 @@ WITHOUT: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", WITHOUT)
 def test_models_that_have_none(name: str, tmp_path: Path) -> None:
     path, found = exported(WITHOUT[name](), tmp_path)

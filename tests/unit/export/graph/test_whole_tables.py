@@ -107,6 +107,7 @@ def check(path: Path, inputs: dict[str, Any], truth: dict[str, Any], through_c: 
             np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("whole", "layout"),
     [(("items",), "variables"), (("items", "users"), "mmap"), (("other",), "mmap"), ((), "variables")],
