@@ -403,3 +403,23 @@ def test_refusals() -> None:
     ):
         with refused(ConfigError):
             call()
+
+
+@pytest.mark.parametrize("dtype", ["string", "int64"])
+def test_the_same_names_have_the_same_rows(dtype: Any) -> None:
+    """Against the lists of both. Rows without a name count too."""
+    random, seen = np.random.default_rng(1), set[bool]()
+    known: list[Any] = [b"", b"x" * 5000, b"a", b"b"] if dtype == "string" else [0, 2**60, 1, 2]
+    for _ in range(200):
+        made = []
+        for _ in range(2):
+            names = [known[at] for at in random.permutation(4)] if random.random() < 0.4 else known
+            one = Vocabulary(names, dtype=dtype, oov_buckets=1)
+            if random.random() < 0.6:
+                one.remove([known[random.integers(0, 4)]])
+            made.append(one)
+        mine, other = made
+        wanted = mine.names(np.arange(mine.rows)) == other.names(np.arange(other.rows))
+        assert mine.same_names(other) is wanted
+        seen.add(wanted)
+    assert seen == {True, False}
