@@ -10,8 +10,8 @@ EXTRAS := tf,serve,hdf5,jax,cloud,parquet,ray,redis,dev
 OLDEST := tensorflow==2.19.1 keras==3.11.0
 NEWEST_PYTHON ?= 3.13
 # Where their interfaces are met; `make test-long` runs all unit and conformance tests with both.
-OLDEST_TESTS := $(addprefix tests/unit/,layer live compat export/graph checkpoint/keras serving/tensorflow) tests/e2e/test_road.py
-NEWEST_TESTS := $(addprefix tests/unit/,cli config files live serving/core serving/http) tests/e2e/test_road.py
+OLDEST_TESTS := $(addprefix tests/unit/,layer export/graph checkpoint/keras) tests/e2e/test_road.py
+NEWEST_TESTS := $(addprefix tests/unit/,config files serving/core serving/http) tests/e2e/test_road.py
 ALL_UNITS := tests/unit tests/conformance tests/e2e/test_road.py
 
 # Each process that a test starts would compile the project once more.
