@@ -537,7 +537,7 @@ def _shards() -> Iterator[str]:
     yield f"## A request of {found['tables']} features, on several servers (`benchmarks/shards.py`)\n"
     rows: list[Row] = []
     for name, one in found.items():
-        if isinstance(one, dict):
+        if isinstance(one, dict) and "CPU ms of a request" in one:
             used = one["CPU ms of a request"]
             front = _number(used["front"]) if used["front"] else ""
             alone = one["a shard alone"]
@@ -548,6 +548,17 @@ def _shards() -> Iterator[str]:
         "request, and no front: with more calls at once, more of them share a run. Every shard costs a call, in the front and in "
         "the shard. So take as few shards as the tables need.\n"
     )
+    lists = found.get("lists", {})
+    rows = [
+        (request, name, *(_number(one[key]) for key in ("p50_ms", "p99_ms", "front", "shards")))
+        for request, by_name in lists.items()
+        if isinstance(by_name, dict)
+        for name, one in by_name.items()
+    ]
+    if rows:
+        yield f"Lists of ids, {lists['features']} features, one request after the other:\n"
+        head = ("rows x ids in a list", "", "p50, ms", "p99, ms", "CPU ms of the front", "CPU ms of all shards")
+        yield _table(head, rows)
 
 
 _SIMULATED = ("p50_ms", "p99_ms", "p99.9_ms")

@@ -32,6 +32,9 @@ from benchmarks.serve import free_port
 
 TABLES, ROWS, DIM = 64, 10_000, 64
 SHARDS = (1, 4, 16, 64)
+LISTS, LIST_SHARDS = 26, (1, 4)
+LIST_REQUESTS = ((1, 1), (1, 20), (256, 1), (256, 20))
+"""Rows and ids in a list, of requests of LISTS features."""
 DIRECT = "one server"
 _INT64 = 9
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -46,14 +49,16 @@ def run(rounds: int = 5, seconds: int = 4, folder: str | None = None) -> dict[st
     contenders: list[Contender] = []
     with tempfile.TemporaryDirectory(prefix="tpuembed-bench-") as made:
         place = Path(folder or made)
-        if not (place / str(SHARDS[-1]) / "shards.yaml").exists():
+        if not (place / "lists" / str(LIST_SHARDS[-1]) / "shards.yaml").exists():
             code = f"from benchmarks.shards import write; write({str(place)!r})"
             subprocess.run([sys.executable, "-c", code], check=True)
+        lists = _lists(place / "lists", rounds, seconds)
         try:
             contenders.append(Contender(DIRECT, place, 1, in_front=False))
             contenders += [Contender(f"{count} shard{'s' * (count > 1)}", place, count) for count in SHARDS]
             for contender in contenders:
                 contender.wait()
+                contender.warm()
             for connections in (16, 1):
                 for _ in range(rounds):
                     for contender in contenders:
@@ -67,7 +72,30 @@ def run(rounds: int = 5, seconds: int = 4, folder: str | None = None) -> dict[st
         "dim": DIM,
         "rounds": rounds,
         **{contender.name: contender.summary() for contender in contenders},
+        "lists": lists,
     }
+
+
+def _lists(place: Path, rounds: int, seconds: int) -> dict[str, Any]:
+    """Measure requests of lists at one connection, on one server, and on shards with a front."""
+    contenders: list[Contender] = []
+    found: dict[str, Any] = {"features": LISTS}
+    try:
+        contenders.append(Contender(DIRECT, place, 1, in_front=False))
+        contenders += [Contender(f"{count} shard{'s' * (count > 1)}", place, count) for count in LIST_SHARDS]
+        for contender in contenders:
+            contender.wait()
+        for rows, ids in LIST_REQUESTS:
+            for contender in contenders:
+                contender.ask_for(LISTS, rows, ids)
+            for _ in range(rounds):
+                for contender in contenders:
+                    contender.measure(1, seconds, alone=False)
+            found[f"{rows} x {ids}"] = {contender.name: contender.latencies() for contender in contenders}
+    finally:
+        for contender in contenders:
+            contender.stop()
+    return found
 
 
 def write(folder: str) -> None:
@@ -83,6 +111,10 @@ def write(folder: str) -> None:
     for count in SHARDS:
         config = {"features": features}
         export_shards(prefix, f"{folder}/{count}", serving_config=config, shards=count, layout="mmap", workers=2)
+    lists = {f"f{number}": {"table": f"t{number}", "combiner": "sum"} for number in range(LISTS)}
+    for count in LIST_SHARDS:
+        config = {"features": lists}
+        export_shards(prefix, f"{folder}/lists/{count}", serving_config=config, shards=count, layout="mmap", workers=2)
 
 
 class Contender:
@@ -105,7 +137,8 @@ class Contender:
             file.write_text(yaml.safe_dump(content | {"model": "m"}))
             self._front = Process(folder, "--shards", str(file))
         self._asked = self._front or self._shards
-        self._body = _request("m" if in_front else "shard-0", [f"f{number}" for number in range(TABLES)])
+        self._model = "m" if in_front else "shard-0"
+        self._body = _request(self._model, [f"f{number}" for number in range(TABLES)])
         self._answer_bytes = 0
         self._found: dict[int, list[dict[str, float]]] = {1: [], 16: []}
         self._part = _request("shard-0", _features(folder / str(count)))
@@ -113,15 +146,27 @@ class Contender:
         self._parts: dict[int, list[dict[str, float]]] = {1: [], 16: []}
 
     def wait(self) -> None:
-        """Wait until both answer."""
+        """Wait until both are ready."""
         for process in (self._shards, self._front):
             if process is not None:
                 process.wait()
-        self._answer_bytes = len(grpc_load.ask(self._asked.grpc_port, self._body))
-        grpc_load.load(self._asked.grpc_port, self._body, self._answer_bytes, 16, 2)
+
+    def ask_for(self, features: int, rows: int = 1, ids: int = 0) -> None:
+        """Take requests of so many features. `ids` is the length of lists; 0 is one row of the table."""
+        self._body = _request(self._model, [f"f{number}" for number in range(features)], rows, ids)
+        self._found[1].clear()
+        self._warm()
+
+    def warm(self) -> None:
+        """Answer for a while before the first measurement."""
+        self._warm()
         self._part_bytes = len(grpc_load.ask(self._shards.grpc_port, self._part))
 
-    def measure(self, connections: int, seconds: int) -> None:
+    def _warm(self) -> None:
+        self._answer_bytes = len(grpc_load.ask(self._asked.grpc_port, self._body))
+        grpc_load.load(self._asked.grpc_port, self._body, self._answer_bytes, 16, 2)
+
+    def measure(self, connections: int, seconds: int, *, alone: bool = True) -> None:
         """Load it, and note the processor time of both for a request."""
         processes = [process for process in (self._shards, self._front) if process is not None]
         before = [process.seconds() for process in processes]
@@ -130,10 +175,19 @@ class Contender:
         requests = found["requests_per_second"] * seconds
         used = [1000 * (process.seconds() - start) / requests for process, start in zip(processes, before, strict=True)]
         self._found[connections].append({**found, "shards": used[0], "front": used[1] if len(used) > 1 else 0.0})
+        if not alone:
+            return
         start = self._shards.seconds()
         found = grpc_load.load(self._shards.grpc_port, self._part, self._part_bytes, connections, seconds)
         used = [1000 * (self._shards.seconds() - start) / (found["requests_per_second"] * seconds)]
         self._parts[connections].append({**found, "CPU": used[0]})
+
+    def latencies(self) -> dict[str, float]:
+        """Return the medians at one connection."""
+        return {
+            key: round(statistics.median(one[key] for one in self._found[1]), 3)
+            for key in ("p50_ms", "p99_ms", "front", "shards")
+        }
 
     def summary(self) -> dict[str, Any]:
         """Return the medians."""
@@ -205,16 +259,18 @@ def _features(folder: Path) -> list[str]:
     return found
 
 
-def _request(model: str, features: Sequence[str]) -> bytes:
+def _request(model: str, features: Sequence[str], rows: int = 1, ids: int = 0) -> bytes:
     from tensorflow_serving.apis import predict_pb2
 
     message = predict_pb2.PredictRequest()
     message.model_spec.name = model
-    for name, row in zip(features, np.random.default_rng(1).integers(0, ROWS, len(features)), strict=True):
+    shape = (rows, ids) if ids else (rows,)
+    for name, found in zip(features, np.random.default_rng(1).integers(0, ROWS, (len(features), *shape)), strict=True):
         tensor = message.inputs[name]
         tensor.dtype = _INT64
-        tensor.tensor_shape.dim.add().size = 1
-        tensor.tensor_content = row.astype("<i8").tobytes()
+        for size in shape:
+            tensor.tensor_shape.dim.add().size = size
+        tensor.tensor_content = found.astype("<i8").tobytes()
     return bytes(message.SerializeToString())
 
 

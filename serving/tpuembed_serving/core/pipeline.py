@@ -197,7 +197,7 @@ class Call:
         record: what observers learn about it; None without observers.
         is_over: True once it is answered or its client has left.
         is_pinned: True if the client chose the version, or it was changed once already.
-        version: the version to run on in place of one that has gone; None before.
+        gone: the error of a run whose version had gone; the call runs once more, on another. None before.
     """
 
     loaded: LoadedVersion
@@ -207,7 +207,7 @@ class Call:
     elements = 0
     error: Exception | None = None
     is_over = is_pinned = False
-    version: int | None = None
+    gone: VersionGoneError | None = None
     reserved = 0
     reserved_before = 0
     lease: contextlib.AbstractContextManager[LoadedVersion] | None = None
@@ -422,11 +422,14 @@ class Pipeline:
         call.model = spec.name
         if record is not None:
             record.model = spec.name
-        if call.version is not None:
-            spec = ModelSpec(spec.name, call.version)
+        if call.gone is not None:
+            spec = ModelSpec(spec.name, call.gone.other)
         call.is_pinned = spec.version is not None or spec.label is not None
         lease = self.service.lease(spec)
-        call.loaded = loaded = lease.__enter__()
+        try:
+            call.loaded = loaded = lease.__enter__()
+        except StatusError as error:
+            raise call.gone or error from None
         call.lease = lease
         if record is not None:
             record.version = loaded.version
@@ -458,7 +461,7 @@ class Pipeline:
             and not call.is_pinned
             and call.waiting == 1
         ):
-            call.version, call.runs = outcome.other, []
+            call.gone, call.runs = outcome, []
             self._on_loop(call, self._prepare, self._run)
             return
         if isinstance(outcome, Exception):

@@ -9,6 +9,7 @@ import yaml
 
 from tpuembed.errors import ConfigError, one_line, reason
 from tpuembed.files import FilePath, as_path
+from tpuembed_serving.core.api_keys import read_keys
 
 __all__ = ["Shard", "ShardsFile", "ShardsTls", "SplitFeature"]
 
@@ -57,7 +58,7 @@ class SplitFeature:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardsTls:
-    """How shards are called over TLS. The files are in PEM format, and read when the server starts.
+    """How shards are called over TLS. Certificates and keys are in PEM format.
 
     Attributes:
         ca: certificates of authorities. The shards' certificates must be of one of them.
@@ -65,9 +66,9 @@ class ShardsTls:
         server_name: the name in the shards' certificates; None is the host of each address.
     """
 
-    ca: Path
-    certificate: Path | None = None
-    key: Path | None = None
+    ca: bytes = dataclasses.field(repr=False)
+    certificate: bytes | None = dataclasses.field(default=None, repr=False)
+    key: bytes | None = dataclasses.field(default=None, repr=False)
     server_name: str | None = None
 
 
@@ -84,7 +85,7 @@ class ShardsFile:
         split: the features of tables that are divided by rows.
         zeros: the features that become zeros if their shard does not answer. Requests with others fail then.
         tls: None is plain text.
-        api_key_file: has the key that the shards ask for; None sends none.
+        api_key: the key that the shards ask for; None sends none.
     """
 
     path: Path
@@ -95,11 +96,11 @@ class ShardsFile:
     split: Mapping[str, SplitFeature] = dataclasses.field(default_factory=dict)
     zeros: frozenset[str] = frozenset()
     tls: ShardsTls | None = None
-    api_key_file: Path | None = None
+    api_key: str | None = dataclasses.field(default=None, repr=False)
 
     @classmethod
     def read(cls, path: Path) -> "ShardsFile":
-        """Read a file that `tpuembed export --shards` wrote, with the addresses of the servers.
+        """Read a file that `tpuembed export --shards` wrote, with the addresses of the servers, and the certificates and keys.
 
         Raises:
             ConfigError: it cannot be read, or a key is missing, unknown or wrong.
@@ -143,7 +144,7 @@ class ShardsFile:
             zeros=_zeros(where, content.get("on_failure")),
             tls=_tls(where, content.get("tls"), path.parent),
             front=None if front is None else as_path(front if "://" in front else path.absolute().parent / front),
-            api_key_file=None if key_file is None else path.parent / key_file,
+            api_key=None if key_file is None else read_keys(path.parent / key_file)[0][1],
             split=_split(where, content.get("split")),
         )
 
@@ -180,8 +181,16 @@ def _tls(where: str, entry: Any, folder: Path) -> ShardsTls | None:
         raise ConfigError(f"{where}: tls has no key {unknown[0]!r}. Remove it.")
     if "ca" not in entry or ("certificate" in entry) != ("key" in entry):
         raise ConfigError(f"{where}: tls needs ca, and takes certificate and key together. It has {', '.join(entry)}.")
-    files = {name: folder / entry[name] for name in ("ca", "certificate", "key") if name in entry}
-    return ShardsTls(**files, server_name=entry.get("server_name"))
+    pem = {}
+    for name in ("ca", "certificate", "key"):
+        if name in entry:
+            try:
+                pem[name] = (folder / entry[name]).read_bytes()
+            except OSError as error:
+                raise ConfigError(
+                    f"{where}: tls: {name} {folder / entry[name]} cannot be read: {reason(error)}."
+                ) from None
+    return ShardsTls(**pem, server_name=entry.get("server_name"))
 
 
 def _shard(where: str, entry: Any) -> Shard:

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from tpuembed.errors import ConfigError, reason
 from tpuembed.id_messages import Span, outside_message
-from tpuembed_serving.core.api_keys import read_keys
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.servable import Array, DegradedOutputs, Signature, State, TensorInfo, VersionStatus
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE
@@ -354,22 +352,9 @@ class Shards:
     """
 
     def __init__(self, file: ShardsFile) -> None:
-        """Open nothing yet.
-
-        Raises:
-            ConfigError: a file with certificates or keys cannot be read.
-        """
+        """Open nothing yet."""
         self._file, self._routes = file, dict[int, list[_Route]]()
         self.missing = list[str]()
-        self._pem = {}
-        tls = file.tls
-        for name, path in {} if tls is None else {"ca": tls.ca, "certificate": tls.certificate, "key": tls.key}.items():
-            try:
-                self._pem[name] = None if path is None else path.read_bytes()
-            except OSError as error:
-                raise ConfigError(f"shards {file.path}: tls: {name} {path} cannot be read: {reason(error)}.") from None
-        key = None if file.api_key_file is None else read_keys(file.api_key_file)[0][1]
-        self._metadata = () if key is None else (("x-api-key", key),)
 
     def _access(self, shard: Shard, *, checks_health: bool) -> "Access":
         """Return how a shard is called: replicas in turn, and with `checks_health` only those whose model is available."""
@@ -382,12 +367,12 @@ class Shards:
             balancing["healthCheckConfig"] = {"serviceName": shard.name}
         options: list[tuple[str, Any]] = [("grpc.service_config", json.dumps(balancing)), *_KEEPALIVE]
         credentials = None
-        if self._file.tls is not None:
-            pem = self._pem
-            credentials = grpc.ssl_channel_credentials(pem["ca"], pem["key"], pem["certificate"])
-            if self._file.tls.server_name is not None:
-                options.append(("grpc.ssl_target_name_override", self._file.tls.server_name))
-        return Access(options, credentials, self._metadata)
+        tls, key = self._file.tls, self._file.api_key
+        if tls is not None:
+            credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+            if tls.server_name is not None:
+                options.append(("grpc.ssl_target_name_override", tls.server_name))
+        return Access(options, credentials, () if key is None else (("x-api-key", key),))
 
     def states(self, _: str) -> ShardedStates:
         """Connect for queries of versions."""

@@ -13,7 +13,6 @@ from tpuembed_cli.main import cli
 from tpuembed_serving import ServerSettings
 from tpuembed_serving.core.shards_file import Shard, ShardsFile, ShardsTls
 from tpuembed_serving.models.policies import LatestVersions
-from tpuembed_serving.tf_serving.sharded import Shards
 
 GOOD: dict[str, Any] = {
     "format": 1,
@@ -34,18 +33,23 @@ def test_a_file_names_servers(tmp_path: Path) -> None:
 
 
 def test_a_file_says_how_shards_are_called_and_what_fails(tmp_path: Path) -> None:
-    path = tmp_path / "shards.yaml"
+    path, key = tmp_path / "shards.yaml", "the-key-of-this-test"
     more = {
         "on_failure": {"watched": "zeros", "user": "error"},
-        "tls": {"ca": "ca.pem", "certificate": "/own.pem", "key": "own.key", "server_name": "rec"},
+        "tls": {"ca": "ca.pem", "certificate": str(tmp_path / "own.pem"), "key": "own.key", "server_name": "rec"},
         "api_key_file": "key.txt",
     }
     path.write_text(yaml.safe_dump({**GOOD, **more}))
+    (tmp_path / "key.txt").write_text(f"# of all shards\n{key}\n")
+    for name in ("ca.pem", "own.pem", "own.key"):
+        with refused(ConfigError):
+            ShardsFile.read(path)
+        (tmp_path / name).write_text(f"secret {name}")
     found = ShardsFile.read(path)
-    tls = ShardsTls(ca=tmp_path / "ca.pem", certificate=Path("/own.pem"), key=tmp_path / "own.key", server_name="rec")
-    assert (set(found.zeros), found.tls, found.api_key_file) == ({"watched"}, tls, tmp_path / "key.txt")
-    with refused(ConfigError):
-        Shards(found)
+    tls = ShardsTls(ca=b"secret ca.pem", certificate=b"secret own.pem", key=b"secret own.key", server_name="rec")
+    assert (set(found.zeros), found.tls, found.api_key) == ({"watched"}, tls, key)
+    assert "secret" not in repr(found)
+    assert key not in repr(found)
 
 
 def test_a_front_loads_its_model_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
