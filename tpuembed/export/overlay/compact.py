@@ -447,6 +447,7 @@ class _Graph:
     from_activations: Any
     names: Any
     retrieval: Any
+    front: Any
 
 
 def _graph_of(manifest: Manifest, retrieval: RetrievalEntry | None) -> "SavedGraph":
@@ -463,6 +464,7 @@ def _graph_of(manifest: Manifest, retrieval: RetrievalEntry | None) -> "SavedGra
         from_activations=manifest.from_activations,
         names=manifest.names,
         retrieval=retrieval,
+        front=manifest.front,
     )
     return graph
 
