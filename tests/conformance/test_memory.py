@@ -153,6 +153,7 @@ print(info.rows, total, out[-1].tolist(), peak, resource.getrusage(resource.RUSA
 """
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", READERS)
 def test_peak_memory_of_a_whole_table(name: str, tmp_path: Path) -> None:
     make, options = READERS[name]

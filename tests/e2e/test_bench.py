@@ -53,6 +53,7 @@ def answers(server: ServerProcess) -> int:
     return sum(model["traffic"]["answers"] for model in state["models"] if model["traffic"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("client", ["own", "wrk", "h2load"])
 def test_its_count_is_the_servers(folder: Path, tmp_path: Path, client: str) -> None:
     """A rate of R in one second is R answers there, and some of the warm-up."""
@@ -139,6 +140,7 @@ def test_the_example_of_a_server_with_a_key(folder: Path, tmp_path: Path) -> Non
         said(command.stderr.replace(str(server.port), "PORT"))
 
 
+@pytest.mark.long
 def test_settings_of_a_folder_are_tried(folder: Path) -> None:
     load = ("--concurrency", "1,4", "--duration", "1", "--rounds", "1", "--workers", "1", "--max-batch-rows", "512,64")
     found = measured(str(folder / "scale"), *load)

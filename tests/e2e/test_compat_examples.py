@@ -40,6 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, run(folder, "tfrs_training.py", "out")
 
 
+@pytest.mark.long
 def test_tfrs_steps_train(trained: tuple[Path, Any]) -> None:
     _, accuracy = trained
     assert set(accuracy) == {"functional", "subclass", "separate"}
@@ -106,6 +107,7 @@ def test_tfrs_steps_trace_on_tpus() -> None:
         trace("V2")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_keras_rs_fit_and_evaluate(replicas: int) -> None:
     found = ratings(replicas)

@@ -118,6 +118,7 @@ def _versions(folder: Path) -> list[str]:
     return sorted(path.name for path in model_dir.iterdir() if path.name.isdigit()) if model_dir.is_dir() else []
 
 
+@pytest.mark.long
 def test_a_dry_run_refuses_what_the_disk_has_no_room_for(tmp_path: Path) -> None:
     """Before TensorFlow is imported, and in the same words as the export itself."""
     place = Path("/dev/shm")  # a disk that is not large, and that nothing is written to

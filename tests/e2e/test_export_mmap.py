@@ -340,6 +340,7 @@ def test_a_damaged_version_is_not_shared(checkpoint: Path, tables: dict[str, Arr
     check(capi.predict(second, dict.fromkeys(SHAPES, IDS)), tables)
 
 
+@pytest.mark.long
 def test_other_tables_are_not_shared(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ckpt", tables)
     first = export(tmp_path / "ckpt", tmp_path / "m")

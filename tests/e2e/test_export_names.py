@@ -210,6 +210,7 @@ def test_rows_are_those_of_a_dictionary(tmp_path: Path, dtype: Any, buckets: int
     assert not verify_files(version).damaged
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["string", "int64"])
 def test_names_are_found_as_keras_finds_them(tmp_path: Path, dtype: Any) -> None:
     names = NAMES[dtype][18:]

@@ -29,6 +29,7 @@ def model() -> Any:
     return keras.Model({"user": user, "item": item}, {"score": keras.ops.sum(found["users"] * found["items"], -1)})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_a_whole_model_takes_names(tmp_path: Path, layout: str) -> None:
     keras.utils.set_random_seed(1)

@@ -55,6 +55,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "storage", "deltas"),
     [

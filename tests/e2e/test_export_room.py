@@ -166,6 +166,7 @@ def test_a_worker_that_is_killed_once(large: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, LARGE)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_again_and_again(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(worker: int) -> None:
         os.kill(worker, signal.SIGKILL)

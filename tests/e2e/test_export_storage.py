@@ -77,6 +77,7 @@ def _truths(rows: dict[str, Array]) -> dict[str, Array]:
     return truths
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_every_storage_of_every_source_is_looked_up_as_float32(source: Any, tmp_path: Path, layout: str) -> None:
     tables = (
@@ -184,6 +185,7 @@ def quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Arr
     return tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt")), rows
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("storage", ["float32", "int8"])
 def test_served_rows_are_those_that_training_looked_up(quantized: Any, tmp_path: Path, storage: str) -> None:
     """Each row is quantized before rows are combined; padding and ids without a row stay zeros, which is no bucket."""

@@ -190,6 +190,7 @@ def test_urls_that_are_not_written(prefix: Path, server: S3, bucket: str, tmp_pa
         said(done.stderr)
 
 
+@pytest.mark.long
 def test_an_export_that_is_killed_shows_no_version_and_is_gone_on_with(
     prefix: Path, server: S3, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def assert_same(report: ExportReport, full: ExportReport) -> None:
     assert not verify_files(report.path).damaged
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "storage"), COMBINATIONS)
 def test_of_a_model_in_memory(tmp_path: Path, layout: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that were touched are read, and no others."""
@@ -100,6 +101,7 @@ OTHER_FILES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "layout", "storage"), [*FILES, *(pytest.param(*one, marks=pytest.mark.long) for one in OTHER_FILES)]
 )
@@ -135,6 +137,7 @@ def test_of_files(tmp_path: Path, name: str, layout: str, storage: str) -> None:
     assert (report.rows_changed, report.rows_compared) == (6, 0)  # the same training, without a file in between
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*this training did not pass through it")
 def test_another_history_is_compared(tmp_path: Path) -> None:
     """Stamps are used only if the training passed through the base."""
@@ -166,6 +169,7 @@ def test_another_history_is_compared(tmp_path: Path) -> None:
     assert compared(make(track_rows=False), sum(ROWS.values())).rows_changed
 
 
+@pytest.mark.long
 def test_a_base_that_was_not_checked_is_compared(tmp_path: Path) -> None:
     """An option that bounds all rows holds for those that are not read."""
     layer = make()
@@ -189,6 +193,7 @@ def test_a_base_that_was_not_checked_is_compared(tmp_path: Path) -> None:
         export_model(layer, tmp_path / "n", **over)  # a row that is read
 
 
+@pytest.mark.long
 def test_compact_proves_what_nobody_read(tmp_path: Path) -> None:
     layer = make()
     step(layer, [1])
@@ -215,6 +220,7 @@ def test_compact_proves_what_nobody_read(tmp_path: Path) -> None:
         compact_version(tmp_path / "m", overlay.version)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("storage", ["float32", "int8"])
 def test_more_rows_than_the_base(tmp_path: Path, storage: str) -> None:
     """A table of which the base has a part: rows that it lacks are in the overlay, touched or not."""

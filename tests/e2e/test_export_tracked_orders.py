@@ -28,6 +28,7 @@ def test_rows_of_every_version_are_those_of_the_layer(tmp_path: Path, seed: int,
     run_in_random_order(tmp_path, seed, actions, [make() for _ in range(2)])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*stamps of table")
 @pytest.mark.filterwarnings("ignore:.*export the same signature")
 @pytest.mark.filterwarnings("ignore:.*Writing a full version")

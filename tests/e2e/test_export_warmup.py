@@ -41,6 +41,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [None, {"t": (7, 20)}])
 def test_lookups_are_warmed_up_with_rows_of_their_tables(checkpoint: str, tmp_path: Path, rows: Any) -> None:
     path = export_saved_model(checkpoint, tmp_path / "m", serving_config={"features": FEATURES}, rows=rows).path

@@ -82,6 +82,7 @@ def sources(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["backup", "best", "every", "model.keras", "model.weights.h5", "sharded.weights.json"])
 def test_weight_files_and_folders_of_callbacks_are_sources_of_whole_models(
     name: str, sources: dict[str, Path], truth: dict[str, Any], tmp_path: Path
@@ -92,6 +93,7 @@ def test_weight_files_and_folders_of_callbacks_are_sources_of_whole_models(
         np.testing.assert_allclose(found[head], truth[head], atol=1e-5, err_msg=head)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["ckpt.index", "model.keras", "model.weights.h5"])
 @pytest.mark.parametrize("outputs", [("watch",), ("watch", "click"), ("like", "watch", "click")])
 def test_some_heads_in_any_order_have_their_own_numbers(

@@ -58,6 +58,7 @@ def _candidates(rng: np.random.Generator, is_text: bool) -> tuple[Array, Array]:
     return rng.normal(size=(count, 4)).astype(np.float32), names.astype(str).astype(object) if is_text else names
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_text", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_are_numpy_s_also_of_new_candidates(kind: str, is_text: bool) -> None:

@@ -453,6 +453,7 @@ def test_a_rate_that_tracing_would_freeze_is_refused(value: Any) -> None:
 E = tf.tpu.experimental.embedding
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "make",
     [
@@ -567,6 +568,7 @@ def _two_tables(kind: str) -> Any:
     return TPUEmbedding(features, "sgd" if kind == "two trained" else None)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", ["static", "dynamic", "nested", "eager over a function", "fit"])
 @pytest.mark.parametrize("kind", ["two trained", "one trained by the model", "PartialTPUEmbedding"])
 def test_a_step_that_fails_on_an_id_of_one_table_updates_none(kind: str, way: str) -> None:

@@ -103,6 +103,7 @@ def test_trains_the_rows_that_keras_lookups_number(dtype: str, in_graph: bool) -
         np.testing.assert_array_equal(tables(named)[name], values)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("dtype", ["string", "int64"])
 def test_growth_keeps_each_name_on_its_own_row(dtype: str, in_graph: bool) -> None:

@@ -27,6 +27,7 @@ def _score(path: Path) -> Any:
     return tf.saved_model.load(str(path)).signatures["serving_default"](item=tf.constant(X, tf.int64))["score"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("every", "at_end", "versions"), [(1, False, 3), (2, False, 1), (2, True, 2), (3, True, 1), (4, False, 0)]
 )

@@ -46,6 +46,7 @@ def _answers(path: Path, inputs: Mapping[str, Any] = IDS) -> dict[str, Any]:
     return {name: rows.numpy() for name, rows in call(**{k: tf.constant(v) for k, v in inputs.items()}).items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["adam", None])
 def test_a_model_answers_as_in_memory_and_trains_on(tmp_path: Path, optimizer: str | None) -> None:
     model = _trained(_functional(_layer(optimizer)))
