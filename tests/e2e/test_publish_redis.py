@@ -32,6 +32,7 @@ from tpuembed.row_store import PublishedModel, RowStore, connect
 from tpuembed.row_store.client import PASSWORD_VARIABLE, Keys
 from tpuembed.row_store.keys import TAGS
 from tpuembed_cli.main import cli
+from tpuembed_serving.core.servable import State
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.tf_serving.redis_rows import RedisRows
 from tpuembed_serving.tf_serving.redis_shard import RedisPredictions, RedisStates
@@ -359,6 +360,9 @@ def test_features_are_those_of_the_graph(trained: Trained, server: redis_servers
     _, (signatures, in_json) = states.definitions("rec", version)
     signature = signatures["serving_default"]
     assert in_json["serving_default"]["inputs"]["one"]["dtype"] == "DT_INT64"
+    lists = {name for name, spec in FEATURES.items() if spec.get("input") != "id"}
+    padded = dict(zip([info.alias for info in signature.inputs], signature.padding, strict=True))
+    assert {name for name, value in padded.items() if value == -1} == lists
 
     async def ask() -> None:
         predictions = RedisPredictions(server.url)
@@ -387,6 +391,35 @@ def test_features_are_those_of_the_graph(trained: Trained, server: redis_servers
         states.definitions("rec", None, "stable")
     with pytest.raises(StatusError, match="has no version of model other"):
         states.versions("other")
+    states.close()
+
+
+def test_a_number_that_another_export_has_after_redis_was_emptied(tmp_path: Path, server: redis_servers.Server) -> None:
+    rows = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32)
+    path = tf.train.Checkpoint(a=tf.Variable(rows, name="a")).write(str(tmp_path / "ckpt"))
+    for combiner in ("sum", "mean"):
+        config = {"features": {"x": {"table": "a", "combiner": combiner}}}
+        export_saved_model(path, tmp_path / combiner / "again", serving_config=config)
+    states, predictions = RedisStates(server.url), RedisPredictions(server.url)
+
+    async def ask(combiner: str) -> list[State]:
+        publish_rows(tmp_path / combiner / "again", server.url)
+        seen = [states.versions("again")[0].state, states.versions("again")[0].state]
+        await asyncio.sleep(1.1)
+        _, (signatures, _) = states.definitions("again", 1)
+        signature = signatures["serving_default"]
+        (found,) = await predictions.run("again", 1, signature, [np.array([[2, 5]])], 10.0)
+        wanted = rows[[2, 5]].sum(0) if combiner == "sum" else rows[[2, 5]].mean(0)
+        np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-6)
+        return seen
+
+    async def scenario() -> None:
+        assert await ask("sum") == [State.AVAILABLE, State.AVAILABLE]
+        connect(server.url).client.flushall()
+        assert await ask("mean") == [State.END, State.AVAILABLE], "its signature is read again"
+
+    asyncio.run(scenario())
+    predictions.close()
     states.close()
 
 

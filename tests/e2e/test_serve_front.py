@@ -5,18 +5,20 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import grpc
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.support import capi
 from tests.support.export import named_model, whole_model
+from tests.support.serving.doubles import wait_for
 from tests.support.serving.shards import FEATURES, Cluster, Trained, requests
-from tpuembed import export_model, export_saved_model, export_shards
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model, export_shards
 
 pytestmark = [
     pytest.mark.usefixtures("exports_in_this_process"),
@@ -133,6 +135,43 @@ def test_split_tables_of_lookups_add_up(tmp_path: Path) -> None:
                 400,
                 True,
             )
+
+
+def weights_by_name(**_: Any) -> Any:
+    """A model with a feature that is called as the weights of another."""
+    keras.utils.set_random_seed(3)
+    inputs = {name: keras.Input((None,), dtype="int64", ragged=True, name=name) for name in ("i", "j")}
+    tables = {name: TableConfig(40, 4, f"of_{name}", combiner="sum") for name in ("x", "x_weights")}
+    layer = TPUEmbedding({name: FeatureConfig(table) for name, table in tables.items()}, optimizer="sgd", name="layer")
+    found = layer({"x": inputs["i"], "x_weights": inputs["j"]})
+    return keras.Model(
+        inputs, {f"{name}_out": keras.layers.Identity(name=f"{name}_out")(value) for name, value in found.items()}
+    )
+
+
+@pytest.mark.parametrize("sharding", [{"shards": 1}, {"shards": 2, "split": {"of_x": 2}}])
+def test_a_feature_that_is_called_as_weights_is_none(tmp_path: Path, sharding: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        kind: Any = SimpleNamespace(build=weights_by_name, draw=None)
+        served = Served(kind, tmp_path, stack, **sharding)
+        for width in (2, 3):
+            inputs = {"i": np.array([[1, 2], [3, -5]]), "j": np.arange(2 * width).reshape(2, width)}
+            _, found = served.cluster.ask(inputs)
+            for name, value in capi.predict(served.whole, inputs).items():
+                np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_a_front_of_another_export_is_refused(served: Served, tmp_path: Path) -> None:
+    model = whole_model.build(7)
+    path = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    if "price" not in served.draw(np.random.default_rng(1), 1, 1):
+        pytest.skip("one model is enough")
+    export_shards(path, tmp_path / "s", model=whole_model.build, shards=2)
+    with ExitStack() as stack:
+        front = served.cluster.another_front(stack, front=str(tmp_path / "s" / "front"))
+        wait_for(lambda: "is available" in front.log or "AVAILABLE" in str(front.statuses()))
+        status, reply = front.predict({"instances": [{"price": [1.0, 2.0]}]})
+        assert (status, "of the export" in reply["error"]) == (400, True), reply
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -202,6 +203,15 @@ def test_an_interrupted_export_goes_on(trained: Trained, tmp_path: Path, monkeyp
         made.append(folder.name)
         return run_export(checkpoint, request, folder, *given, **options)
 
+    monkeypatch.setattr(exporting, "run_export", fails_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=3)
+    monkeypatch.setattr(exporting, "run_export", run_export)
+    others = {name: {**spec, "combiner": "sum"} if "combiner" in spec else spec for name, spec in FEATURES.items()}
+    other = export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": others}, shards=3)
+    assert (other.version, len(other.reports)) == (2, 3), "another export does not go on with the shards of this one"
+    shutil.rmtree(tmp_path / "s")
+    made.clear()
     monkeypatch.setattr(exporting, "run_export", fails_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=3)

@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 import trustme
+import yaml
 
 from tests.support import capi
 from tests.support.serving.doubles import wait_for
@@ -159,3 +160,23 @@ def test_a_replica_that_hangs_gets_no_more_requests_after_a_while(trained: Train
                 assert time.monotonic() < deadline
         finally:
             os.kill(hanging, signal.SIGCONT)
+
+
+def test_shards_of_two_exports_are_refused_under_one_number(trained: Trained, tmp_path: Path) -> None:
+    config = {"features": FEATURES}
+    for number, path in enumerate(trained.paths):
+        export_shards(path, tmp_path / f"{number}" / "s", serving_config=config, shards=2)
+    inputs = requests(np.random.default_rng(4), 2)
+    with ExitStack() as stack:
+        (tmp_path / "other").mkdir()
+        cluster, other = (
+            Cluster(tmp_path / f"{number}" / "s", work, stack)
+            for number, work in enumerate((tmp_path, tmp_path / "other"))
+        )
+        content = yaml.safe_load(cluster.file.read_text())
+        content["shards"][1]["address"] = yaml.safe_load(other.file.read_text())["shards"][1]["address"]
+        front = cluster.another_front(stack, **content)
+        wait_until_logged(front, "version 1 of shard shard-0 is of the export ")
+        assert json.loads(front.request("GET", "/readyz")[1])["status"] == "not ready"
+        status, reply = front.predict({"inputs": {"one": inputs["one"].tolist()}})
+        assert (status, "of the export" in reply["error"]) == (400, True)

@@ -121,6 +121,7 @@ def run_export(
     engine: Engine | None = None,
     on_progress: Progress | None = None,
     instead: "Callable[[], tuple[Checkpoint, ExportRequest, Source]] | None" = None,
+    facts: Mapping[str, str] | None = None,
 ) -> ExportReport:
     """Export `request` of `checkpoint` into `model_dir`.
 
@@ -128,6 +129,7 @@ def run_export(
         source: the source that the engine's tasks open; None for the checkpoint's own path.
         instead: returns what to export if a full version has to be written in place of an overlay; None for the same.
         engine: None for the one that `options` names.
+        facts: more of the manifest's `source`.
 
     Raises:
         TpuEmbedError: the export failed, and nothing was published.
@@ -138,7 +140,8 @@ def run_export(
     _warn_of_slow_reads(checkpoint, plan)
     bound = ErrorBound(plan.shards, options.max_error)
     on_progress = on_progress or ignore
-    facts = {"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint}
+    own = {"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint}
+    facts = {**own, **(facts or {})}
     histories = _histories(checkpoint, plan)
     done = None
     if options.base is not None:

@@ -34,7 +34,7 @@ from tpuembed.manifest.entries import (
     check_inside,
 )
 
-__all__ = ["LOOKUP_SCOPE", "MANIFEST_PATH", "NAMES_FOLDER", "Folder", "Manifest"]
+__all__ = ["EXPORT_ID", "LOOKUP_SCOPE", "MANIFEST_PATH", "NAMES_FOLDER", "Folder", "Manifest"]
 
 MANIFEST_PATH = Path("assets.extra") / "tpuembed.json"
 NAMES_FOLDER: Final = "names"
@@ -55,6 +55,8 @@ RETRIEVAL_FORMAT: Final = 4
 """The format number of a version with an index of candidates. Older tools would not keep its arrays."""
 KEYED_FORMAT: Final = 5
 """The format number of a version whose unknown names are hashed with a key. An older server would hash them without it."""
+EXPORT_ID: Final = "shards"
+"""The key in `Manifest.source` of the export for several servers that a version is a part of."""
 FRONT_FORMAT: Final = 6
 """The format number of a front. An older server would look for its tables."""
 

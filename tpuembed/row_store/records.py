@@ -142,8 +142,10 @@ class _Text:
 class PublishedModel:
     """The hash of one model."""
 
-    def __init__(self, store: RowStore, name: str) -> None:
+    def __init__(self, store: RowStore, name: str, timeout_seconds: float = _SECONDS) -> None:
+        """Ask `store` for the model called `name`. Each question has `timeout_seconds`."""
         self.store, self.name, self.key = store, check_model(name), f"tpuembed:{name}"
+        self._timeout_seconds = timeout_seconds
 
     def keys_of(self, array: ArrayRecord) -> ArrayKeys:
         """Return the keys of an array's rows."""
@@ -198,7 +200,7 @@ class PublishedModel:
         self._ask("HDEL", *fields)
 
     def _ask(self, verb: str, *words: Any) -> Any:
-        return self.store.ask(verb, self.key, *words, timeout_seconds=_SECONDS)
+        return self.store.ask(verb, self.key, *words, timeout_seconds=self._timeout_seconds)
 
     def _parsed(self, field: str, text: bytes, parse: Callable[[bytes], T]) -> T:
         try:

@@ -210,6 +210,7 @@ class Call:
     gone: VersionGoneError | None = None
     reserved = 0
     reserved_before = 0
+    reserved_by_run = 0
     lease: contextlib.AbstractContextManager[LoadedVersion] | None = None
     timer: asyncio.TimerHandle | None = None
     work: "concurrent.futures.Future[Any] | None" = None
@@ -436,8 +437,10 @@ class Pipeline:
         return prediction.decode(loaded, check)
 
     def _run(self, call: Call, tasks: list[Task]) -> None:
+        before = call.reserved
         for task in tasks:
             self._check(call, task)
+        call.reserved_by_run = call.reserved - before
         call.tasks, call.outputs, call.waiting = tasks, [{}] * len(tasks), len(tasks)
         seconds = call.seconds()
         for index, (signature, inputs, _) in enumerate(tasks):
@@ -462,7 +465,10 @@ class Pipeline:
             and call.waiting == 1
         ):
             call.gone, call.runs = outcome, []
-            self._on_loop(call, self._prepare, self._run)
+            self.memory.release(call.reserved_by_run)
+            call.reserved -= call.reserved_by_run
+            begin = self._on_loop if len(call.body) <= INLINE_BYTES else self._in_thread
+            begin(call, self._prepare, self._run)
             return
         if isinstance(outcome, Exception):
             call.error = call.error or outcome

@@ -94,6 +94,7 @@ class Signature:
         padding: by input, the value that fills up rows of different lengths; None if they are refused. Empty if all are.
         shapes: by input, the shape that every request must have; -1 is any size, and None any shape. Empty if the graph decides.
         row_bytes: the bytes of the outputs per row of the inputs, as far as the signature says.
+        export_id: the export of several servers that it is a part of. Empty if it is of none, or not known.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Signature:
     padding: tuple[int | float | str | None, ...] = ()
     shapes: tuple[tuple[int, ...] | None, ...] = ()
     row_bytes: int = 0
+    export_id: str = ""
 
     def check_shapes(self, inputs: Sequence[Array]) -> None:
         """Check the shapes of `inputs`, if the signature requires any.

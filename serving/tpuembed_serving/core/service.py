@@ -24,11 +24,16 @@ class ModelSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ModelMetadata:
-    """The signatures of a version by name, in the JSON form of TensorFlow's SignatureDef."""
+    """The signatures of a version by name, in the JSON form of TensorFlow's SignatureDef.
+
+    Attributes:
+        export_id: see Signature.
+    """
 
     name: str
     version: int
     signature_defs: Mapping[str, Any]
+    export_id: str = ""
 
 
 class Models(Protocol):
@@ -127,4 +132,6 @@ class ModelService:
             StatusError: see `lease`.
         """
         with self.lease(spec) as loaded:
-            return ModelMetadata(spec.name, loaded.version, loaded.servable.signature_defs)
+            signature = loaded.servable.signatures.get(DEFAULT_SIGNATURE)
+            export_id = "" if signature is None else signature.export_id
+            return ModelMetadata(spec.name, loaded.version, loaded.servable.signature_defs, export_id)

@@ -46,6 +46,7 @@ class SplitFeature:
         input: "id", every element is an id, or "ids", lists that are padded with -1.
         max_sequence_length: only so many ids of a list are looked up; 0 is all.
         drops_negative: whether ids below -1 in lists are dropped as padding is.
+        weighted: whether it has weights, in the input of its name with `_weights` behind it.
     """
 
     table: str
@@ -54,6 +55,7 @@ class SplitFeature:
     input: str
     max_sequence_length: int = 0
     drops_negative: bool = False
+    weighted: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

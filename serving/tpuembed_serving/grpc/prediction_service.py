@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from google.protobuf import json_format  # type: ignore[import-untyped]
+from google.protobuf import json_format, wrappers_pb2  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorflow_serving.apis import (
     classification_pb2,
@@ -39,6 +39,7 @@ from tpuembed_serving.grpc.inputs import decode_inputs, int64_columns, output_al
 from tpuembed_serving.grpc.tensor_proto import encode_tensor
 
 __all__ = [
+    "EXPORT_ID_FIELD",
     "PREDICTIONS",
     "GrpcMultiInference",
     "GrpcPredict",
@@ -50,6 +51,8 @@ __all__ = [
 ]
 
 _SIGNATURE_DEF = "signature_def"
+EXPORT_ID_FIELD: Final = "tpuembed_export"
+"""The key of Signature.export_id in the metadata of a version. TensorFlow Serving has no such key."""
 
 
 def register_service(name: str) -> None:
@@ -250,6 +253,8 @@ async def model_metadata(service: ModelService, data: bytes) -> bytes:
     response.model_spec.name = metadata.name
     response.model_spec.version.value = metadata.version
     response.metadata[_SIGNATURE_DEF].Pack(signatures)
+    if metadata.export_id:  # for `serve --shards`
+        response.metadata[EXPORT_ID_FIELD].Pack(wrappers_pb2.StringValue(value=metadata.export_id))
     return bytes(response.SerializeToString())
 
 

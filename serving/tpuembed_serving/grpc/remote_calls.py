@@ -1,16 +1,19 @@
 """A client of TensorFlow Serving's gRPC API. Importing this module imports TensorFlow, which has the messages."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import grpc
+from google.protobuf import wrappers_pb2  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, predict_pb2
 
 from tpuembed_serving.core.pipeline import INLINE_BYTES, INLINE_ELEMENTS
 from tpuembed_serving.core.servable import Array, Signature, State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.grpc.prediction_service import EXPORT_ID_FIELD
 from tpuembed_serving.grpc.tensor_proto import decode_tensor, encode_tensor
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
@@ -80,7 +83,13 @@ class RemoteStates:
         signatures = get_model_metadata_pb2.SignatureDefMap()
         found.metadata["signature_def"].Unpack(signatures)
         named = sorted(signatures.signature_def.items())
-        by_name = {name: signature_of(name, definition) for name, definition in named}
+        export_id = wrappers_pb2.StringValue()
+        if EXPORT_ID_FIELD in found.metadata:
+            found.metadata[EXPORT_ID_FIELD].Unpack(export_id)
+        by_name = {
+            name: dataclasses.replace(signature_of(name, definition), export_id=export_id.value)
+            for name, definition in named
+        }
         in_json = {name: signature_json(definition) for name, definition in named}
         return found.model_spec.version.value, (by_name, in_json)
 

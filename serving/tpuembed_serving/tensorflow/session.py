@@ -22,7 +22,7 @@ from tensorflow.python.client import pywrap_tf_session as tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
-from tpuembed.manifest import LOOKUP_SCOPE, Manifest
+from tpuembed.manifest import EXPORT_ID, LOOKUP_SCOPE, Manifest
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
 from tpuembed_serving.batching.merging import find_merging, with_padding
 from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters, read_parameters
@@ -106,7 +106,10 @@ class SavedModelServable:
         is_steady = _is_steady(meta_graph.graph_def, manifest)
         self._timeout_ms = 0 if is_steady else options.timeout_ms
         self.signatures: Mapping[str, Signature] = {
-            name: with_padding(signature_of(name, sig, is_export=manifest is not None), manifest)
+            name: dataclasses.replace(
+                with_padding(signature_of(name, sig, is_export=manifest is not None), manifest),
+                export_id="" if manifest is None else manifest.source.get(EXPORT_ID, ""),
+            )
             for name, sig in meta_graph.signature_def.items()
         }
         self.signature_defs: Mapping[str, Any] = {

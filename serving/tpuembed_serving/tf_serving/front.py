@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from tpuembed.manifest import EXPORT_ID
 from tpuembed_serving.batching.merging import with_padding
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.request_record import RequestRecord
@@ -171,6 +172,10 @@ def _servable(front: Servable, shards: RemoteServable) -> FrontServable:
         from_whole[entry.name] = entry.ids
         if entry.weighted:
             from_whole[f"{entry.name}_weights"] = entry.weights
+    theirs, own = shards.signatures[DEFAULT_SIGNATURE].export_id, manifest.source.get(EXPORT_ID, "")
+    if theirs and theirs != own:
+        text = f"the front is of the export {own or 'unknown'}, and the shards are of the export {theirs}"
+        raise StatusError(Code.FAILED_PRECONDITION, f"{text}. Take both from one export")
     asked = {info.alias for info in shards.signatures[DEFAULT_SIGNATURE].inputs}
     if asked != from_whole.keys():
         text = f"the shards take {', '.join(sorted(asked))}, and the front needs {', '.join(sorted(from_whole))}"

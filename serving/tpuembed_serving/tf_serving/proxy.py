@@ -220,13 +220,19 @@ class RemoteModels:
     def _query(self, states: StatusSource, name: str, before: _Model) -> _Model:
         statuses = states.versions(name)
         available = [status.version for status in statuses if status.state is State.AVAILABLE]
-        loaded = {}
+        loaded, fault = {}, None
         for number in available:
             try:
                 loaded[number] = before.loaded.get(number) or self._servable(states, name, number)
             except StatusError as error:
-                if error.code is not Code.NOT_FOUND:  # it has gone since, or another replica does not have it yet
+                if error.code is Code.FAILED_PRECONDITION:  # this version does not fit. Others may
+                    fault = error
+                elif error.code is not Code.NOT_FOUND:  # it has gone since, or another replica does not have it yet
                     raise
+        if fault is not None:
+            if not loaded:
+                raise fault
+            logger.error("model %s: %s", name, fault.message, extra=ONCE)
         for number in loaded.keys() - before.loaded.keys():
             text = "model %s version %d is served by TensorFlow Serving at %s"
             logger.info(text, name, number, self._target, extra=ONCE)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ _Ids = npt.NDArray[np.int64]
 
 _CACHED_VERSIONS: Final = 3
 _SECONDS: Final = 30.0
+_CHECK_SECONDS: Final = 1.0
 _BITS_SET: Final = np.array([number.bit_count() for number in range(256)], np.int64)
 _DECODE: Final[Mapping[str, Callable[[Array], Array]]] = {
     "float32": lambda stored: stored.view("<f4"),
@@ -105,10 +107,14 @@ class RedisRows:
         )
 
     def _version(self, number: int) -> "_Version":
-        if (opened := self._versions.get(number)) is not None:
+        opened = self._versions.get(number)
+        if opened is not None and time.monotonic() < opened.checked + _CHECK_SECONDS:
             return opened
         with self._opening:
-            if (opened := self._versions.get(number)) is None:
+            opened = self._versions.get(number)
+            if opened is not None and self._model.digest(number) == opened.digest:
+                opened.checked = time.monotonic()
+            else:  # the first time, or Redis was emptied and has another export of this number
                 opened = self._open(number)
                 others = sorted(self._versions)[-_CACHED_VERSIONS + 1 :]
                 self._versions = {**{one: self._versions[one] for one in others}, number: opened}
@@ -140,7 +146,7 @@ class RedisRows:
             entry.name: _Table(model, entry, stacks[entry.stack], words.get(entry.stack))
             for entry in record.manifest.tables
         }
-        return _Version(record.manifest, tables)
+        return _Version(record.manifest, tables, record.digest, time.monotonic())
 
     def _words(self, number: int, stack: StackEntry) -> Array:
         """Return the index of an overlay, int32 [words, 2]; see OverlayEntry."""
@@ -160,12 +166,14 @@ class RedisRows:
         return np.frombuffer(content, "<i4").reshape(-1, 2)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Version:
-    """A version whose records are checked."""
+    """A version whose records are checked. Its digest was that in Redis when it was `checked`, by `time.monotonic`."""
 
     manifest: Manifest
     tables: Mapping[str, "_Table"]
+    digest: str
+    checked: float
 
     def table(self, name: str) -> "_Table":
         if name not in self.tables:

@@ -1,6 +1,7 @@
 """A shard whose rows are in Redis. It has the interface of `grpc.remote_calls`: versions, signatures, and runs."""
 
 import asyncio
+import dataclasses
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,9 @@ from typing import Any, Final
 import numpy as np
 
 from tpuembed.errors import ConfigError, MissingExtraError, RowStoreDataError, RowStoreError, UnknownTableError
-from tpuembed.manifest import Manifest, TensorSpec
+from tpuembed.manifest import EXPORT_ID, Manifest, TensorSpec
 from tpuembed.row_store import PublishedModel, RowStore, connect, password_of
+from tpuembed_serving.batching.merging import with_padding
 from tpuembed_serving.core.servable import Array, Signature, State, TensorInfo, VersionStatus
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE
 from tpuembed_serving.core.status import Code, StatusError
@@ -26,6 +28,7 @@ _TYPES: Final[Mapping[str, tuple[str, np.dtype[Any]]]] = {
     "float32": ("float", np.dtype(np.float32)),
 }
 """A manifest's dtype -> its name in TensorFlow's C++, and numpy's."""
+_POLL_SECONDS: Final = 5.0
 _THREADS: Final = 16
 """Requests that wait for Redis at once."""
 
@@ -37,6 +40,7 @@ class RedisStates:
         """Connect later. The password is that of the environment."""
         self._url = url
         self._store: RowStore | None = None
+        self._digests: dict[int, str | None] = {}
 
     def versions(self, model: str) -> list[VersionStatus]:
         """Return the versions of `model` up to the current one, newest first.
@@ -48,13 +52,17 @@ class RedisStates:
             published = self._published(model)
             current = published.current()
             numbers = [number for number in published.numbers() if current is not None and number <= current]
+            before, self._digests = self._digests, {number: published.digest(number) for number in numbers}
         except (RowStoreError, ConfigError, MissingExtraError) as error:
             raise _status(error) from None
         if not numbers:
             raise StatusError(
                 Code.NOT_FOUND, f"Redis at {published.store.url}: has no version of model {model}. Publish one"
             )
-        return [VersionStatus(number, State.AVAILABLE, None) for number in reversed(numbers)]
+        same = {number: before.get(number, digest) == digest for number, digest in self._digests.items()}
+        return [  # a number that another export has now is given up for one poll, so that its signature is read again
+            VersionStatus(number, State.AVAILABLE if same[number] else State.END, None) for number in reversed(numbers)
+        ]
 
     def definitions(self, model: str, version: int | None, label: str = "") -> tuple[int, Any]:
         """Return the number and the signatures of a version, as they are in its manifest.
@@ -76,6 +84,9 @@ class RedisStates:
                 Code.NOT_FOUND, f"Redis at {published.store.url}: has no version {version} of model {model}"
             )
         signature, in_json = _signature(record.manifest)
+        signature = dataclasses.replace(
+            with_padding(signature, record.manifest), export_id=record.manifest.source.get(EXPORT_ID, "")
+        )
         return version, ({DEFAULT_SIGNATURE: signature}, {DEFAULT_SIGNATURE: in_json})
 
     def close(self) -> None:
@@ -86,7 +97,7 @@ class RedisStates:
     def _published(self, model: str) -> PublishedModel:
         if self._store is None:
             self._store = connect(self._url, password_of(None))
-        return PublishedModel(self._store, model)
+        return PublishedModel(self._store, model, _POLL_SECONDS)
 
 
 class RedisPredictions:
@@ -133,10 +144,12 @@ class RedisPredictions:
             rows = self._rows[model]
             try:
                 return look_up(rows, version, named, timeout_seconds)
-            except RowStoreDataError as error:
+            except RowStoreDataError:
                 if version in rows.model.numbers():
                     raise
-                raise UnknownTableError(f"version {version} was removed from Redis: {error}") from None
+                raise UnknownTableError(
+                    f"Redis at {rows.model.store.url}: version {version} of model {model} was removed. Send the request again"
+                ) from None
         except (RowStoreError, ConfigError, MissingExtraError, UnknownTableError) as error:
             raise _status(error) from None
 

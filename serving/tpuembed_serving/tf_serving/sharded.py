@@ -74,7 +74,7 @@ class ShardedStates:
             for shard, access in zip(file.shards, accesses, strict=True)
         ]
         self._known: list[list[VersionStatus] | None] = [None] * len(file.shards)
-        self._of_several = {name for feature in file.split for name in (feature, f"{feature}_weights")}
+        self._of_several = {*file.split, *(f"{name}_weights" for name, one in file.split.items() if one.weighted)}
         self._threads = concurrent.futures.ThreadPoolExecutor(min(16, len(file.shards)), "poll-shards")
 
     def versions(self, model: str) -> list[VersionStatus]:  # noqa: ARG002 - there is one
@@ -124,13 +124,15 @@ class ShardedStates:
         """
         routes, numbers, file = [], [], self._file
         in_json: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
-        method = ""
+        method, exports = "", dict[str, str]()
         for number, (shard, states) in enumerate(zip(self._file.shards, self._states, strict=True)):
             found, (signatures, definitions) = states.definitions(shard.name, version, label)
             if DEFAULT_SIGNATURE not in signatures:
                 raise StatusError(Code.NOT_FOUND, f"shard {shard.name}: version {found} has no {DEFAULT_SIGNATURE}")
             numbers.append(found)
             definition = definitions[DEFAULT_SIGNATURE]
+            if export_id := signatures[DEFAULT_SIGNATURE].export_id:
+                exports.setdefault(export_id, shard.name)
             routes.append(_Route(number, signatures[DEFAULT_SIGNATURE], self._zeros(shard.name, definition["outputs"])))
             for side in ("inputs", "outputs"):
                 both = sorted((in_json[side].keys() & definition[side].keys()) - self._of_several)
@@ -145,6 +147,12 @@ class ShardedStates:
         if len(set(numbers)) > 1:
             text = f"label {label!r} is version {min(numbers)} of one shard and {max(numbers)} of another"
             raise StatusError(Code.INVALID_ARGUMENT, text)
+        if len(exports) > 1:
+            (first, one), (second, other) = list(exports.items())[:2]
+            text = f"version {numbers[0]} of shard {one} is of the export {first}, and that of shard {other} of the export {second}"
+            raise StatusError(
+                Code.FAILED_PRECONDITION, f"{text}. Give the addresses of one export, or copy its versions again"
+            )
         self._routes[numbers[0]] = routes
         return numbers[0], (
             {DEFAULT_SIGNATURE: self._merged(routes)},
@@ -175,13 +183,19 @@ class ShardedStates:
     def _merged(self, routes: Sequence[_Route]) -> Signature:
         inputs = _by_alias(info for route in routes for info in route.signature.inputs)
         outputs = _by_alias(info for route in routes for info in route.signature.outputs)
-        padding = tuple(self._file.padding.get(info.alias) for info in inputs)
+        of_redis = {
+            info.alias: value
+            for route in routes
+            for info, value in zip(route.signature.inputs, route.signature.padding, strict=False)
+        }
+        padding = tuple(self._file.padding.get(info.alias, of_redis.get(info.alias)) for info in inputs)
         return Signature(
             DEFAULT_SIGNATURE,
             inputs,
             outputs,
             padding=padding if any(value is not None for value in padding) else (),
             row_bytes=sum(route.signature.row_bytes for route in routes),
+            export_id=next((route.signature.export_id for route in routes if route.signature.export_id), ""),
         )
 
     def close(self) -> None:
@@ -318,9 +332,14 @@ def _check_ids(name: str, feature: SplitFeature, named: dict[str, Array]) -> Non
         StatusError: INVALID_ARGUMENT, an id is outside the table.
     """
     ids = named[name]
+    weights = named[f"{name}_weights"] if feature.weighted else None
+    if weights is not None and weights.shape != ids.shape:
+        shapes = f"{name}_weights has shape {list(weights.shape)}, but {name} has {list(ids.shape)}"
+        text = f"input {shapes}. Send one weight for each id"
+        raise StatusError(Code.INVALID_ARGUMENT, text)
     if feature.drops_negative and (negative := ids < -1).any():
-        named[name] = ids = np.where(negative, -1, ids)
-        if (weights := named.get(f"{name}_weights")) is not None:
+        named[name] = ids = np.where(negative, ids.dtype.type(-1), ids)
+        if weights is not None:
             named[f"{name}_weights"] = np.where(negative, np.float32(0), weights)
     if feature.out_of_vocabulary == "zeros":
         return

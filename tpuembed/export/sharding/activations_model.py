@@ -62,8 +62,11 @@ class _Activations(keras.Model):
         source = current_source()
         assert source is not None, "a factory is called in the scope of an export"
         self._calls = []
+        self._weighted = set[str]()
         for _, group in groupby(lookups, attrgetter("call")):
-            features = {lookup.entry.name: _config(lookup, split) for lookup in group}
+            own = list(group)
+            features = {lookup.entry.name: _config(lookup, split) for lookup in own}
+            self._weighted |= {lookup.entry.name for lookup in own if lookup.entry.weighted}
             tables = {config.table.name: config.table for config in features.values()}
             self._calls.append((DeferredBackend(list(tables.values()), source), features))
 
@@ -72,7 +75,8 @@ class _Activations(keras.Model):
         found: dict[str, Any] = {}
         for backend, features in self._calls:
             given = [
-                ids_of(name, config, inputs[name], inputs.get(f"{name}_weights")) for name, config in features.items()
+                ids_of(name, config, inputs[name], inputs[f"{name}_weights"] if name in self._weighted else None)
+                for name, config in features.items()
             ]
             ids = [
                 each

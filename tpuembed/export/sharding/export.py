@@ -3,6 +3,8 @@
 import abc
 import dataclasses
 import functools
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ from tpuembed.export.sharding.files import SHARDS_FILE, check_same, placed_in, r
 from tpuembed.export.sharding.placement import PlacedShard, TableLoad, place, weighed
 from tpuembed.export.sharding.plan import FRONT, FrontEntry, ShardEntry, ShardingPlan, SplitFeature
 from tpuembed.files import FilePath, as_path
-from tpuembed.manifest import FeatureEntry, Manifest
+from tpuembed.manifest import EXPORT_ID, FeatureEntry, Manifest
 
 __all__ = ["SHARDS_FILE", "ShardEntry", "ShardingPlan", "ShardingReport", "export_shards", "plan_shards"]
 
@@ -141,14 +143,18 @@ def export_shards(
         exported = _exported(opened, chosen, serving_config, model, output_names, allow_unused_weights)
         plan = _planned(target, exported, wanted)
         target.mkdir(parents=True, exist_ok=True)
-        version, done = _version(target, plan, chosen.version, source.fingerprint)
+        export_id = _export_id(plan, exported, chosen, source.fingerprint)
+        version, done = _version(target, plan, chosen.version, export_id)
         reports = {}
 
         def export(name: str, request: ExportRequest, rows: Mapping[str, tuple[int, int]]) -> None:
             root = None if chosen.serving_root is None else f"{chosen.serving_root.rstrip('/')}/{name}"
             storage = {table: exported.storages[table] for table in request.tables}
             its = dataclasses.replace(chosen, version=version, serving_root=root, rows=rows, storage=storage, keep=None)
-            reports[name] = run_export(opened, request, target / name, its, source=source, on_progress=on_progress)
+            facts = {EXPORT_ID: export_id}
+            reports[name] = run_export(
+                opened, request, target / name, its, source=source, on_progress=on_progress, facts=facts
+            )
 
         for shard in plan.shards:
             if shard.name not in done:
@@ -352,6 +358,7 @@ def _planned(folder: Path, exported: _Exported, wanted: _Wanted) -> ShardingPlan
             input=one.input,
             max_sequence_length=one.max_sequence_length,
             drops_negative=exported.is_model and one.input == "ids" and one.out_of_vocabulary == "error",
+            weighted=one.weighted,
         )
         for one in exported.features
         if any(one.table in shard.rows for shard in shards)
@@ -405,27 +412,33 @@ def _lookups(features: Sequence[FeatureEntry], ids_per_list: Mapping[str, int]) 
     return found
 
 
-def _version(folder: Path, plan: ShardingPlan, wanted: int | None, fingerprint: str) -> tuple[int, set[str]]:
-    """Return the number to write, and what has it already: from an interrupted run of the same checkpoint and placement."""
-    wholes = {shard.name: {name: shard.rows.get(name) for name in shard.tables} for shard in plan.shards}
-    if plan.front is not None:
-        wholes[FRONT] = dict.fromkeys(plan.front.tables)
-    found = {name: dict(version_folders(folder / name)) if (folder / name).is_dir() else {} for name in wholes}
+def _export_id(plan: ShardingPlan, exported: _Exported, options: ExportOptions, fingerprint: str) -> str:
+    """Return what tells this export's shards and front from those of any other: a digest of all that decides their numbers."""
+    decided = {
+        "checkpoint": fingerprint,
+        "plan": plan.to_dict(),
+        "features": [dataclasses.asdict(feature) for feature in exported.features],
+        "storage": exported.storages,
+        "options": [options.layout, options.max_error, options.require_finite],
+    }
+    return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _version(folder: Path, plan: ShardingPlan, wanted: int | None, export_id: str) -> tuple[int, set[str]]:
+    """Return the number to write, and what has it already: from an interrupted run of the same export."""
+    names = [shard.name for shard in plan.shards] + ([] if plan.front is None else [FRONT])
+    found = {name: dict(version_folders(folder / name)) if (folder / name).is_dir() else {} for name in names}
     newest = max((number for numbers in found.values() for number in numbers), default=0)
     number = newest if wanted is None else wanted
     have = {name for name, numbers in found.items() if number in numbers}
-    of_this = {name for name in have if _is_of(found[name][number], fingerprint, wholes[name])}
-    if have and have == of_this and len(have) < len(wholes):
+    of_this = {name for name in have if _export_id_of(found[name][number]) == export_id}
+    if have and have == of_this and len(have) < len(names):
         return number, have
     if wanted is not None and have:
         raise ExportError(f"version {wanted}: {', '.join(sorted(have))} of {folder} have it. Give another number.")
     return (newest + 1 if wanted is None else wanted), set()
 
 
-def _is_of(version: Path, fingerprint: str, tables: Mapping[str, tuple[int, int] | None]) -> bool:
-    """Return True if a version has these rows of these tables, of the checkpoint with this fingerprint."""
+def _export_id_of(version: Path) -> str:
     manifest = Manifest.read(version)
-    if manifest is None or manifest.source.get("fingerprint", "") != fingerprint:
-        return False
-    has = {table.name: (table.first_row, table.first_row + table.rows) for table in manifest.tables}
-    return has.keys() == tables.keys() and all(rows in (None, has[name]) for name, rows in tables.items())
+    return "" if manifest is None else manifest.source.get(EXPORT_ID, "")

@@ -74,7 +74,8 @@ def check_same(folder: Path, content: Mapping[str, Any], plan: ShardingPlan) -> 
             for name, entry in content.get("split", {}).items()
             for key, value in entry.items()
         }
-        return {**features, "front": content.get("front", "none"), **split}
+        padding = {f"the padding of {name!r}": value for name, value in content.get("padding", {}).items()}
+        return {**features, **padding, "front": content.get("front", "none"), **split}
 
     before, now = facts(content), facts(_content("", plan))
     for what, new in now.items():

@@ -58,7 +58,7 @@ class SplitFeature:
 
     Attributes:
         table: its table, of `rows` rows on all shards together.
-        out_of_vocabulary, input, max_sequence_length: as in FeatureEntry.
+        out_of_vocabulary, input, max_sequence_length, weighted: as in FeatureEntry.
         drops_negative: whether negative ids of a list are dropped like padding. They are ids outside of the table otherwise.
     """
 
@@ -68,6 +68,7 @@ class SplitFeature:
     input: str
     max_sequence_length: int
     drops_negative: bool
+    weighted: bool
 
 
 @dataclasses.dataclass(frozen=True)

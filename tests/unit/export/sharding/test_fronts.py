@@ -322,7 +322,7 @@ def test_a_plan_says_what_the_front_has(small: Small, tmp_path: Path) -> None:
     assert plan.to_dict()["front"] == {"name": "front", "features": ("x", "y"), "tables": ("items",), "bytes": 240}
     assert plan.describe().splitlines()[-1] == "  front: 240 B, 2 activations, tables items"
     assert sorted(shard.rows["users"] for shard in plan.shards) == [(0, 10), (10, 20), (20, 30)]
-    assert plan.split["y"] == SplitFeature("users", 30, "error", "id", 0, drops_negative=False)
+    assert plan.split["y"] == SplitFeature("users", 30, "error", "id", 0, drops_negative=False, weighted=False)
     assert not (tmp_path / "s").exists()
 
 

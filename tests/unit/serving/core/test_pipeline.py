@@ -469,6 +469,18 @@ class TestVersionsThatGo:
                 answer(pipe, request)
         assert (service.leased, service.open, executor.outcomes) == (leased, 0, [])
 
+    def test_memory_is_reserved_once_and_large_bodies_stay_off_the_loop(self) -> None:
+        executor: Any = Outcomes(VersionGoneError("gone", 2), None)
+        service: Any = Numbered()
+        request = Chosen()
+        request.inputs = ids(400_000), ids(400_000)
+        pipe = Pipeline(service, executor, timeout_seconds=10.0, memory=MemoryBudget(100_000_000))
+        threads = set[threading.Thread]()
+        request.busy = lambda name, _: threads.add(threading.current_thread()) if name == "decode" else None
+        assert answer(pipe, request, MANY) == b"800000"
+        assert threading.main_thread() not in threads
+        pipe.memory.reserve(100_000_000)
+
     def test_zeros_are_marked(self) -> None:
         executor: Any = Outcomes(DegradedOutputs([ids(1), ids(1)], ["watched"]))
         service: Any = Numbered()

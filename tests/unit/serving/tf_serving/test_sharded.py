@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.serving.doubles import signature
 from tpuembed_serving.core.servable import DegradedOutputs
-from tpuembed_serving.core.shards_file import Shard, ShardsFile
+from tpuembed_serving.core.shards_file import Shard, ShardsFile, SplitFeature
 from tpuembed_serving.core.status import Code, StatusError, VersionGoneError
 from tpuembed_serving.grpc import remote_calls
-from tpuembed_serving.tf_serving.sharded import ShardedPredictions, _Route
+from tpuembed_serving.tf_serving.sharded import ShardedPredictions, _check_ids, _Route
 
 Answer = Callable[[int, int], Any]
 """Of a shard: takes the number of the call, from 0, and the version. Returns its output, an error, or how many seconds it takes."""
@@ -122,6 +122,17 @@ def test_a_version_that_is_gone_names_another(
     with pytest.raises(VersionGoneError) as caught:
         run(monkeypatch, {"a": lambda *_: NOT_FOUND, "b": lambda *_: ok("b")}, zeros="a", versions=versions)
     assert caught.value.other == other
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 3), (1, 2), (2,)])
+def test_weights_of_a_split_feature_have_the_shape_of_its_ids(shape: tuple[int, ...]) -> None:
+    feature = SplitFeature(
+        table="t", rows=9, out_of_vocabulary="error", input="ids", drops_negative=True, weighted=True
+    )
+    named: dict[str, Any] = {"x": np.array([[1, -2], [3, 4]]), "x_weights": np.ones(shape, np.float32)}
+    with pytest.raises(StatusError, match="Send one weight for each id") as caught:
+        _check_ids("x", feature, named)
+    assert caught.value.code is Code.INVALID_ARGUMENT
 
 
 def test_a_key_that_a_shard_refuses_is_no_fault_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
