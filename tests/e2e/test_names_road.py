@@ -76,6 +76,7 @@ def check(version: Path, model: keras.Model, whole: bool) -> None:
     np.testing.assert_allclose(found["friends"], truth + truth[::-1], rtol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 @pytest.mark.parametrize("kind", ["checkpoint", "keras"])
 def test_saves_are_exported_by_name(kind: str, layout: str, tmp_path: Path) -> None:
@@ -97,6 +98,7 @@ def test_saves_are_exported_by_name(kind: str, layout: str, tmp_path: Path) -> N
     assert not manifest.from_activations.left_out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_deltas_of_a_live_layer_follow_growth_and_evictions(layout: str, tmp_path: Path) -> None:
     model, folder = build(), tmp_path / "models"

@@ -112,6 +112,7 @@ class Life:
             np.testing.assert_allclose(found["scores"], -np.sort(-scores, 1)[:, :K], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("index", "layout", "names", "storage"),
     [
@@ -192,6 +193,7 @@ def test_too_many_changes_make_a_full_version_with_partitions_of_its_own(tmp_pat
         life.export(tmp_path / "m", index="ivf", metric="cosine", base="latest", delta_to=tmp_path / "deltas")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_a_damaged_index_is_not_compacted(tmp_path: Path, layout: str) -> None:
     life = Life(tmp_path, False, seed=5)

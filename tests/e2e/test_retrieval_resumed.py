@@ -98,6 +98,7 @@ def _killed(prefix: str, folder: str, after: int) -> None:
     export(prefix, Path(folder), Films(after, kills=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kills", [False, True])
 def test_what_was_made_is_used_again(prefixes: list[str], tmp_path: Path, made: list[int], kills: bool) -> None:
     whole = export(prefixes[0], tmp_path / "whole", Films())
@@ -131,6 +132,7 @@ CHANGES: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [*CHANGES, "checkpoint", "metric", "damage", "a torn end"])
 def test_vectors_of_something_else_are_made_anew(
     prefixes: list[str], tmp_path: Path, made: list[int], change: str

@@ -97,6 +97,7 @@ def test_wrong_inputs_are_refused_by_the_front(served: Served) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.long
 def test_split_tables_of_a_whole_model_add_up(tmp_path: Path) -> None:
     with ExitStack() as stack:
         split = {"a_mean": 2, "c_sqrtn": 3, "d_mean": 2}
@@ -149,6 +150,7 @@ def weights_by_name(**_: Any) -> Any:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sharding", [{"shards": 1}, {"shards": 2, "split": {"of_x": 2}}])
 def test_a_feature_that_is_called_as_weights_is_none(tmp_path: Path, sharding: dict[str, Any]) -> None:
     with ExitStack() as stack:
@@ -161,6 +163,7 @@ def test_a_feature_that_is_called_as_weights_is_none(tmp_path: Path, sharding: d
                 np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_a_front_of_another_export_is_refused(served: Served, tmp_path: Path) -> None:
     model = whole_model.build(7)
     path = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))

@@ -114,6 +114,7 @@ def test_zeros_of_a_dead_shard_are_marked_and_counted(trained: Trained, tmp_path
         assert "shard-0" in caught.value.details()
 
 
+@pytest.mark.long
 def test_zeros_of_some_features_of_a_shard_are_refused(trained: Trained, tmp_path: Path) -> None:
     plan = export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": FEATURES}, shards=1)
     with ExitStack() as stack:
