@@ -21,6 +21,7 @@ from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.api_keys import ApiKeys
 from tpuembed_serving.core.security import SecuritySettings
+from tpuembed_serving.core.servable import LoadedVersion
 from tpuembed_serving.http import server as http_server
 from tpuembed_serving.http.direct import DirectCycle, DirectPredict
 from tpuembed_serving.http.endpoint import Reply
@@ -415,7 +416,7 @@ class Answers:
         self.given_up = 0
 
     def start(self, prediction: Any, _: bytes, respond: Callable[[bytes | Exception], None], record: Any) -> Any:
-        prediction._version = 1  # as its `encode` would
+        prediction._loaded = LoadedVersion(1, DoublingServable())  # as its `encode` would
         self.responds.append(respond)
         return types.SimpleNamespace(is_over=False, record=record)
 
