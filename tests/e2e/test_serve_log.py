@@ -110,6 +110,7 @@ def test_json_and_a_failing_model(tmp_path: Path) -> None:
         assert all(re.fullmatch(r"[\d-]{10}T[\d:]{8}\.\d{3}Z", entry["time"]) for entry in found)
 
 
+@pytest.mark.long
 def test_quiet_and_verbose(tmp_path: Path) -> None:
     save_scale(tmp_path / "scale" / "1", 3.0)
     for flag, shown in (("--quiet", False), ("--verbose", True)):

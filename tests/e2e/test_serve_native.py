@@ -96,6 +96,7 @@ def assert_same(found: Any, expected: Any) -> None:
             np.testing.assert_allclose(found[name], rows, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("features", [FEATURES, FEATURES | WEIGHTED], ids=["packed", "weighted"])
 def test_answers_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path, storage: str, features: Any) -> None:
@@ -174,6 +175,7 @@ def test_a_call_needs_no_thread_that_cannot_be_started(
         assert found[name].tobytes() == rows.tobytes(), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("forced", [False, True])
 def test_tables_larger_than_the_memory_are_read_ahead(
     layer: TPUEmbedding,

@@ -135,6 +135,7 @@ def change(model: Any) -> None:
                 layer.assign_rows(config.name, 3, np.full((2, config.dim), 0.25, np.float32))
 
 
+@pytest.mark.sampled(2)
 @given(seed=st.integers(0, 2**32), batch=st.integers(0, 6), hot=st.sampled_from([0, 1, 2, 5, 30]))
 @SETTINGS
 def test_answers_are_those_of_tensorflow(pair: Pair, seed: int, batch: int, hot: int) -> None:
@@ -232,6 +233,7 @@ def test_the_dense_part_is_run_by_tensorflow(whole: Path) -> None:
             assert_same(run(theirs, inputs), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
 def test_weights_that_add_up_to_nothing(tmp_path: Path, combiner: str, kind: str) -> None:
@@ -342,6 +344,7 @@ def test_an_error_of_the_dense_part_is_that_of_the_graph(tmp_path: Path, monkeyp
     assert (counts.native, counts.refused) == (3, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("forced", [False, True])
 def test_tables_larger_than_the_memory_are_read_ahead(
     whole: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forced: bool
@@ -366,6 +369,7 @@ def test_tables_larger_than_the_memory_are_read_ahead(
         assert_same(found, run(theirs, inputs))
 
 
+@pytest.mark.long
 def test_a_compacted_overlay_has_the_signature_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = whole_model.build()
     export_model(model, tmp_path / "m", layout="mmap")

@@ -121,6 +121,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         np.testing.assert_array_equal(found[name], array, strict=True)
 
 
+@pytest.mark.sampled(1)
 def test_every_version_and_label_answers_as_tensorflow(server: ServerProcess, expected: dict[int, Any]) -> None:
     for choice, version in (("", 2), ("1", 1), ("2", 2), ("stable", 1)):
         wanted = expected[version](USER, WATCHED)

@@ -238,6 +238,7 @@ def test_several_models(model: Path, expected: Any, tmp_path: Path, workers: str
         assert counts.count(":tensorflow:serving:request_count{") == 1  # /ping is not counted
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("cause", ["--default-model", "AIP_PREDICT_ROUTE"])
 def test_a_reload_leaves_the_routes_their_model(

@@ -130,6 +130,7 @@ ALL = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("storage", "layout"), ALL)
 def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, (features, signatures) in enumerate(
@@ -146,6 +147,7 @@ def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, cap
     assert "are not batched" not in caplog.text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -269,6 +271,7 @@ def test_a_proof_holds_up_no_request(checkpoint: str, tmp_path: Path, monkeypatc
         servable.close()
 
 
+@pytest.mark.long
 def test_a_proof_of_twice_as_many_features_takes_twice_as_many_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

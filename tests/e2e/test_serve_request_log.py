@@ -197,6 +197,7 @@ def test_sampling_and_reloads(models: Path, tmp_path: Path) -> None:
         assert len(logs(prefix)) == sampled
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_files_are_bounded(models: Path, tmp_path: Path, workers: int) -> None:
     """The newest records stay. Files of others with such a prefix stay too."""

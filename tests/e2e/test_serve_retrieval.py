@@ -60,6 +60,7 @@ def check(found: Any, names: list[str], scores: list[float]) -> None:
     assert all(float(one) == -np.inf for one in found["scores"][len(scores) :])
 
 
+@pytest.mark.sampled(1)
 def test_rest_has_the_best_candidates(server: ServerProcess) -> None:
     status, reply = server.predict({"instances": [{"user": user} for user in range(USERS)]})
     assert status == 200, reply

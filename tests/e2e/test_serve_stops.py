@@ -181,6 +181,7 @@ def in_time_wait(port: int) -> int:
     return sum(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "06" for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--workers", "2"), ("--listen-when-loaded",)])
 def test_one_port_for_two_servers(tmp_path: Path, options: tuple[str, ...]) -> None:
     """From the first moment, before models are loaded, whatever the two are."""
