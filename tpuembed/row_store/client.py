@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import ConfigError, MissingExtraError, RowStoreError, reason
-from tpuembed.row_store.commands import Calls, Span
+from tpuembed.row_store.commands import Calls, KeySpan
 from tpuembed.row_store.keys import TAGS, buckets_of
 
 __all__ = ["PASSWORD_VARIABLE", "Keys", "RowStore", "connect", "masked", "password_of"]
@@ -181,8 +181,8 @@ class RowStore:
 
     def _run(self, calls: Calls, timeout_seconds: float) -> list[Any]:
         """Return the reply to each span of `calls`. What failed because a node did is retried until the time is over."""
-        found: dict[Span, Any] = {}
-        left: Sequence[Span] = calls.spans
+        found: dict[KeySpan, Any] = {}
+        left: Sequence[KeySpan] = calls.spans
         for errors in self._attempts(timeout_seconds):
             try:
                 found |= self._send(calls, left, errors)
@@ -209,13 +209,13 @@ class RowStore:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             self._refresh()
 
-    def _send(self, calls: Calls, spans: Sequence[Span], errors: list[Exception]) -> dict[Span, Any]:
+    def _send(self, calls: Calls, spans: Sequence[KeySpan], errors: list[Exception]) -> dict[KeySpan, Any]:
         """Send all commands, then read all replies. Returns the replies of the nodes that answered, and adds the other errors."""
-        by_pool: dict[Any, list[Span]] = {}
+        by_pool: dict[Any, list[KeySpan]] = {}
         for span in spans:
             by_pool.setdefault(self._pool(span.bucket), []).append(span)
-        opened: list[tuple[Any, Any, list[Span]]] = []
-        found: dict[Span, Any] = {}
+        opened: list[tuple[Any, Any, list[KeySpan]]] = []
+        found: dict[KeySpan, Any] = {}
         try:
             for pool, chosen in by_pool.items():
                 try:
@@ -242,9 +242,9 @@ class RowStore:
                 _drop(pool, connection)
         return found
 
-    def _singly(self, calls: Calls, spans: Sequence[Span], errors: list[Exception]) -> dict[Span, Any]:
+    def _singly(self, calls: Calls, spans: Sequence[KeySpan], errors: list[Exception]) -> dict[KeySpan, Any]:
         """Return the replies to `spans`, key by key, while their slot moves to another node. redis-py follows the redirections."""
-        found: dict[Span, Any] = {}
+        found: dict[KeySpan, Any] = {}
         try:
             for span in spans:
                 found[span] = [self.client.execute_command(*words) for words in calls.one_by_one(span)]

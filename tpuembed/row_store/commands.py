@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Calls", "Span"]
+__all__ = ["Calls", "KeySpan"]
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -20,7 +20,7 @@ _MOST_KEYS: Final = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class KeySpan:
     """The lines [start, stop) of `Calls`: one command. All its keys have the tag of `bucket`."""
 
     start: int
@@ -47,13 +47,13 @@ class Calls:
         self._lines = np.concatenate(framed, axis=1) if len(framed) > 1 else framed[0]
         self.spans = tuple(_spans(np.zeros(len(keys), np.uint8) if buckets is None else buckets[self.order]))
 
-    def encoded(self, span: Span) -> bytes:
+    def encoded(self, span: KeySpan) -> bytes:
         """Return a command as it is sent."""
         words = 1 + (span.stop - span.start) * (1 if self._values is None else 2)
         head = b"*%d\r\n$%d\r\n%s\r\n" % (words, len(self.verb), self.verb)
         return head + self._lines[span.start : span.stop].tobytes()
 
-    def one_by_one(self, span: Span) -> Iterator[tuple[Any, ...]]:
+    def one_by_one(self, span: KeySpan) -> Iterator[tuple[Any, ...]]:
         """Yield a command for each key of `span`, as words."""
         for line in range(span.start, span.stop):
             key = self._keys[line].tobytes()
@@ -70,9 +70,9 @@ def _framed(cells: _Bytes) -> _Bytes:
     return np.concatenate([around[0], cells, around[1]], axis=1)
 
 
-def _spans(buckets: _Bytes) -> Iterator[Span]:
+def _spans(buckets: _Bytes) -> Iterator[KeySpan]:
     """Yield the commands for sorted `buckets`: each has keys of one bucket, and at most so many."""
     bounds = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), len(buckets)]
     for first, last in itertools.pairwise(bounds):
         for start in range(first, last, _MOST_KEYS):
-            yield Span(start, min(start + _MOST_KEYS, last), int(buckets[first]))
+            yield KeySpan(start, min(start + _MOST_KEYS, last), int(buckets[first]))

@@ -11,7 +11,7 @@ from tpuembed.errors import ConfigError, one_line, reason
 from tpuembed.files import FilePath, as_path
 from tpuembed_serving.core.api_keys import read_keys
 
-__all__ = ["Shard", "ShardsFile", "ShardsTls", "SplitFeature"]
+__all__ = ["Shard", "ShardsFile", "ShardsTls", "SplitLookup"]
 
 _FORMATS: Final = (1, 2)
 """2 has fronts and split tables."""
@@ -34,7 +34,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SplitFeature:
+class SplitLookup:
     """A feature whose table is divided among several shards by rows. Each is asked all ids, and their answers are added.
 
     The shards take ids outside their rows as zeros. So the ids are checked before they are sent.
@@ -95,7 +95,7 @@ class ShardsFile:
     shards: tuple[Shard, ...]
     padding: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
     front: FilePath | None = None
-    split: Mapping[str, SplitFeature] = dataclasses.field(default_factory=dict)
+    split: Mapping[str, SplitLookup] = dataclasses.field(default_factory=dict)
     zeros: frozenset[str] = frozenset()
     tls: ShardsTls | None = None
     api_key: str | None = dataclasses.field(default=None, repr=False)
@@ -151,11 +151,11 @@ class ShardsFile:
         )
 
 
-def _split(where: str, entry: Any) -> dict[str, SplitFeature]:
+def _split(where: str, entry: Any) -> dict[str, SplitLookup]:
     found = {}
     for name, value in (entry if isinstance(entry, dict) else {"": entry} if entry is not None else {}).items():
         try:
-            feature = found[name] = SplitFeature(**value)
+            feature = found[name] = SplitLookup(**value)
             policy = feature.out_of_vocabulary
             is_good = feature.rows > 0 and feature.input in ("id", "ids")
             is_good &= policy in ("error", "zeros") or 0 <= int(policy) < feature.rows

@@ -195,13 +195,13 @@ class ServingApp(FastAPI):
 
     @property
     def runs_here(self) -> ModelExecutor | None:
-        """What runs models here; None if other servers run them."""
+        """Return what runs models here; None if other servers run them."""
         executor = self.executor.local if isinstance(self.executor, FrontExecutor) else self.executor
         return executor if isinstance(executor, ModelExecutor) else None
 
     @property
     def local(self) -> ModelRepository | None:
-        """The versions that are loaded here; None if other servers load them."""
+        """Return the versions that are loaded here; None if other servers load them."""
         if isinstance(self.repository, FrontModels):
             return self.repository.local
         return self.repository if isinstance(self.repository, ModelRepository) else None

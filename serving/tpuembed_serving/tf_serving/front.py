@@ -185,7 +185,7 @@ def _servable(front: Servable, shards: RemoteServable) -> FrontServable:
 
 
 @dataclasses.dataclass
-class _Run:
+class _FrontRun:
     """A request in progress: first on the shards, then on the front."""
 
     remote: "asyncio.Task[None] | None" = None
@@ -208,7 +208,7 @@ class FrontExecutor:
         *,
         timeout_seconds: float | None = None,
         record: RequestRecord | None = None,
-    ) -> _Run:
+    ) -> _FrontRun:
         """Look up on the shards, then run the dense part.
 
         Raises:
@@ -218,7 +218,7 @@ class FrontExecutor:
         named = {info.alias: array for info, array in zip(signature.inputs, inputs, strict=True)}
         lookups = servable.shards.signatures[DEFAULT_SIGNATURE]
         dense = servable.front.signatures[_FROM_ACTIVATIONS]
-        run = _Run()
+        run = _FrontRun()
         ends = None if timeout_seconds is None else time.monotonic() + timeout_seconds
 
         def looked_up(outcome: Outcome) -> None:
@@ -254,7 +254,7 @@ class FrontExecutor:
         )
         return run
 
-    def give_up(self, run: _Run) -> None:
+    def give_up(self, run: _FrontRun) -> None:
         """Stop a request that nobody waits for."""
         if run.local is not None:
             self.local.give_up(run.local)

@@ -18,7 +18,7 @@ from tpuembed.id_messages import Span, outside_message
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.servable import Array, DegradedOutputs, Signature, State, TensorInfo, VersionStatus
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE
-from tpuembed_serving.core.shards_file import Shard, ShardsFile, SplitFeature
+from tpuembed_serving.core.shards_file import Shard, ShardsFile, SplitLookup
 from tpuembed_serving.core.status import Code, StatusError, VersionGoneError
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 from tpuembed_serving.tf_serving.redis_shard import RedisPredictions, RedisStates
@@ -325,7 +325,7 @@ class ShardedPredictions:
             predictions.close()
 
 
-def _check_ids(name: str, feature: SplitFeature, named: dict[str, Array]) -> None:
+def _check_ids(name: str, feature: SplitLookup, named: dict[str, Array]) -> None:
     """Check the ids of a feature of a split table, and replace those that become others.
 
     Raises:

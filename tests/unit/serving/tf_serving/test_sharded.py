@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.serving.doubles import signature
 from tpuembed_serving.core.servable import DegradedOutputs
-from tpuembed_serving.core.shards_file import Shard, ShardsFile, SplitFeature
+from tpuembed_serving.core.shards_file import Shard, ShardsFile, SplitLookup
 from tpuembed_serving.core.status import Code, StatusError, VersionGoneError
 from tpuembed_serving.grpc import remote_calls
 from tpuembed_serving.tf_serving.sharded import ShardedPredictions, _check_ids, _Route
@@ -126,9 +126,7 @@ def test_a_version_that_is_gone_names_another(
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 3), (1, 2), (2,)])
 def test_weights_of_a_split_feature_have_the_shape_of_its_ids(shape: tuple[int, ...]) -> None:
-    feature = SplitFeature(
-        table="t", rows=9, out_of_vocabulary="error", input="ids", drops_negative=True, weighted=True
-    )
+    feature = SplitLookup(table="t", rows=9, out_of_vocabulary="error", input="ids", drops_negative=True, weighted=True)
     named: dict[str, Any] = {"x": np.array([[1, -2], [3, 4]]), "x_weights": np.ones(shape, np.float32)}
     with pytest.raises(StatusError, match="Send one weight for each id") as caught:
         _check_ids("x", feature, named)
