@@ -193,7 +193,8 @@ def test_versions_of_fronts_move_under_load_and_no_answer_mixes_two(tmp_path: Pa
                 try:
                     version, found = cluster.ask(inputs)
                     for name, value in wanted[version - 1].items():
-                        np.testing.assert_array_equal(found[name], value, err_msg=f"{name} of version {version}")
+                        what = f"{name} of version {version}"  # a run of both threads' rows may round in another way
+                        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=what)
                     seen.append(version)
                 except BaseException as error:
                     faults.append(error)
