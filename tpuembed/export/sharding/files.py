@@ -75,7 +75,7 @@ def check_same(folder: Path, content: Mapping[str, Any], plan: ShardingPlan) -> 
             for key, value in entry.items()
         }
         padding = {f"the padding of {name!r}": value for name, value in content.get("padding", {}).items()}
-        return {**features, **padding, "front": content.get("front", "none"), **split}
+        return {**features, "front": content.get("front", "none"), **padding, **split}
 
     before, now = facts(content), facts(_content("", plan))
     for what, new in now.items():

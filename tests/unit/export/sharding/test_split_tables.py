@@ -143,6 +143,7 @@ def test_shards_have_the_rows_that_the_file_says(split: Split) -> None:
             "input": spec.get("input", "ids"),
             "max_sequence_length": spec.get("max_sequence_length", 0),
             "drops_negative": False,
+            "weighted": spec.get("weighted", False),
         }
     assert split.front.content["format"] == 2
 
