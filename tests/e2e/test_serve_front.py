@@ -1,7 +1,5 @@
 """Whole models whose lookups are on several servers answer as one server with everything does."""
 
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -186,33 +184,13 @@ def test_versions_of_fronts_move_under_load_and_no_answer_mixes_two(tmp_path: Pa
     export_shards(paths[0], tmp_path / "s", model=whole_model.build, shards=3)
     with ExitStack() as stack:
         cluster = Cluster(tmp_path / "s", tmp_path, stack, 2)
-        seen, faults, stopping = [], list[BaseException](), threading.Event()
 
-        def load() -> None:
-            while not stopping.is_set():
-                try:
-                    version, found = cluster.ask(inputs)
-                    for name, value in wanted[version - 1].items():
-                        what = f"{name} of version {version}"  # a run of both threads' rows may round in another way
-                        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=what)
-                    seen.append(version)
-                except BaseException as error:
-                    faults.append(error)
-                    return
+        def check(version: int, found: dict[str, Any]) -> None:
+            for name, value in wanted[version - 1].items():
+                what = f"{name} of version {version}"  # a run of both threads' rows may round in another way
+                np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=what)
 
-        threads = [threading.Thread(target=load) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
+        with cluster.under_load(inputs, check) as seen:
             export_shards(paths[1], tmp_path / "s", model=whole_model.build)
-            deadline = time.monotonic() + 60
-            while seen[-1:] != [2] and time.monotonic() < deadline and not faults:
-                time.sleep(0.1)
-            time.sleep(1)
-        finally:
-            stopping.set()
-            for thread in threads:
-                thread.join()
-        assert not faults, faults[0]
         assert (seen[0], seen[-1]) == (1, 2)
         assert cluster.ask(inputs, version=1)[0] == 1, "the version before is still there"

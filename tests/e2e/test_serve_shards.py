@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -109,34 +108,14 @@ def test_versions_move_under_load_and_no_answer_mixes_two(trained: Trained, whol
     wanted = [capi.predict(version, inputs) for version in whole]
     with ExitStack() as stack:
         cluster = Cluster(tmp_path / "s", tmp_path, stack, 2)
-        seen, faults, stopping = [], list[BaseException](), threading.Event()
 
-        def load() -> None:
-            while not stopping.is_set():
-                try:
-                    version, found = cluster.ask(inputs)
-                    for name, value in wanted[version - 1].items():
-                        np.testing.assert_array_equal(found[name], value, err_msg=f"{name} of version {version}")
-                    seen.append(version)
-                except BaseException as error:
-                    faults.append(error)
-                    return
+        def check(version: int, found: dict[str, Any]) -> None:
+            for name, value in wanted[version - 1].items():
+                np.testing.assert_array_equal(found[name], value, err_msg=f"{name} of version {version}")
 
-        threads = [threading.Thread(target=load) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
+        with cluster.under_load(inputs, check) as seen:
             report = export_shards(trained.paths[1], tmp_path / "s", serving_config=config)
             assert report.version == 2
-            deadline = time.monotonic() + 60
-            while seen[-1:] != [2] and time.monotonic() < deadline and not faults:
-                time.sleep(0.1)
-            time.sleep(1)
-        finally:
-            stopping.set()
-            for thread in threads:
-                thread.join()
-        assert not faults, faults[0]
         assert seen[0] == 1
         assert seen[-1] == 2
         assert cluster.ask(inputs, version=1)[0] == 1, "the version before is still there"

@@ -19,7 +19,6 @@ from tpuembed_serving.core.servable import (
     Array,
     DegradedOutputs,
     LoadedVersion,
-    Merging,
     Servable,
     Signature,
     State,
@@ -29,7 +28,7 @@ from tpuembed_serving.core.service import DEFAULT_SIGNATURE
 from tpuembed_serving.core.status import Code, StatusError, servable_not_found, timed_out
 from tpuembed_serving.models.repository import ModelRepository
 from tpuembed_serving.settings import ModelSettings
-from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels, RemoteServable
+from tpuembed_serving.tf_serving.proxy import ForwardedServable, RemoteExecutor, RemoteModels, RemoteServable
 
 __all__ = ["FrontExecutor", "FrontModels"]
 
@@ -38,8 +37,8 @@ Outcome = list[Array] | Exception
 
 
 @dataclasses.dataclass
-class FrontServable:
-    """A version of the whole model; see Servable.
+class FrontServable(ForwardedServable):
+    """A version of the whole model.
 
     Attributes:
         front: the dense part.
@@ -47,26 +46,9 @@ class FrontServable:
         from_whole: the input of the whole model that each input of the shards is.
     """
 
-    signatures: Mapping[str, Signature]
-    signature_defs: Mapping[str, Any]
     front: Servable
     shards: RemoteServable
     from_whole: Mapping[str, str]
-
-    def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        """Raise NotImplementedError: FrontExecutor runs it."""
-        raise NotImplementedError
-
-    def merging(self, signature: Signature) -> Merging | None:  # noqa: ARG002 - as Servable
-        """Return None: the dense part is batched on its own."""
-        return None
-
-    def knows_merging(self, signature: Signature) -> bool:  # noqa: ARG002 - as Servable
-        """Return True."""
-        return True
-
-    def close(self) -> None:
-        """Do nothing: the front's repository unloads it."""
 
 
 class FrontModels:

@@ -22,7 +22,7 @@ from tpuembed_serving.core.status import Code, StatusError, servable_not_found
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 
-__all__ = ["RemoteExecutor", "RemoteModels", "RemoteServable"]
+__all__ = ["ForwardedServable", "RemoteExecutor", "RemoteModels", "RemoteServable"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +45,18 @@ class StatusSource(Protocol):
 
 
 @dataclasses.dataclass
-class RemoteServable:
-    """A version in the other server; see Servable."""
+class ForwardedServable:
+    """A version that an executor of its own runs; see Servable."""
 
-    model: str
-    version: int
     signatures: Mapping[str, Signature]
     signature_defs: Mapping[str, Any]
 
     def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        """Raise NotImplementedError: RemoteExecutor runs it in the other server."""
+        """Raise NotImplementedError: its executor runs it."""
         raise NotImplementedError
 
     def merging(self, signature: Signature) -> Merging | None:  # noqa: ARG002 - as Servable
-        """Return None: the other server batches."""
+        """Return None: what runs it batches."""
         return None
 
     def knows_merging(self, signature: Signature) -> bool:  # noqa: ARG002 - as Servable
@@ -66,7 +64,15 @@ class RemoteServable:
         return True
 
     def close(self) -> None:
-        """Do nothing: the version is loaded in the other server."""
+        """Do nothing: what has loaded the version unloads it."""
+
+
+@dataclasses.dataclass
+class RemoteServable(ForwardedServable):
+    """A version in the other server."""
+
+    model: str
+    version: int
 
 
 @dataclasses.dataclass
@@ -246,7 +252,7 @@ class RemoteModels:
 
     def _servable(self, states: StatusSource, name: str, version: int) -> RemoteServable:
         _, (signatures, in_json) = states.definitions(name, version)
-        return RemoteServable(name, version, signatures, in_json)
+        return RemoteServable(signatures, in_json, name, version)
 
 
 class Predictions(Protocol):

@@ -2,32 +2,24 @@
 
 import asyncio
 import dataclasses
-import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-import numpy as np
-
 from tpuembed.errors import ConfigError, MissingExtraError, RowStoreDataError, RowStoreError, UnknownTableError
-from tpuembed.manifest import EXPORT_ID, Manifest, TensorSpec
+from tpuembed.manifest import EXPORT_ID
 from tpuembed.row_store import PublishedModel, RowStore, connect, password_of
 from tpuembed_serving.batching.merging import with_padding
-from tpuembed_serving.core.servable import Array, Signature, State, TensorInfo, VersionStatus
+from tpuembed_serving.core.servable import Array, Signature, State, VersionStatus
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE
 from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 from tpuembed_serving.tf_serving.redis_features import look_up
 from tpuembed_serving.tf_serving.redis_rows import RedisRows
 
 __all__ = ["RedisPredictions", "RedisStates"]
 
-_METHOD: Final = "tensorflow/serving/predict"
-_TYPES: Final[Mapping[str, tuple[str, np.dtype[Any]]]] = {
-    "int64": ("int64", np.dtype(np.int64)),
-    "float32": ("float", np.dtype(np.float32)),
-}
-"""A manifest's dtype -> its name in TensorFlow's C++, and numpy's."""
 _POLL_SECONDS: Final = 5.0
 _THREADS: Final = 16
 """Requests that wait for Redis at once."""
@@ -83,11 +75,16 @@ class RedisStates:
             raise StatusError(
                 Code.NOT_FOUND, f"Redis at {published.store.url}: has no version {version} of model {model}"
             )
-        signature, in_json = _signature(record.manifest)
+        with IMPORTING_TENSORFLOW:
+            from tpuembed_serving.tensorflow.signatures import definition_of, signature_json, signature_of
+
+        manifest = record.manifest
+        definition = definition_of(**manifest.signatures[DEFAULT_SIGNATURE])
         signature = dataclasses.replace(
-            with_padding(signature, record.manifest), export_id=record.manifest.source.get(EXPORT_ID, "")
+            with_padding(signature_of(DEFAULT_SIGNATURE, definition, is_export=True), manifest),
+            export_id=manifest.source.get(EXPORT_ID, ""),
         )
-        return version, ({DEFAULT_SIGNATURE: signature}, {DEFAULT_SIGNATURE: in_json})
+        return version, ({DEFAULT_SIGNATURE: signature}, {DEFAULT_SIGNATURE: signature_json(definition)})
 
     def close(self) -> None:
         """Close the connections."""
@@ -165,38 +162,3 @@ def _status(error: Exception) -> StatusError:
     elif isinstance(error, UnknownTableError):
         code = Code.NOT_FOUND
     return StatusError(code, str(error).rstrip("."))
-
-
-def _signature(manifest: Manifest) -> tuple[Signature, dict[str, Any]]:
-    """Return `serving_default`, and its JSON form as `tensorflow.signatures.signature_json` has it."""
-    sides = manifest.signatures[DEFAULT_SIGNATURE]
-    inputs, outputs = (sorted(sides[side].items()) for side in ("inputs", "outputs"))
-    signature = Signature(
-        DEFAULT_SIGNATURE,
-        tuple(_tensor(*one) for one in inputs),
-        tuple(_tensor(*one) for one in outputs),
-        shapes=tuple(None if spec.shape is None else tuple(_sizes(spec)) for _, spec in inputs),
-        row_bytes=sum(4 * math.prod(size for size in _sizes(spec)[1:]) for _, spec in outputs),
-    )
-    in_json = {
-        "inputs": {alias: _json(alias, spec) for alias, spec in inputs},
-        "outputs": {alias: _json(alias, spec) for alias, spec in outputs},
-        "method_name": _METHOD,
-        "defaults": {},
-    }
-    return signature, in_json
-
-
-def _sizes(spec: TensorSpec) -> list[int]:
-    return [-1 if size is None else size for size in spec.shape or ()]
-
-
-def _tensor(alias: str, spec: TensorSpec) -> TensorInfo:
-    name, dtype = _TYPES[spec.dtype]
-    return TensorInfo(alias, f"{alias}:0", name, dtype)
-
-
-def _json(alias: str, spec: TensorSpec) -> dict[str, Any]:
-    dims = [{"size": str(size), "name": ""} for size in _sizes(spec)]
-    shape = {"dim": dims, "unknown_rank": spec.shape is None}
-    return {"dtype": f"DT_{_TYPES[spec.dtype][0].upper()}", "tensor_shape": shape, "name": f"{alias}:0"}

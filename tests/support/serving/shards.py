@@ -1,7 +1,9 @@
 """Servers of shards, the server in front of them, and what tests ask it."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +131,38 @@ class Cluster:
             stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
             reply, call = stub.Predict.with_call(request, timeout=timeout)
         return reply, dict(call.trailing_metadata())
+
+    @contextmanager
+    def under_load(
+        self, inputs: dict[str, Array], check: Callable[[int, dict[str, Array]], None]
+    ) -> Iterator[list[int]]:
+        """Ask in two threads inside the block, until version 2 has answered. `check` gets each version and its outputs.
+
+        Yields the versions that answered, which are complete after the block. No request may fail.
+        """
+        seen, faults, stopping = list[int](), list[BaseException](), threading.Event()
+
+        def load() -> None:
+            while not stopping.is_set():
+                try:
+                    version, found = self.ask(inputs)
+                    check(version, found)
+                    seen.append(version)
+                except BaseException as error:
+                    faults.append(error)
+                    return
+
+        threads = [threading.Thread(target=load) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield seen
+            deadline = time.monotonic() + 60
+            while seen[-1:] != [2] and time.monotonic() < deadline and not faults:
+                time.sleep(0.1)
+            time.sleep(1)
+        finally:
+            stopping.set()
+            for thread in threads:
+                thread.join()
+        assert not faults, faults[0]

@@ -36,7 +36,7 @@ def test_a_call_that_is_given_up_before_it_begins_leaves_nothing() -> None:
     """Python warned that a coroutine was never awaited."""
     executor, calls = RemoteExecutor("127.0.0.1:1", 10, 1), Calls()
     executor._predictions = calls
-    servable = RemoteServable("m", 1, {"f": SIGNATURE}, {})
+    servable = RemoteServable({"f": SIGNATURE}, {}, "m", 1)
 
     async def scenario() -> None:
         for begins in (False, True):
