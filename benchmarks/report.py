@@ -559,8 +559,14 @@ def _shards() -> Iterator[str]:
         yield f"Lists of ids, {lists['features']} features, one request after the other:\n"
         head = ("rows x ids in a list", "", "p50, ms", "p99, ms", "CPU ms of the front", "CPU ms of all shards")
         yield _table(head, rows)
+    if scatter := found.get("scatter"):
+        yield "The scatter of one row to 4 shards, beside as many calls of grpc.aio with the same bytes:\n"
+        yield _table(
+            ("", *_SCATTER), [(name, *(_number(one[key]) for key in _SCATTER)) for name, one in scatter.items()]
+        )
 
 
+_SCATTER = ("CPU ms of a scatter", "CPU ms of bare calls", "ratio")
 _SIMULATED = ("p50_ms", "p99_ms", "p99.9_ms")
 
 

@@ -7,11 +7,15 @@ over gRPC. All shards of an export are models of one server process, because thi
 latency is not that of real shards: the shards, the front and the client share 2 cores. The peer is one server with all tables,
 without a front.
 
+The scatter is also measured alone, in a process that has nothing else to do, beside calls of grpc.aio with the same bytes: that is
+what a client in Python cannot go below.
+
 Many requests at once share runs of a model, and a shard behind a front that shares its cores gets few. So one shard is also loaded
 alone, with its part of the request. The client is `h2load` (the Debian package nghttp2-client).
 """
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -35,6 +39,8 @@ SHARDS = (1, 4, 16, 64)
 LISTS, LIST_SHARDS = 26, (1, 4)
 LIST_REQUESTS = ((1, 1), (1, 20), (256, 1), (256, 20))
 """Rows and ids in a list, of requests of LISTS features."""
+SCATTERS, AT_ONCE = 2000, (1, 16)
+"""Requests of one measurement of the scatter, and how many are in progress."""
 DIRECT = "one server"
 _INT64 = 9
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -72,6 +78,7 @@ def run(rounds: int = 5, seconds: int = 4, folder: str | None = None) -> dict[st
         "dim": DIM,
         "rounds": rounds,
         **{contender.name: contender.summary() for contender in contenders},
+        "scatter": lists.pop("scatter"),
         "lists": lists,
     }
 
@@ -92,10 +99,71 @@ def _lists(place: Path, rounds: int, seconds: int) -> dict[str, Any]:
                 for contender in contenders:
                     contender.measure(1, seconds, alone=False)
             found[f"{rows} x {ids}"] = {contender.name: contender.latencies() for contender in contenders}
+        command = [sys.executable, "-m", "benchmarks.shards", "--scatter", str(place / f"{contenders[-1].name}.yaml")]
+        done = subprocess.run([*command, "--rounds", str(rounds)], stdout=subprocess.PIPE, check=True)
+        found["scatter"] = json.loads(done.stdout)
     finally:
         for contender in contenders:
             contender.stop()
     return found
+
+
+def scatter(file: Path, rounds: int) -> dict[str, Any]:
+    """Return the processor time of requests of one row in each of the LISTS tables, in this process: medians of turns."""
+    import grpc
+    import uvloop
+
+    from tpuembed_serving.core.service import DEFAULT_SIGNATURE
+    from tpuembed_serving.core.shards_file import ShardsFile
+    from tpuembed_serving.tf_serving.sharded import Shards
+
+    content = ShardsFile.read(file)
+    bodies = [_request(shard["name"], shard["features"], 1, 1) for shard in yaml.safe_load(file.read_text())["shards"]]
+    shards = Shards(content)
+    states = shards.states("")
+    version = states.versions(content.model)[0].version
+    signature = states.definitions(content.model, version)[1][0][DEFAULT_SIGNATURE]
+    ids = list(np.random.default_rng(1).integers(0, ROWS, (LISTS, 1, 1)))
+
+    async def measure() -> dict[str, Any]:
+        predictions = shards.predictions("")
+        channels = [grpc.aio.insecure_channel(shard.address) for shard in content.shards]
+        calls = [channel.unary_unary(grpc_load.METHOD) for channel in channels]
+
+        async def ours() -> None:
+            await predictions.run(content.model, version, signature, ids, 10.0)
+
+        async def bare() -> None:
+            await asyncio.gather(*[call(body, timeout=10.0) for call, body in zip(calls, bodies, strict=True)])
+
+        async def cost(request: Any, at_once: int) -> float:
+            async def repeat() -> None:
+                for _ in range(SCATTERS // at_once):
+                    await request()
+
+            start = time.process_time()
+            await asyncio.gather(*[repeat() for _ in range(at_once)])
+            return 1000 * (time.process_time() - start) / SCATTERS
+
+        found: dict[str, Any] = {}
+        for at_once in AT_ONCE:
+            turns = [[await cost(request, at_once) for request in (ours, bare)] for _ in range(rounds + 1)][1:]
+            medians = [statistics.median(column) for column in zip(*turns, strict=True)]
+            ratio = statistics.median(own / limit for own, limit in turns)
+            found[f"{at_once} at once"] = {
+                "CPU ms of a scatter": round(medians[0], 3),
+                "CPU ms of bare calls": round(medians[1], 3),
+                "ratio": round(ratio, 2),
+            }
+        predictions.close()
+        for channel in channels:
+            await channel.close()
+        return found
+
+    try:
+        return uvloop.run(measure())
+    finally:
+        states.close()
 
 
 def write(folder: str) -> None:
@@ -279,7 +347,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=4, help="of each measurement")
     parser.add_argument("--folder", help="of the exports, which stay there")
-    print(json.dumps(run(**vars(parser.parse_args())), indent=1))
+    parser.add_argument("--scatter", type=Path, metavar="SHARDS_YAML", help=argparse.SUPPRESS)
+    options = vars(parser.parse_args())
+    file = options.pop("scatter")
+    print(json.dumps(run(**options) if file is None else scatter(file, options["rounds"]), indent=1))
 
 
 if __name__ == "__main__":

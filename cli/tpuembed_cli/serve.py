@@ -23,6 +23,7 @@ from tpuembed_cli.serving_options.telemetry import take_log, take_telemetry, tel
 
 if TYPE_CHECKING:  # only this command imports the server's package
     from tpuembed_serving import ServerSettings
+    from tpuembed_serving.core.shards_file import ShardsFile
 
 __all__ = ["serve"]
 
@@ -335,30 +336,20 @@ def serve(
     """
     needs_model = all(each is None for each in (model_dir, config, target, shards)) and backend != _TF_SERVING
     platform = Platform.of(os.environ, needs_model=needs_model)
+    options |= _of_platform(context, platform)
     if platform.model_dir is not None:
-        try:
-            model_dir = _model_dir(platform.model_dir)
-        except click.BadParameter as error:
-            raise click.UsageError(f"AIP_STORAGE_URI: {error.message}") from None
-    for option in ("host", "rest_port"):
-        value = getattr(platform, option)
-        if value is not None and context.get_parameter_source(option) not in _GIVEN:
-            options[option] = value
+        model_dir = _platform_model_dir(platform.model_dir)
     grpc_options = (grpc_port, options["grpc_socket_path"], options["grpc_channel_arguments"] or None)
     no_grpc = no_grpc or (platform.no_grpc and grpc_options == (None, None, None))
-    options |= {"health_route": platform.health_route, "predict_route": platform.predict_route}
+    file = None
     if shards is not None:
         if backend == _TF_SERVING or target is not None or prints or name is not None:
             raise click.UsageError(
                 "--shards names the servers and the model. Leave out --backend, --target, --name and --print-tf-serving"
             )
-        from tpuembed_serving.core.shards_file import ShardsFile
-
-        front = ShardsFile.read(shards).front
-        given = _OF_LOADING if front is None else {"config", "config_poll_seconds", "keep_versions", "prints"}
-        _check_loads_nothing(context, model_dir, "--shards", given)
-        if front is not None:
-            options["cache"] = _cache(cache_dir, cache_bytes, [front])
+        file = _read_shards(context, model_dir, shards)
+        if file.front is not None:
+            options["cache"] = _cache(cache_dir, cache_bytes, [file.front])
     elif backend == _TF_SERVING:
         _check_target(context, model_dir, name, target)
     elif target is not None:
@@ -381,8 +372,8 @@ def serve(
     options["load"] = LoadSettings(
         max_retries=max_load_retries, retry_seconds=load_retry_seconds, labels_for_unavailable=labels_for_unavailable
     )
-    if shards is not None:
-        run(ServerSettings.for_shards(shards, **options))
+    if file is not None:
+        run(ServerSettings.for_shards(file, **options))
     elif target is not None:
         assert name is not None
         run(ServerSettings.for_target(target, name=name, **options))
@@ -487,6 +478,33 @@ def _grpc_options(
         "grpc_socket_path": None if socket_path is None else socket_path.absolute(),
         "grpc_channel_arguments": arguments,
     }
+
+
+def _of_platform(context: click.Context, platform: Platform) -> dict[str, Any]:
+    """Return the options that `platform` has, unless the command line has them."""
+    found: dict[str, Any] = {"health_route": platform.health_route, "predict_route": platform.predict_route}
+    for option in ("host", "rest_port"):
+        value = getattr(platform, option)
+        if value is not None and context.get_parameter_source(option) not in _GIVEN:
+            found[option] = value
+    return found
+
+
+def _platform_model_dir(text: str) -> Path | UrlPath:
+    try:
+        return _model_dir(text)
+    except click.BadParameter as error:
+        raise click.UsageError(f"AIP_STORAGE_URI: {error.message}") from None
+
+
+def _read_shards(context: click.Context, model_dir: Path | UrlPath | None, path: Path) -> "ShardsFile":
+    """Return what a shards.yaml says. Raises UsageError if an option is given that has no meaning with it."""
+    from tpuembed_serving.core.shards_file import ShardsFile
+
+    file = ShardsFile.read(path)
+    given = _OF_LOADING if file.front is None else {"config", "config_poll_seconds", "keep_versions", "prints"}
+    _check_loads_nothing(context, model_dir, "--shards", given)
+    return file
 
 
 def _check_what(

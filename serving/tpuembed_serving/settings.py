@@ -352,15 +352,15 @@ class ServerSettings:
         return cls(models=(ModelSettings(name=name, base_path=Path()),), target=target, **options)
 
     @classmethod
-    def for_shards(cls, path: str | os.PathLike[str], **options: Any) -> "ServerSettings":
-        """Return settings for the model that the servers of a shards.yaml are together.
+    def for_shards(cls, shards: str | os.PathLike[str] | ShardsFile, **options: Any) -> "ServerSettings":
+        """Return settings for the model that the servers of a shards.yaml are together. `shards` is its path, or what it says.
 
         Raises:
             ConfigError: the file cannot be read, or is wrong.
         """
-        file = ShardsFile.read(Path(path))
+        file = shards if isinstance(shards, ShardsFile) else ShardsFile.read(Path(shards))
         front = ModelSettings(name=file.model, base_path=file.front or Path(), policy=LatestVersions(2))
-        return cls(models=(front,), target=f"the shards of {path}", shards=file, **options)
+        return cls(models=(front,), target=f"the shards of {file.path}", shards=file, **options)
 
     @classmethod
     def for_model_dir(

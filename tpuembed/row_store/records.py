@@ -123,13 +123,13 @@ class VersionRecord:
         )
 
 
-class _Text:
+class _ManifestText:
     """The folder of a manifest that is a text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
 
-    def __truediv__(self, _: Path) -> "_Text":
+    def __truediv__(self, _: Path) -> "_ManifestText":
         return self
 
     def read_text(self, encoding: str) -> str:  # noqa: ARG002 - as pathlib.Path
@@ -217,7 +217,7 @@ def _version(number: int, stored: bytes) -> VersionRecord:
     if value["format"] != _FORMAT:
         raise ValueError(f"its format is {value['format']!r}, and this release reads {_FORMAT}")
     text = str(value["manifest"])
-    manifest = Manifest.read(_Text(text))
+    manifest = Manifest.read(_ManifestText(text))
     assert manifest is not None
     record = VersionRecord(number=number, published=float(value["published"]), text=text, manifest=manifest)
     if record.digest != value["digest"]:

@@ -41,7 +41,7 @@ class RedisRows:
 
     def __init__(self, store: RowStore, model: str) -> None:
         self._model = PublishedModel(store, model)
-        self._versions: dict[int, _Version] = {}
+        self._versions: dict[int, _CheckedVersion] = {}
         self._opening = threading.Lock()
 
     @property
@@ -91,7 +91,7 @@ class RedisRows:
             found[name] = rows
         return found
 
-    def _joined(self, version: int, table: "_Table", values: Sequence[Any], ids: Array) -> Array:
+    def _joined(self, version: int, table: "_TableRows", values: Sequence[Any], ids: Array) -> Array:
         """Return values as uint8 [n, row_bytes]. Each has the length of a row."""
         row_bytes = table.stack.row_bytes
         wrong = set(map(type, values)) - {bytes} or set(map(len, values)) - {row_bytes}
@@ -106,7 +106,7 @@ class RedisRows:
             "maxmemory-policy noeviction."
         )
 
-    def _version(self, number: int) -> "_Version":
+    def _version(self, number: int) -> "_CheckedVersion":
         opened = self._versions.get(number)
         if opened is not None and time.monotonic() < opened.checked + _CHECK_SECONDS:
             return opened
@@ -120,7 +120,7 @@ class RedisRows:
                 self._versions = {**{one: self._versions[one] for one in others}, number: opened}
         return opened
 
-    def _open(self, number: int) -> "_Version":
+    def _open(self, number: int) -> "_CheckedVersion":
         model = self._model
         record = model.version(number)
         if record is None:
@@ -143,10 +143,10 @@ class RedisRows:
         stacks = {stack.name: stack for stack in record.manifest.stacks}
         words = {name: self._words(number, stack) for name, stack in stacks.items() if stack.overlay is not None}
         tables = {
-            entry.name: _Table(model, entry, stacks[entry.stack], words.get(entry.stack))
+            entry.name: _TableRows(model, entry, stacks[entry.stack], words.get(entry.stack))
             for entry in record.manifest.tables
         }
-        return _Version(record.manifest, tables, record.digest, time.monotonic())
+        return _CheckedVersion(record.manifest, tables, record.digest, time.monotonic())
 
     def _words(self, number: int, stack: StackEntry) -> Array:
         """Return the index of an overlay, int32 [words, 2]; see OverlayEntry."""
@@ -167,21 +167,21 @@ class RedisRows:
 
 
 @dataclasses.dataclass
-class _Version:
+class _CheckedVersion:
     """A version whose records are checked. Its digest was that in Redis when it was `checked`, by `time.monotonic`."""
 
     manifest: Manifest
-    tables: Mapping[str, "_Table"]
+    tables: Mapping[str, "_TableRows"]
     digest: str
     checked: float
 
-    def table(self, name: str) -> "_Table":
+    def table(self, name: str) -> "_TableRows":
         if name not in self.tables:
             raise UnknownTableError(f"table {name!r} is not in the version. It has {', '.join(sorted(self.tables))}.")
         return self.tables[name]
 
 
-class _Table:
+class _TableRows:
     """Where the rows of one table are."""
 
     def __init__(self, model: PublishedModel, entry: TableEntry, stack: StackEntry, words: Array | None) -> None:

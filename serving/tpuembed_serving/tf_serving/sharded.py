@@ -251,12 +251,24 @@ class ShardedPredictions:
             raise VersionGoneError(f"version {version} is not on all shards any more", max(self._routes, default=None))
         for name, feature in self._file.split.items():
             _check_ids(name, feature, named)
-        calls = [asyncio.ensure_future(self._ask(route, version, named, timeout_seconds)) for route in routes]
+        ends = asyncio.get_running_loop().time() + timeout_seconds
+        calls = [self._call(route, version, named, timeout_seconds * _share(route)) for route in routes]
+        waits = min(map(_share, routes)) * _HEDGE_SHARE * timeout_seconds
+        started: list[asyncio.Future[Any]] = [*calls]
         try:
-            answers = await asyncio.gather(*calls)
+            await asyncio.wait(calls, timeout=waits, return_when=asyncio.FIRST_EXCEPTION)
+            if all(call.done() and not call.exception() for call in calls):
+                answers: Sequence[list[Array] | None] = [call.result() for call in calls]
+            else:
+                recoveries = [
+                    asyncio.ensure_future(self._recover(route, version, named, call, ends, timeout_seconds))
+                    for route, call in zip(routes, calls, strict=True)
+                ]
+                started += recoveries
+                answers = await asyncio.gather(*recoveries)
         finally:
-            for call in calls:
-                call.cancel()
+            for each in started:
+                each.cancel()
         found, zeros = dict[str, Array](), dict[str, tuple[int, ...]]()
         for route, answer in zip(routes, answers, strict=True):
             if answer is None:
@@ -270,26 +282,38 @@ class ShardedPredictions:
         outputs = [found[info.alias] for info in signature.outputs]
         return DegradedOutputs(outputs, sorted(zeros)) if zeros else outputs
 
-    async def _ask(
-        self, route: _Route, version: int, named: Mapping[str, Array], timeout_seconds: float
-    ) -> list[Array] | None:
-        """Return the outputs of a shard. None if it does not answer, and zeros may take their place."""
-        shard, predictions = self._file.shards[route.shard], self._predictions[route.shard]
+    def _call(
+        self, route: _Route, version: int, named: Mapping[str, Array], seconds: float
+    ) -> "asyncio.Future[list[Array]]":
         inputs = [named[info.alias] for info in route.signature.inputs]
-        if route.shapes is not None:
-            timeout_seconds *= _ZEROS_SHARE
-        loop = asyncio.get_running_loop()
-        ends = loop.time() + timeout_seconds
+        name = self._file.shards[route.shard].name
+        return asyncio.ensure_future(
+            self._predictions[route.shard].run(name, version, route.signature, inputs, max(0.001, seconds))
+        )
 
-        def call() -> "asyncio.Future[list[Array]]":
-            seconds = max(0.001, ends - loop.time())
-            return asyncio.ensure_future(predictions.run(shard.name, version, route.signature, inputs, seconds))
+    async def _recover(
+        self,
+        route: _Route,
+        version: int,
+        named: Mapping[str, Array],
+        first: "asyncio.Future[list[Array]]",
+        ends: float,
+        timeout_seconds: float,
+    ) -> list[Array] | None:
+        """Return the outputs of a shard, of the `first` call or of further ones. None if zeros may take their place.
 
-        running, has_hedged, others = {call()}, False, 0
+        Args:
+            ends: when the request's time ends, by the event loop's clock.
+            timeout_seconds: all of the request's time.
+        """
+        shard, loop = self._file.shards[route.shard], asyncio.get_running_loop()
+        hedges = ends - (1 - _HEDGE_SHARE * _share(route)) * timeout_seconds
+        ends -= (1 - _share(route)) * timeout_seconds
+        running, has_hedged, others = {first}, False, 0
         error = StatusError(Code.UNAVAILABLE, "no answer")
         try:
             while running:
-                wait = None if has_hedged else _HEDGE_SHARE * timeout_seconds
+                wait = None if has_hedged else max(0.0, hedges - loop.time())
                 done, running = await asyncio.wait(running, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
                 for each in done:
                     failed = each.exception()
@@ -301,13 +325,13 @@ class ShardedPredictions:
                     if failed.code is Code.NOT_FOUND and others < _OTHER_REPLICAS:
                         others += 1
                         await asyncio.sleep(_BETWEEN_SECONDS)
-                        running = {*running, call()}
+                        running = {*running, self._call(route, version, named, ends - loop.time())}
                     elif failed.code not in (Code.NOT_FOUND, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED):
                         raise StatusError(_code(failed), f"shard {shard.name}: {failed.message}")
                 is_late = not done or error.code is Code.UNAVAILABLE
                 if is_late and not has_hedged:
                     has_hedged = True
-                    running = {*running, call()}
+                    running = {*running, self._call(route, version, named, ends - loop.time())}
         finally:
             for each in running:
                 each.cancel()
@@ -323,6 +347,11 @@ class ShardedPredictions:
         """Start to close the channels."""
         for predictions in self._predictions:
             predictions.close()
+
+
+def _share(route: _Route) -> float:
+    """Return the share of the request's time that a shard has."""
+    return 1.0 if route.shapes is None else _ZEROS_SHARE
 
 
 def _check_ids(name: str, feature: SplitLookup, named: dict[str, Array]) -> None:

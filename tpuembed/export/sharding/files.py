@@ -78,11 +78,11 @@ def check_same(folder: Path, content: Mapping[str, Any], plan: ShardingPlan) -> 
         return {**features, "front": content.get("front", "none"), **padding, **split}
 
     before, now = facts(content), facts(_content("", plan))
-    for what, new in now.items():
-        if before.get(what) != new:
+    for what in {**now, **before}:
+        old, new = before.get(what, "none"), now.get(what, "none")
+        if old != new:
             raise ConfigError(
-                f"folder {folder}: {what}: its {SHARDS_FILE} has {before.get(what, 'none')}, and the export has {new}. Export "
-                "into another folder."
+                f"folder {folder}: {what}: its {SHARDS_FILE} has {old}, and the export has {new}. Export into another folder."
             )
 
 

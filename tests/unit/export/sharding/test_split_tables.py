@@ -193,3 +193,13 @@ def test_an_export_of_another_placement_is_no_part_of_this_one(tmp_path: Path) -
     shutil.rmtree(tmp_path / "s" / "shard-1")
     other = export_shards(checkpoint, tmp_path / "s", **options, shards=3, split={"a": 3})
     assert (other.version, list(other.reports)) == (2, ["shard-0", "shard-1", "shard-2"])
+
+
+@pytest.mark.parametrize(("before", "now"), [("id", "ids"), ("ids", "id")])
+def test_a_folder_keeps_its_padding(tmp_path: Path, before: str, now: str) -> None:
+    """Servers fill up rows with the padding in shards.yaml, so an export with other padding needs a file of its own."""
+    checkpoint = tf.train.Checkpoint(a=tf.Variable(tf.ones([6, 2]))).write(str(tmp_path / "ckpt"))
+    feature = {"id": {"table": "a", "input": "id"}, "ids": {"table": "a", "combiner": "sum"}}
+    export_shards(checkpoint, tmp_path / "s", serving_config={"features": {"x": feature[before]}}, shards=1)
+    with refused(ConfigError):
+        export_shards(checkpoint, tmp_path / "s", serving_config={"features": {"x": feature[now]}}, shards=1)

@@ -81,7 +81,7 @@ def test_large_inputs_and_answers_are_converted_in_a_thread(
     async def predict(request: bytes, timeout: float, metadata: Any) -> bytes:
         assert not metadata
         sent = predict_pb2.PredictRequest.FromString(request).inputs["x"]
-        assert len(sent.int64_val) + len(sent.string_val) == array.size
+        assert len(sent.tensor_content) // 8 + len(sent.string_val) == array.size
         return answer.SerializeToString()
 
     async def scenario() -> None:
