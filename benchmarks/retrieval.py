@@ -39,8 +39,11 @@ def run(
         root = Path(__file__).parents[1]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=root, env=os.environ | threads)
         report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        loads = [_load(made, kind) for _ in range(rounds) for kind in ("exact", "ivf")]
-        report["load s of our server, mapped"] = round(statistics.median(loads), 3)
+        loads = [[_load(made, kind) for kind in ("exact", "ivf")] for _ in range(rounds)]
+        seconds = map(statistics.median, zip(*loads, strict=True))
+        report["load s of our server, mapped"] = dict(
+            zip(("exact", "ivf"), [round(each, 3) for each in seconds], strict=True)
+        )
         if scann_python:
             command = [scann_python, __file__, "--scann", made, "--rounds", str(rounds)]
             done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | threads)
