@@ -49,6 +49,7 @@ class RetrievalModel(ExportableModel):
         """
         self._query, self._tables, self._entry, self._index = query, tables, entry, index
         self._arrays: dict[str, Any] = {}
+        self._find = tf.function(self._answer, autograph=False, reduce_retracing=True)  # signatures share its graph
         if clash := sorted({EXCLUDE, REQUIRE} & query.input_specs().keys()):
             raise ConfigError(
                 f"query: its input {clash[0]!r} has the name of an input of the signature 'filtered'. Rename it."
@@ -76,11 +77,11 @@ class RetrievalModel(ExportableModel):
 
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the best candidates for all inputs in one matrix."""
-        return self._answer(only_output(self._query.packed(ids)))
+        return self._find(only_output(self._query.packed(ids)))
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `ids` and `scores`, [batch, k], the best first."""
-        return self._answer(only_output(self._query(inputs)))
+        return self._find(only_output(self._query(inputs)))
 
     def write_index(self, folder: Path, layout: str) -> tuple[Mapping[str, Any], RetrievalEntry | None]:
         """Write the arrays: with layout mmap into files, else into variables."""
