@@ -431,6 +431,48 @@ def test_a_redis_that_is_away(trained: Trained) -> None:
     states.close()
 
 
+def test_a_redis_that_is_killed_fails_requests_at_once(trained: Trained, tmp_path: Path) -> None:
+    with redis_servers.server(tmp_path / "redis") as server:
+        publish_rows(trained.model_dir, server.url, version=1)
+        states, predictions = RedisStates(server.url), RedisPredictions(server.url)
+        _, (signatures, _) = states.definitions("rec", 1)
+        signature = signatures["serving_default"]
+        given = inputs(np.random.default_rng(1), 1, 3)
+        ordered = [given[info.alias] for info in signature.inputs]
+
+        async def ask() -> list[Array]:
+            return await predictions.run("rec", 1, signature, ordered, 30.0)
+
+        async def scenario() -> None:
+            before = await ask()
+            server.kill()
+            for most in (2.5, 0.5):  # the second request knows that the first has tried for long enough
+                start = time.monotonic()
+                outcomes = await asyncio.gather(*[ask() for _ in range(40)], return_exceptions=True)
+                assert time.monotonic() - start < most
+                for outcome in outcomes:
+                    assert isinstance(outcome, StatusError)
+                    assert outcome.code is Code.UNAVAILABLE
+                    assert "Connection refused" in outcome.message
+            with redis_servers.server(tmp_path / "again", port=server.port) as again:
+                publish_rows(trained.model_dir, again.url, version=1)
+                for one, other in zip(before, await ask(), strict=True):
+                    np.testing.assert_array_equal(one, other)
+
+        asyncio.run(scenario())
+        predictions.close()
+        states.close()
+
+
+def test_a_redis_that_starts_again_is_waited_for(trained: Trained, tmp_path: Path) -> None:
+    with redis_servers.server(tmp_path / "redis") as server:
+        store = connect(server.url)
+        server.kill()
+        with redis_servers.server(tmp_path / "again", port=server.port):
+            assert store.ask("GET", b"key") is None
+        store.close()
+
+
 # ---- passwords, TLS, the command
 
 
@@ -549,3 +591,20 @@ def test_a_killed_master(trained: Trained, tmp_path: Path) -> None:
             check_rows(RedisRows(store, "rec"), trained, 3)
             store.close()
     assert os.environ.get(PASSWORD_VARIABLE) is None
+
+
+@pytest.mark.long
+def test_a_cluster_without_any_node_fails_requests_at_once(trained: Trained, tmp_path: Path) -> None:
+    with redis_servers.cluster(tmp_path) as cluster:
+        publish_rows(trained.model_dir, cluster.url, version=1)
+        store = connect(cluster.url)
+        rows = RedisRows(store, "rec")
+        check_rows(rows, trained, 1)
+        for node in cluster.nodes:
+            node.kill()
+        for most in (2.5, 0.5):
+            start = time.monotonic()
+            with pytest.raises(RowStoreError):
+                rows.read(1, {"a": np.arange(100)}, 30.0)
+            assert time.monotonic() - start < most
+        store.close()

@@ -28,9 +28,11 @@ needs_redis = pytest.mark.skipif(
 class Server:
     """One redis-server without files of data."""
 
-    def __init__(self, folder: Path, *options: str, tls: dict[str, Path] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *options: str, tls: dict[str, Path] | None = None, port: int | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.port = _free_port()
+        self.port = _free_port() if port is None else port
         ports = ["--port", str(self.port)]
         self.url = f"redis://127.0.0.1:{self.port}"
         if tls is not None:
@@ -154,9 +156,11 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def server(folder: Path, *options: str, tls: dict[str, Path] | None = None) -> Iterator[Server]:
-    """Start a server, and end it."""
-    running = Server(folder, *options, tls=tls)
+def server(
+    folder: Path, *options: str, tls: dict[str, Path] | None = None, port: int | None = None
+) -> Iterator[Server]:
+    """Start a server, on a free port unless `port` is given, and end it."""
+    running = Server(folder, *options, tls=tls, port=port)
     try:
         running.wait()
         yield running

@@ -31,6 +31,8 @@ _SOCKET_SECONDS: Final = 5.0
 _READ_BYTES: Final = 256 << 10
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LONGEST_PAUSE_SECONDS: Final = 1.0
+_REFUSED_SECONDS: Final = 1.0
+"""How long a server, or all nodes of a cluster, may refuse connections before commands fail."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,8 @@ class RowStore:
         self.client, self.is_cluster, self.url = client, is_cluster, masked(url)
         self._refreshing = threading.Lock()
         self._refreshed = 0.0
+        self._has_no_node = False
+        self._refused_since: float | None = None
         self._pools: dict[int, Any] = {}
 
     def read(self, keys: Keys, timeout_seconds: float) -> list[Reply]:
@@ -163,9 +167,12 @@ class RowStore:
         """
         for error in self._attempts(timeout_seconds):
             try:
-                return self.client.execute_command(*words)
+                reply = self.client.execute_command(*words)
             except _errors() as raised:
                 error.append(raised)
+            else:
+                self._refused_since = None
+                return reply
         raise AssertionError("the attempts end with an error")
 
     def close(self) -> None:
@@ -197,17 +204,31 @@ class RowStore:
         raise AssertionError("the attempts end with an error")
 
     def _attempts(self, timeout_seconds: float) -> Iterator[list[Exception]]:
-        """Yield a list for the errors of each attempt. Raises RowStoreError after the last, or if no other attempt would help."""
+        """Yield a list for the errors of each attempt. Raises RowStoreError after the last, or if no other attempt would help.
+
+        Commands share the time for which Redis refuses connections: after it, each fails with its first attempt.
+        """
         ends, pause = time.monotonic() + timeout_seconds, _FIRST_PAUSE_SECONDS
         while True:
             errors: list[Exception] = []
             yield errors
-            last = errors[-1]
-            if not _is_passing(last) or time.monotonic() + pause > ends:
+            last, stops = errors[-1], ends
+            if self._is_away(last):
+                since = self._refused_since = self._refused_since or time.monotonic()
+                stops = min(ends, since + _REFUSED_SECONDS)
+            if not _is_passing(last) or time.monotonic() + pause > stops:
                 raise _refusal(self.url, last) from None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             self._refresh()
+
+    def _is_away(self, error: Exception) -> bool:
+        """Returns True if the server refuses connections, or all nodes of the cluster do."""
+        if not self.is_cluster:
+            return _is_refused(error)
+        if self._has_no_node:  # by an attempt before, perhaps of another command
+            self._refresh()
+        return self._has_no_node
 
     def _send(self, calls: Calls, spans: Sequence[KeySpan], errors: list[Exception]) -> dict[KeySpan, Any]:
         """Send all commands, then read all replies. Returns the replies of the nodes that answered, and adds the other errors."""
@@ -240,6 +261,8 @@ class RowStore:
         finally:  # an unread reply would be the answer to another request
             for pool, connection, _ in opened:
                 _drop(pool, connection)
+        if found:
+            self._refused_since = None
         return found
 
     def _singly(self, calls: Calls, spans: Sequence[KeySpan], errors: list[Exception]) -> dict[KeySpan, Any]:
@@ -269,9 +292,10 @@ class RowStore:
             if self._refreshed < asked:
                 try:
                     self.client.nodes_manager.initialize()
-                except _errors():
-                    return  # the next attempt reports what is wrong
-                self._pools = {}
+                except _errors() as error:  # the next attempt reports what is wrong
+                    self._has_no_node = _is_refused(error)
+                else:
+                    self._has_no_node, self._pools = False, {}
                 self._refreshed = time.monotonic()
 
 
@@ -281,9 +305,16 @@ def _drop(pool: Any, connection: Any) -> None:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    import redis
+    from redis import exceptions
 
-    return redis.RedisError, OSError
+    return exceptions.RedisError, exceptions.RedisClusterException, OSError
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Returns True if a connection was refused. redis-py raises its own errors from the system's, or while it handles it."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _is_moving(errors: Sequence[Exception]) -> bool:
