@@ -4,13 +4,18 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.export.formatting import format_bytes
 
 __all__ = ["PlacedShard", "TableLoad", "place", "weighed"]
+
+_MOST_SHARDS: Final = 1024
+"""Each is a server that every request calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +84,7 @@ def place(
 
     Raises:
         ConfigError: there are fewer tables and parts than shards, or more parts than shards; a table that cannot be split is
-            larger than `shard_bytes`, or a part is; or an argument is wrong.
+            larger than `shard_bytes`, or a part is; there are more than 1,024 shards or parts; or an argument is wrong.
         UnknownTableError: `split` names another table.
     """
     if (shards is None) == (shard_bytes is None):
@@ -88,13 +93,16 @@ def place(
     if shard_bytes is not None:
         check_count("shard_bytes", shard_bytes)
         counts = {name: _parts_within(name, load, shard_bytes, counts.get(name)) for name, load in tables.items()}
+        all_bytes = sum(load.bytes for load in tables.values())
+        _check_supported(shard_bytes, max(-(-all_bytes // shard_bytes), *counts.values()), all_bytes)
     items = [part for name, load in tables.items() for part in _split(name, load, counts.get(name, 1))]
     most = max(counts, key=lambda name: (counts[name], name), default="")
     if shard_bytes is not None:
-        least = max(-(-sum(part.bytes for part in items) // shard_bytes), counts[most])
-        placements = (_placed(items, count, tables) for count in itertools.count(least))
-        return next(found for found in placements if all(shard.bytes <= shard_bytes for shard in found))
-    check_count("shards", shards)
+        for count in range(max(-(-all_bytes // shard_bytes), counts[most]), min(len(items), _MOST_SHARDS) + 1):
+            if (found := _placed(items, count, tables, shard_bytes)) is not None:
+                return found
+        _check_supported(shard_bytes, _MOST_SHARDS + 1, all_bytes)
+    check_count("shards", shards, maximum=_MOST_SHARDS)
     assert shards is not None
     if shards > len(items):
         raise ConfigError(
@@ -105,13 +113,25 @@ def place(
             f"split: table {most!r} has {counts[most]} parts, more than the {shards} shards, and a shard has one part of a table. "
             "Give fewer parts, or more shards."
         )
-    return _placed(items, shards, tables)
+    placed = _placed(items, shards, tables)
+    assert placed is not None
+    return placed
+
+
+def _check_supported(shard_bytes: int, shards: int, all_bytes: int) -> None:
+    """Raise ConfigError if `shard_bytes` makes too many shards of tables with `all_bytes`."""
+    if shards > _MOST_SHARDS:
+        larger = format_bytes(all_bytes // 8).replace(" ", "")
+        raise ConfigError(
+            f"shard_bytes={shard_bytes:,} would make about {shards:,} shards of {format_bytes(all_bytes)} in all, and at most "
+            f"{_MOST_SHARDS:,} are supported. Give a larger size, such as {larger}."
+        )
 
 
 def _parts(name: str, tables: Mapping[str, TableLoad], count: Any) -> int:
     if name not in tables:
         raise UnknownTableError(f"split: table {name!r} is not exported; {did_you_mean(name, tables)}")
-    check_count(f"split: parts of table {name!r}", count, 2)
+    check_count(f"split: parts of table {name!r}", count, 2, _MOST_SHARDS)
     if tables[name].has_names:
         raise ConfigError(
             f"split: features take names of table {name!r}, whose rows are then on one shard. Leave it out, or serve row numbers "
@@ -180,19 +200,30 @@ def _part(name: str, load: TableLoad, count: int, rows: tuple[int, int] | None) 
     return _Part(name, rows, load.bytes * (stop - start) // load.rows, -(-load.lookups // count))
 
 
-def _placed(parts: list[_Part], shards: int, tables: Mapping[str, TableLoad]) -> tuple[PlacedShard, ...]:
+def _placed(
+    parts: list[_Part], shards: int, tables: Mapping[str, TableLoad], most_bytes: int | None = None
+) -> tuple[PlacedShard, ...] | None:
+    """Return the placement; None if a shard has more than `most_bytes` then."""
     all_bytes = max(1, sum(part.bytes for part in parts))
     all_lookups = max(1, sum(part.lookups for part in parts))
+    sums_bytes, sums_lookups = np.zeros(shards, np.int64), np.zeros(shards, np.int64)
 
-    def cost(size: int, lookups: int) -> float:
-        return max(size / all_bytes, lookups / all_lookups)
+    def cost(part: _Part) -> float:
+        return max(part.bytes / all_bytes, part.lookups / all_lookups)
 
     found: list[dict[str, tuple[int, int] | None]] = [{} for _ in range(shards)]
-    sums = [(0, 0)] * shards
-    for part in sorted(parts, key=lambda part: (-cost(part.bytes, part.lookups), part.table, part.rows or (0, 0))):
-        after = [(size + part.bytes, lookups + part.lookups) for size, lookups in sums]
-        free = [shard for shard in range(shards) if part.table not in found[shard]]
-        chosen = min(free, key=lambda shard: (bool(found[shard]), cost(*after[shard]), shard))
+    has = {part.table: np.zeros(shards, bool) for part in parts}
+    ordered = sorted(parts, key=lambda part: (-cost(part), part.table, part.rows or (0, 0)))
+    for number, part in enumerate(ordered):
+        chosen = number  # while one is empty
+        if number >= shards:
+            after = np.maximum((sums_bytes + part.bytes) / all_bytes, (sums_lookups + part.lookups) / all_lookups)
+            after[has[part.table]] = np.inf
+            chosen = int(after.argmin())
         found[chosen][part.table] = part.rows
-        sums[chosen] = after[chosen]
+        has[part.table][chosen] = True
+        sums_bytes[chosen] += part.bytes
+        sums_lookups[chosen] += part.lookups
+        if most_bytes is not None and sums_bytes[chosen] > most_bytes:
+            return None
     return weighed(found, tables)

@@ -1,6 +1,7 @@
 """The placement of tables on shards, for random tables."""
 
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -135,6 +136,36 @@ def test_parts_of_one_table_balance_the_bytes() -> None:
     assert [shard.rows["large"] for shard in found] == [(0, 25), (25, 50), (50, 75), (75, 100)]
     assert sorted(shard.bytes for shard in found) == [250, 250, 250, 450]
     assert [shard.lookups for shard in found] == [4, 3, 3, 3], "a part has its share of the lookups, rounded up"
+
+
+def test_more_shards_than_are_supported_are_refused_at_once() -> None:
+    tables = {"a": TableLoad(500_000, 1, 5000), "b": TableLoad(250_000, 9, 2500)}
+    wrong: list[dict[str, Any]] = [
+        {"shard_bytes": 100},
+        {"shard_bytes": 10**5, "split": {"a": 1025}},
+        {"shards": 1025},
+        {"shards": 1025, "split": {"a": 1025}},
+        {"shards": 10, "split": {"b": 1025}},
+    ]
+    for options in wrong:
+        with refused(ConfigError):
+            place(tables, **options)
+    with refused(ConfigError):
+        place({"large": TableLoad(10**15, 1, 10**12)}, shard_bytes=10**3)
+    many = {f"{number}": TableLoad(100, 1) for number in range(1025)}
+    with refused(ConfigError):  # tables of 100 bytes, of which one fits
+        place(many, shard_bytes=150)
+
+
+@pytest.mark.parametrize("options", [{"shard_bytes": 1_100_000}, {"shards": 1024}], ids=str)
+def test_as_many_shards_as_are_supported_are_placed_in_seconds(options: dict[str, Any]) -> None:
+    rows = {f"table {number}": 10_000 + 3000 * number for number in range(80)}
+    tables = {name: TableLoad(100 * count, 1 + count % 40, count) for name, count in rows.items()}
+    parts = {} if "shard_bytes" in options else dict.fromkeys(tables, 100)
+    start = time.monotonic()
+    found = place(tables, **options, split=parts)
+    assert time.monotonic() - start < 10
+    assert 900 < len(found) <= 1024
 
 
 def test_wrong_arguments_are_refused() -> None:
