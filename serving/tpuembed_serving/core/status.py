@@ -90,6 +90,10 @@ class VersionGoneError(StatusError):
         self.other = other
 
 
+class ReportedError(StatusError):
+    """A fault that is in the log already."""
+
+
 class LoadStopped(StatusError):  # noqa: N818 - no error of the version's
     """A load that the server's stop ended: nothing is wrong with the version."""
 

@@ -34,11 +34,15 @@ class Access(NamedTuple):
         options: of gRPC's channel.
         credentials: grpc.ChannelCredentials; None is plain text.
         metadata: of each call, such as an API key.
+        server: what messages call it.
+        remedy: ends the message of a query that no server answers.
     """
 
     options: Sequence[tuple[str, Any]] = ()
     credentials: Any = None
     metadata: Sequence[tuple[str, str]] = ()
+    server: str = "TensorFlow Serving"
+    remedy: str = ""
 
 
 _PLAIN: Final = Access()
@@ -49,7 +53,7 @@ class RemoteStates:
 
     def __init__(self, target: str, timeout_seconds: float, access: Access = _PLAIN) -> None:
         """Open a channel to `target`, HOST:PORT."""
-        self._target, self._timeout, self._metadata = target, timeout_seconds, access.metadata
+        self._target, self._timeout, self._access = target, timeout_seconds, access
         options = [*_OPTIONS, *access.options]
         if access.credentials is None:
             self._channel = grpc.insecure_channel(target, options)
@@ -100,9 +104,9 @@ class RemoteStates:
     def _call(self, method: str, request: Any, response: Any) -> Any:
         call = self._channel.unary_unary(method, request.SerializeToString, response.FromString)
         try:
-            return call(request, timeout=self._timeout, metadata=self._metadata)
+            return call(request, timeout=self._timeout, metadata=self._access.metadata)
         except grpc.RpcError as error:
-            raise _status_error(error, self._target) from None
+            raise _status_error(error, self._target, self._access.server, self._access.remedy) from None
 
 
 def _version_status(found: Any) -> VersionStatus:
@@ -116,7 +120,7 @@ class RemotePredictions:
 
     def __init__(self, target: str, access: Access = _PLAIN) -> None:
         """Open a channel to `target`, HOST:PORT."""
-        self._target, self._metadata = target, access.metadata
+        self._target, self._access = target, access
         options = [*_OPTIONS, *access.options]
         if access.credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options)
@@ -137,9 +141,9 @@ class RemotePredictions:
         else:
             request = _predict_request(model, version, signature, inputs)
         try:
-            answer = await self._predict(request, timeout=timeout_seconds, metadata=self._metadata)
+            answer = await self._predict(request, timeout=timeout_seconds, metadata=self._access.metadata)
         except grpc.RpcError as error:
-            raise _status_error(error, self._target) from None
+            raise _status_error(error, self._target, self._access.server) from None
         if len(answer) > INLINE_BYTES:
             return await asyncio.to_thread(_outputs, answer, signature, self._target)
         return _outputs(answer, signature, self._target)
@@ -177,8 +181,9 @@ def _outputs(answer: bytes, signature: Signature, target: str) -> list[Array]:
     return [decode_tensor(found.outputs[info.alias], info.alias) for info in signature.outputs]
 
 
-def _status_error(error: Any, target: str) -> StatusError:
+def _status_error(error: Any, target: str, server: str, remedy: str = "") -> StatusError:
     code = Code(error.code().value[0])
     if code is Code.UNAVAILABLE and not error.initial_metadata():  # no server answered; a refusal has metadata
-        return StatusError(code, f"TensorFlow Serving at {target} cannot be reached: {error.details()}")
+        ending = f". {remedy}" if remedy and "DNS" not in error.details() else ""
+        return StatusError(code, f"{server} at {target} cannot be reached: {error.details().rstrip('.')}{ending}")
     return StatusError(code, error.details())

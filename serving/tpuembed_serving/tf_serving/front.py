@@ -7,6 +7,7 @@ front and of all shards.
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -14,6 +15,7 @@ from typing import Any, Final
 from tpuembed.manifest import EXPORT_ID
 from tpuembed_serving.batching.merging import with_padding
 from tpuembed_serving.batching.scheduler import ModelExecutor
+from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import (
     Array,
@@ -31,6 +33,8 @@ from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.tf_serving.proxy import ForwardedServable, RemoteExecutor, RemoteModels, RemoteServable
 
 __all__ = ["FrontExecutor", "FrontModels"]
+
+logger = logging.getLogger(__name__)
 
 _FROM_ACTIVATIONS: Final = "from_activations"
 Outcome = list[Array] | Exception
@@ -61,6 +65,7 @@ class FrontModels:
     def __init__(self, local: ModelRepository, shards: RemoteModels) -> None:
         self.local, self._shards = local, shards
         self._servables: dict[int, FrontServable] = {}
+        self._mismatch = ""
 
     def start(self) -> None:
         """Start to load and to poll."""
@@ -75,8 +80,13 @@ class FrontModels:
     @property
     def ready(self) -> bool:
         """Returns True if the front and all shards have a version in common."""
-        names = self.local.labels()
-        return self.local.ready and self._shards.ready and all(self._newest(name) is not None for name in names)
+        if not (self.local.ready and self._shards.ready):
+            return False
+        missing = [name for name in self.local.labels() if self._newest(name) is None]
+        before, self._mismatch = self._mismatch, "; ".join(f"model {name}: {self._difference(name)}" for name in missing)
+        if self._mismatch not in ("", before):
+            logger.warning("%s", self._mismatch, extra=ONCE)
+        return not missing
 
     @property
     def loading(self) -> bool:
@@ -94,13 +104,15 @@ class FrontModels:
 
         Raises:
             StatusError: NOT_FOUND, there is no such version; INVALID_ARGUMENT, a label is given; FAILED_PRECONDITION, the front and
-                the shards do not fit together.
+                the shards do not fit together; UNAVAILABLE, they have no version in common.
         """
         if label is not None:
             raise StatusError(Code.INVALID_ARGUMENT, f"Unrecognized servable version label: {label}")
         number = self._newest(name) if version is None else version
         if number is None:
-            raise servable_not_found(name, version)
+            if not self.statuses(name):
+                raise servable_not_found(name, version)
+            raise StatusError(Code.UNAVAILABLE, self._difference(name))
         with self.local.lease(name, number) as loaded, self._shards.lease(name, number) as remote:
             servable = self._servables.get(number)
             if servable is None or servable.front is not loaded.servable or servable.shards is not remote.servable:
@@ -114,6 +126,15 @@ class FrontModels:
 
     def _newest(self, name: str) -> int | None:
         return max((one.version for one in self.statuses(name) if one.state is State.AVAILABLE), default=None)
+
+    def _difference(self, name: str) -> str:
+        """Return which versions the front has, and which the shards have."""
+        sides = {"the front has": self.local.statuses(name), "the shards have": self._shards.statuses(name)}
+        parts = [
+            f"{side} {', '.join(str(one.version) for one in statuses if one.state is State.AVAILABLE) or 'none'}"
+            for side, statuses in sides.items()
+        ]
+        return f"no version is on the front and on all shards: {'; '.join(parts)}. Are their folders of one export?"
 
     def statuses(self, name: str) -> list[VersionStatus]:
         """Return every version of the front, newest first. One is available if it is on all shards too.

@@ -18,7 +18,7 @@ from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, LoadedVersion, Merging, Servable, Signature, State, VersionStatus
-from tpuembed_serving.core.status import Code, StatusError, servable_not_found
+from tpuembed_serving.core.status import Code, ReportedError, StatusError, servable_not_found
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 
@@ -103,14 +103,15 @@ class RemoteModels:
         *,
         changed: Callable[[], None] = noop,
     ) -> None:
-        """Prepare the poll. `target` is HOST:PORT of TensorFlow Serving's gRPC API.
+        """Prepare the poll. `target` is HOST:PORT of TensorFlow Serving's gRPC API, or with `connect` what messages say.
 
         `changed` is called after a poll that changes whether every model is available.
         """
         self._changed, self._was_ready = changed, False
         self._target, self._poll_seconds, self._connect = target, poll_seconds, connect
+        self._server = f"TensorFlow Serving at {target}" if connect is _connect else target
         self._states: StatusSource | None = None
-        self._models = {name: _Model(fault=_not_reached(target)) for name in names}
+        self._models = {name: _Model(fault=_not_polled(self._server)) for name in names}
         self._stopping, self._has_polled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="remote-models", daemon=True)
 
@@ -193,7 +194,7 @@ class RemoteModels:
     def reload(self, models: Sequence[ModelSettings]) -> None:  # noqa: ARG002 - as ModelRepository
         """Raise UNIMPLEMENTED: the other server has the config."""
         raise StatusError(
-            Code.UNIMPLEMENTED, f"models run in TensorFlow Serving at {self._target}. Reload its config there"
+            Code.UNIMPLEMENTED, f"models run in {self._server}. Reload its config there"
         )
 
     def _watch(self) -> None:
@@ -217,9 +218,10 @@ class RemoteModels:
         except StatusError as error:
             fault = error
         except Exception:  # polling must survive any answer of the other server
-            logger.exception("model %s: the poll of TensorFlow Serving at %s failed", name, self._target)
-            fault = _not_reached(self._target)
-        if before.fault is None or before.fault.message != fault.message:
+            logger.exception("model %s: the poll of %s failed", name, self._server)
+            fault = _not_polled(self._server)
+        is_new = before.fault is None or before.fault.message != fault.message
+        if is_new and not isinstance(fault, ReportedError):
             logger.error("model %s: %s", name, fault.message, extra=ONCE)
         return _Model(fault=fault)
 
@@ -240,8 +242,7 @@ class RemoteModels:
                 raise fault
             logger.error("model %s: %s", name, fault.message, extra=ONCE)
         for number in loaded.keys() - before.loaded.keys():
-            text = "model %s version %d is served by TensorFlow Serving at %s"
-            logger.info(text, name, number, self._target, extra=ONCE)
+            logger.info("model %s version %d is served by %s", name, number, self._server, extra=ONCE)
         return _Model(statuses=statuses, loaded=loaded, labels=dict(self._labels(states, name, before)))
 
     def _labels(self, states: StatusSource, name: str, before: _Model) -> Iterator[tuple[str, int]]:
@@ -284,6 +285,7 @@ class RemoteExecutor:
         connect: Callable[[str], Predictions] = _connect_predictions,
     ) -> None:
         """Prepare to call `target`. At most `max_pending` requests are in progress."""
+        self._server = f"TensorFlow Serving at {target}" if connect is _connect_predictions else target
         self._target, self._timeout_seconds, self._max_pending = target, timeout_seconds, max_pending
         self._connect, self._pending = connect, 0
         self._predictions: Predictions | None = None
@@ -305,7 +307,7 @@ class RemoteExecutor:
         """
         assert isinstance(servable, RemoteServable)
         if self._pending >= self._max_pending:
-            text = f"too many requests wait for TensorFlow Serving at {self._target} (limit: {self._max_pending})"
+            text = f"too many requests wait for {self._server} (limit: {self._max_pending})"
             raise StatusError(Code.UNAVAILABLE, text)
         if self._predictions is None:
             self._predictions = self._connect(self._target)
@@ -347,5 +349,5 @@ class RemoteExecutor:
             self._predictions.close()
 
 
-def _not_reached(target: str) -> StatusError:
-    return StatusError(Code.UNAVAILABLE, f"TensorFlow Serving at {target} was not polled yet")
+def _not_polled(server: str) -> StatusError:
+    return StatusError(Code.UNAVAILABLE, f"no answer of {server} yet")

@@ -9,6 +9,7 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,7 @@ from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.servable import Array, DegradedOutputs, Signature, State, TensorInfo, VersionStatus
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE
 from tpuembed_serving.core.shards_file import Shard, ShardsFile, SplitLookup
-from tpuembed_serving.core.status import Code, StatusError, VersionGoneError
+from tpuembed_serving.core.status import Code, ReportedError, StatusError, VersionGoneError
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 from tpuembed_serving.tf_serving.redis_shard import RedisPredictions, RedisStates
 
@@ -31,6 +32,11 @@ __all__ = ["Shards"]
 logger = logging.getLogger(__name__)
 
 _POLL_TIMEOUT_SECONDS: Final = 5.0
+_STARTING_SECONDS: Final = 60.0
+"""A shard that has not answered for so long after the start is a warning."""
+_SHOWN: Final = 8
+"""The most shards, and versions of one, in a message."""
+_REMEDY: Final = "Is it the gRPC port? Do the shards use TLS (tls in shards.yaml)?"
 _HEDGE_SHARE: Final = 0.3
 """A shard that has not answered after this share of the request's time is asked a second time."""
 _ZEROS_SHARE: Final = 0.8
@@ -76,6 +82,8 @@ class ShardedStates:
         self._known: list[list[VersionStatus] | None] = [None] * len(file.shards)
         self._of_several = {*file.split, *(f"{name}_weights" for name, one in file.split.items() if one.weighted)}
         self._threads = concurrent.futures.ThreadPoolExecutor(min(16, len(file.shards)), "poll-shards")
+        self._started, self._mismatch = time.monotonic(), ""
+        self._logged = dict[str, tuple[int, Code]]()
 
     def versions(self, model: str) -> list[VersionStatus]:  # noqa: ARG002 - there is one
         """Return every version, newest first. One is available if it is on all shards.
@@ -83,15 +91,15 @@ class ShardedStates:
         A shard that does not answer is taken to have the versions that it had. Its requests fail by themselves.
 
         Raises:
-            StatusError: UNAVAILABLE, a shard has not answered yet.
+            ReportedError: a shard has not answered yet, or no version is on all shards.
         """
         faults = {}
         for number, found in enumerate(self._threads.map(self._poll, range(len(self._states)))):
+            shard = self._file.shards[number]
             if isinstance(found, StatusError):
-                name = self._file.shards[number].name
-                faults[name] = StatusError(_code(found), f"shard {name}: {found.message}")
-                logger.warning("%s", faults[name].message, extra=ONCE)
-            else:
+                faults[shard.name] = self._fault(shard, found)
+            self._log(shard.name, faults.get(shard.name), is_new=self._known[number] is None)
+            if not isinstance(found, StatusError):
                 self._known[number] = found
         self._missing[:] = faults
         for shard, known in zip(self._file.shards, self._known, strict=True):
@@ -108,7 +116,44 @@ class ShardedStates:
             found.append(VersionStatus(version, worst, fault))
         for version in self._routes.keys() - {status.version for status in found if status.state is State.AVAILABLE}:
             del self._routes[version]
+        self._check_common(by_shard)
         return found
+
+    def _fault(self, shard: Shard, error: StatusError) -> ReportedError:
+        """Return the error of a poll with the shard's name, and what to do."""
+        text = _text(error, self._file)
+        if error.code is Code.NOT_FOUND and shard.address:
+            text = f"the server at {shard.address}: {text}. It may be another shard's server, or still loading"
+        return ReportedError(_code(error), f"shard {shard.name}: {text}")
+
+    def _log(self, name: str, fault: StatusError | None, *, is_new: bool) -> None:
+        """Log that a shard stops to answer, or answers again. While servers start, a shard that does not answer is no warning."""
+        before = self._logged.get(name)
+        if fault is None:
+            if before is not None:
+                del self._logged[name]
+                logger.info("shard %s: answers%s", name, "" if is_new else " again", extra=ONCE)
+            return
+        is_starting = is_new and time.monotonic() < self._started + _STARTING_SECONDS
+        now = self._logged[name] = (logging.INFO if is_starting else logging.WARNING), fault.code
+        if now != before:
+            logger.log(now[0], "%s%s", "waiting: " if is_starting else "", fault.message, extra=ONCE)
+
+    def _check_common(self, by_shard: Sequence[Mapping[int, VersionStatus]]) -> None:
+        """Raise ReportedError if each shard has versions, but none is on all shards."""
+        has = [{number for number, one in each.items() if one.state <= State.AVAILABLE} for each in by_shard]
+        before, self._mismatch = self._mismatch, ""
+        if not all(has) or set.intersection(*has):
+            return
+        parts = [
+            f"{shard.name} has {', '.join(map(str, sorted(numbers)[-_SHOWN:]))}"
+            for shard, numbers in zip(self._file.shards, has, strict=True)
+        ]
+        shown = "; ".join(parts[:_SHOWN]) + (f"; and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else "")
+        self._mismatch = f"no version is on all shards: {shown}. Are their folders of one export?"
+        if self._mismatch != before:
+            logger.warning("model %s: %s", self._file.model, self._mismatch, extra=ONCE)
+        raise ReportedError(Code.UNAVAILABLE, self._mismatch)
 
     def _poll(self, number: int) -> list[VersionStatus] | StatusError:
         try:
@@ -126,7 +171,10 @@ class ShardedStates:
         in_json: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
         method, exports = "", dict[str, str]()
         for number, (shard, states) in enumerate(zip(self._file.shards, self._states, strict=True)):
-            found, (signatures, definitions) = states.definitions(shard.name, version, label)
+            try:
+                found, (signatures, definitions) = states.definitions(shard.name, version, label)
+            except StatusError as error:
+                raise StatusError(_code(error), f"shard {shard.name}: {error.message}") from None
             if DEFAULT_SIGNATURE not in signatures:
                 raise StatusError(Code.NOT_FOUND, f"shard {shard.name}: version {found} has no {DEFAULT_SIGNATURE}")
             numbers.append(found)
@@ -327,7 +375,7 @@ class ShardedPredictions:
                         await asyncio.sleep(_BETWEEN_SECONDS)
                         running = {*running, self._call(route, version, named, ends - loop.time())}
                     elif failed.code not in (Code.NOT_FOUND, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED):
-                        raise StatusError(_code(failed), f"shard {shard.name}: {failed.message}")
+                        raise StatusError(_code(failed), f"shard {shard.name}: {_text(failed, self._file)}")
                 is_late = not done or error.code is Code.UNAVAILABLE
                 if is_late and not has_hedged:
                     has_hedged = True
@@ -392,6 +440,14 @@ def _code(error: StatusError) -> Code:
     return Code.UNAVAILABLE if error.code in (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED) else error.code
 
 
+def _text(error: StatusError, file: ShardsFile) -> str:
+    """Return the message of a shard's error. A client cannot send the key that a shard asks for."""
+    if error.code not in (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED):
+        return error.message
+    remedy = f"{'Set' if file.api_key is None else 'Correct'} api_key_file in shards.yaml"
+    return f"{error.message.partition('. ')[0]}. {remedy}"
+
+
 class Shards:
     """All shards of a file as one server.
 
@@ -420,7 +476,7 @@ class Shards:
             credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
             if tls.server_name is not None:
                 options.append(("grpc.ssl_target_name_override", tls.server_name))
-        return Access(options, credentials, () if key is None else (("x-api-key", key),))
+        return Access(options, credentials, () if key is None else (("x-api-key", key),), "the server", _REMEDY)
 
     def states(self, _: str) -> ShardedStates:
         """Connect for queries of versions."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 
 from tests.support.serving.doubles import signature
-from tpuembed_serving.core.servable import DegradedOutputs
+from tpuembed_serving.core.api_keys import KEY_REFUSAL
+from tpuembed_serving.core.servable import DegradedOutputs, State, VersionStatus
 from tpuembed_serving.core.shards_file import Shard, ShardsFile, SplitLookup
 from tpuembed_serving.core.status import Code, StatusError, VersionGoneError
 from tpuembed_serving.grpc import remote_calls
-from tpuembed_serving.tf_serving.sharded import ShardedPredictions, _check_ids, _Route
+from tpuembed_serving.tf_serving import sharded
+from tpuembed_serving.tf_serving.proxy import RemoteModels
+from tpuembed_serving.tf_serving.sharded import ShardedPredictions, ShardedStates, Shards, _check_ids, _Route
 
 Answer = Callable[[int, int], Any]
 """Of a shard: takes the number of the call, from 0, and the version. Returns its output, an error, or how many seconds it takes."""
@@ -134,7 +138,167 @@ def test_weights_of_a_split_feature_have_the_shape_of_its_ids(shape: tuple[int, 
 
 
 def test_a_key_that_a_shard_refuses_is_no_fault_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = StatusError(Code.UNAUTHENTICATED, "no valid API key")
-    with pytest.raises(StatusError, match="shard a: no valid API key") as caught:
+    refusal = StatusError(Code.UNAUTHENTICATED, KEY_REFUSAL)
+    with pytest.raises(StatusError, match="shard a: no valid API key. Set api_key_file in shards.yaml") as caught:
         run(monkeypatch, {"a": lambda *_: refusal, "b": lambda *_: ok("b")})
     assert caught.value.code is Code.UNAVAILABLE
+
+
+# ---- polls
+
+
+class Polled:
+    """The polls of two shards, a and b, whose answers a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+        self.answers: dict[str, list[int] | StatusError] = {}
+
+        class States:
+            def __init__(_, address: str, *__: Any) -> None:  # noqa: N805 - `self` is that of Polled
+                pass
+
+            def versions(_, model: str) -> list[VersionStatus]:  # noqa: N805
+                found = self.answers[model]
+                if isinstance(found, StatusError):
+                    raise found
+                return [VersionStatus(number, State.AVAILABLE, None) for number in reversed(found)]
+
+            def definitions(_, *__: Any) -> Any:  # noqa: N805
+                raise StatusError(Code.NOT_FOUND, "it has gone")
+
+            def close(_) -> None:  # noqa: N805
+                pass
+
+        monkeypatch.setattr(remote_calls, "RemoteStates", States)
+        shards = tuple(Shard(name=name, address=f"{name}:8500") for name in "ab")
+        file = ShardsFile(path=Path("f"), model="shop", shards=shards, **more)
+        self.missing = list[str]()
+        self.states = ShardedStates(file, [remote_calls.Access()] * 2, {}, self.missing)
+
+    def fault(self, a: list[int] | StatusError, b: list[int] | StatusError) -> str:
+        """Poll, and return the error."""
+        self.answers = {"a": a, "b": b}
+        with pytest.raises(StatusError) as caught:
+            self.states.versions("shop")
+        return caught.value.message
+
+    def versions(self, a: list[int] | StatusError, b: list[int] | StatusError) -> list[tuple[int, State]]:
+        """Poll, and return the versions and their states."""
+        self.answers = {"a": a, "b": b}
+        return [(one.version, one.state) for one in self.states.versions("shop")]
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    found = [(record.levelname, record.message) for record in caplog.records]
+    caplog.clear()
+    return found
+
+
+NO_COMMON = "no version is on all shards: a has 2, 3; b has 1. Are their folders of one export?"
+
+
+def test_shards_without_a_common_version_say_what_each_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    polled = Polled(monkeypatch)
+    for _ in range(2):
+        assert polled.fault([2, 3], [1]) == NO_COMMON
+    assert logged(caplog) == [("WARNING", f"model shop: {NO_COMMON}")], "once"
+    assert "b has 4." in polled.fault([2, 3], [4])
+    assert len(logged(caplog)) == 1
+    assert polled.versions([2, 3], [1, 2]) == [(3, State.START), (2, State.AVAILABLE), (1, State.START)]
+    polled.fault([2, 3], [4])
+    assert len(logged(caplog)) == 1, "again"
+
+
+def test_requests_and_the_status_say_why_no_version_is_available(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    polled = Polled(monkeypatch)
+    polled.answers = {"a": [2, 3], "b": [1]}
+    models = RemoteModels(["shop"], "the shards of f", 0.01, lambda _: polled.states)
+    models.start()
+    models.wait_for_first_poll(lambda: False)
+    with pytest.raises(StatusError, match="a has 2, 3; b has 1") as caught, models.lease("shop", None):
+        pass
+    assert caught.value.code is Code.UNAVAILABLE
+    with pytest.raises(StatusError, match="a has 2, 3; b has 1"):
+        models.statuses("shop")
+    models.stop()
+    assert logged(caplog) == [("WARNING", f"model shop: {NO_COMMON}")]
+
+
+def test_a_shard_is_logged_when_it_stops_to_answer_and_when_it_answers_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    polled = Polled(monkeypatch)
+    for _ in range(3):
+        polled.fault([1], UNAVAILABLE)
+        assert polled.missing == ["b"]
+    assert logged(caplog) == [("INFO", "waiting: shard b: not reached")], "a server that starts is no warning"
+    assert polled.versions([1], [1]) == [(1, State.AVAILABLE)]
+    assert logged(caplog) == [("INFO", "shard b: answers")]
+    for number in range(3):
+        late = StatusError(Code.UNAVAILABLE, f"not reached, the time number {number}")
+        assert polled.versions([1], late) == [(1, State.AVAILABLE)]
+        assert polled.missing == ["b"]
+    assert logged(caplog) == [("WARNING", "shard b: not reached, the time number 0")]
+    polled.versions([1], [1])
+    assert logged(caplog) == [("INFO", "shard b: answers again")]
+
+
+def test_a_shard_that_never_answers_is_a_warning_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    polled = Polled(monkeypatch)
+    polled.fault([1], UNAVAILABLE)
+    monkeypatch.setattr(sharded, "_STARTING_SECONDS", 0.0)
+    for _ in range(2):
+        polled.fault([1], UNAVAILABLE)
+    assert logged(caplog) == [("WARNING", "shard b: not reached")]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "more", "message"),
+    [
+        (StatusError(Code.UNAUTHENTICATED, KEY_REFUSAL), {}, "no valid API key. Set api_key_file in shards.yaml"),
+        (
+            StatusError(Code.UNAUTHENTICATED, KEY_REFUSAL),
+            {"api_key": "k"},
+            "no valid API key. Correct api_key_file in shards.yaml",
+        ),
+        (
+            StatusError(Code.NOT_FOUND, "Could not find any versions of model b"),
+            {},
+            "the server at b:8500: Could not find any versions of model b. It may be another shard's server, or still loading",
+        ),
+    ],
+    ids=["no key", "another key", "another shard"],
+)
+def test_an_error_of_a_poll_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, refusal: StatusError, more: dict[str, Any], message: str
+) -> None:
+    assert Polled(monkeypatch, **more).fault([1], refusal) == f"shard b: {message}"
+
+
+def test_a_shard_that_refuses_connections_is_named_by_its_address() -> None:
+    file = ShardsFile(path=Path("f"), model="shop", shards=(Shard(name="a", address="127.0.0.1:1"),))
+    states = Shards(file).states("")
+    with pytest.raises(StatusError) as caught:
+        states.versions("shop")
+    states.close()
+    assert caught.value.message.startswith("shard a: the server at 127.0.0.1:1 cannot be reached: ")
+    assert caught.value.message.endswith(". Is it the gRPC port? Do the shards use TLS (tls in shards.yaml)?")
+
+    async def ask() -> str:
+        predictions = Shards(file).predictions("")
+        predictions._routes = {1: [_Route(0, ALL, None)]}
+        with pytest.raises(StatusError) as caught:
+            await predictions.run("m", 1, ALL, [np.arange(2), np.arange(2)], 5)
+        predictions.close()
+        return caught.value.message
+
+    message = asyncio.run(ask())
+    assert message.startswith("shard a: the server at 127.0.0.1:1 cannot be reached: ")
+    assert "TLS" not in message, "each request would have it"
