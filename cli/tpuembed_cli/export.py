@@ -68,6 +68,7 @@ _SECTIONS = {
         "Leave base out": "Leave --base out",
         "leave base out": "leave --base out",
         "Leave engine out": "Leave --engine out",
+        "call export_shards": "give --shards with their number",
     },
     examples=(
         "tpuembed export checkpoints/ckpt-1 models/rec",

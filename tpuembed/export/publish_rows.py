@@ -19,6 +19,7 @@ import numpy as np
 from tpuembed.checkpoint.tools import find_export
 from tpuembed.errors import ConfigError, ExportError, reason
 from tpuembed.export.publish.folder import lock_folder
+from tpuembed.export.sharding.files import SHARDS_FILE
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, Manifest
 from tpuembed.row_store import ArrayRecord, PublishedModel, VersionRecord, connect
@@ -44,7 +45,8 @@ class PublishRowsReport:
         model: its name in Redis.
         version: the current version now.
         url: of Redis, without a password.
-        rows_written, bytes_written: what was written now.
+        rows_written: rows of tables that were written now.
+        bytes_written: bytes of these rows, and of the indexes of an overlay.
         bytes_reused: bytes of arrays, or parts of them, that Redis had already.
         removed: older versions that were removed.
     """
@@ -86,12 +88,14 @@ def publish_rows(
         on_progress: called with (bytes done, bytes in total).
 
     Raises:
-        ConfigError: there is no such version; it is not an export of lookups by row numbers; the URL has a password.
+        ConfigError: there is no such version; it is not an export of lookups by row numbers; `model_dir` has the MODEL_DIRs of
+            shards; the URL has a password.
         ExportError: a file of the version cannot be read or is damaged; another process publishes the model.
         RowStoreError: Redis cannot be reached or refuses. A repetition resumes.
     """
     if keep < 1:
         raise ConfigError(f"keep must be at least 1, got {keep}.")
+    _check_no_shards(as_path(model_dir))
     folder, manifest = _find(as_path(model_dir), version)
     number = int(folder.name)
     _check(folder, manifest)
@@ -102,6 +106,14 @@ def publish_rows(
             text = (folder / MANIFEST_PATH).read_text(encoding="utf-8")
             record = VersionRecord(number=number, published=time.time(), text=text, manifest=manifest)
             return _Publishing(model, folder, record).run(keep, rewrite, renew, on_progress)
+
+
+def _check_no_shards(model_dir: FilePath) -> None:
+    if isinstance(model_dir, Path) and (model_dir / SHARDS_FILE).is_file():
+        raise ConfigError(
+            f"MODEL_DIR {model_dir}: is a folder of shards, because it has {SHARDS_FILE}. Publish each shard by itself, such as "
+            f"{model_dir / 'shard-0'}."
+        )
 
 
 def _find(model_dir: FilePath, version: int | None) -> tuple[FilePath, Manifest]:
@@ -190,7 +202,9 @@ class _Publishing:
 
     def __init__(self, model: PublishedModel, folder: FilePath, version: VersionRecord) -> None:
         self._model, self._store, self._folder, self._version = model, model.store, folder, version
-        self._entries = {array.name: array for stack in version.manifest.stacks for array in stack.arrays}
+        stacks = version.manifest.stacks
+        self._entries = {array.name: array for stack in stacks for array in stack.arrays}
+        self._indexes = {stack.overlay.words.name for stack in stacks if stack.overlay is not None}
         self._rows = self._bytes = self._done = 0
 
     def run(
@@ -253,11 +267,8 @@ class _Publishing:
             self._write_chunk(keys, first, stop, record, chunk)
             if not is_read:
                 self._model.put_array(dataclasses.replace(record, written=stop, written_crc32c=checksum))
-            self._rows, self._bytes, self._done = (
-                self._rows + stop - first,
-                self._bytes + len(chunk),
-                self._done + len(chunk),
-            )
+            self._rows += 0 if array.name in self._indexes else stop - first
+            self._bytes, self._done = self._bytes + len(chunk), self._done + len(chunk)
             on_chunk()
 
     def _checksum(self, array: ArrayEntry, record: ArrayRecord) -> int:

@@ -10,6 +10,9 @@ from click.testing import CliRunner
 
 from tests.support.export import whole_model
 from tests.support.export.in_process import exports_in_this_process
+from tests.support.messages import refused, said
+from tpuembed import export_saved_model
+from tpuembed.errors import ConfigError
 from tpuembed_cli.main import cli
 
 FACTORY = "tests.unit.cli.test_shards:build"
@@ -49,6 +52,20 @@ def test_a_dry_run_of_a_model_shows_the_front_and_the_parts(checkpoint: str, tmp
     assert plan["front"] == {"name": "front", "features": ["one", "sparse"], "tables": [], "bytes": 0}
     assert [shard["rows"] for shard in plan["shards"]] == [{}, {"a_mean": [0, 20]}, {"a_mean": [20, 40]}]
     assert not (tmp_path / "s").exists()
+
+
+def test_an_export_without_shards_into_a_folder_of_shards_is_refused(checkpoint: str, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    run(checkpoint, str(folder), "--model", FACTORY, "--shards", "1")
+    names = sorted(path.name for path in folder.iterdir())
+    for more in ((), ("--dry-run",)):
+        done = CliRunner().invoke(cli, ["export", checkpoint, str(folder), "--model", FACTORY, *more])
+        assert done.exit_code == 1, done.output
+        said(done.stderr)
+    with refused(ConfigError):
+        export_saved_model(checkpoint, folder, model=FACTORY)
+    assert sorted(path.name for path in folder.iterdir()) == names
+    export_saved_model(checkpoint, folder / "shard-0", model=FACTORY)  # an ordinary folder
 
 
 def test_the_report_of_a_model_has_the_front(checkpoint: str, tmp_path: Path) -> None:
