@@ -341,6 +341,8 @@ def _refusal(url: str, error: Exception) -> RowStoreError:
     remedy = "Check its address, and that it runs"
     if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
         remedy = f"Set {PASSWORD_VARIABLE}, or give a file with the password"
+        if "HELLO" in text or "required" in text:  # the commands by which a client may log in
+            text = "asks for a password"
     elif text.startswith("OOM") or "maxmemory" in text:
         remedy = "Give Redis more memory, or remove other keys"
     elif "CROSSSLOT" in text or "unknown command" in text:

@@ -1,7 +1,9 @@
 """Reads a shards.yaml: the servers that look up some of the features each, and are one model together."""
 
 import dataclasses
-from collections.abc import Mapping
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +18,12 @@ __all__ = ["Shard", "ShardsFile", "ShardsTls", "SplitLookup"]
 _FORMATS: Final = (1, 2)
 """2 has fronts and split tables."""
 _PADDING: Final = int | float | str
+_KEYS: Final = ("format", "model", "shards", "padding", "front", "split", "on_failure", "tls", "api_key_file")
+_KEYS_OF_SERVERS: Final = ("name", "address", "tables", "features", "bytes", "lookups", "rows")
+_KEYS_OF_REDIS: Final = ("kind", "name", "url")
+_OTHER_TARGETS: Final = ("unix", "unix-abstract", "vsock", "xds", "google-c2p")
+"""Schemes of gRPC's targets (doc/naming.md of gRPC) of which nothing is checked."""
+_HOST_AND_PORT: Final = re.compile(r"(?P<host>[^\s:/,\[\]]+|\[[0-9a-fA-F:.]+(?:%\w+)?\]):(?P<port>\d{1,5}|https?)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,16 +121,13 @@ class ShardsFile:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}: cannot be read: {reason(error)}.") from None
         except yaml.YAMLError as error:
-            raise ConfigError(f"{where}: is no YAML: {one_line(error)}. Correct it.") from None
+            raise ConfigError(f"{where}: {_yaml_fault(error)}. Correct it.") from None
         if not isinstance(content, dict) or content.get("format") not in _FORMATS:
             found = content.get("format") if isinstance(content, dict) else content
             raise ConfigError(
                 f"{where}: format is {found!r}, and this release reads {_FORMATS[-1]}. Export the shards again."
             )
-        known = {"format", "model", "shards", "padding", "front", "split", "on_failure", "tls", "api_key_file"}
-        unknown = content.keys() - known
-        if unknown:
-            raise ConfigError(f"{where}: has no key {min(map(str, unknown))!r}. Remove it.")
+        _check_keys(where, content, _KEYS)
         model, entries, padding = content.get("model"), content.get("shards"), content.get("padding") or {}
         if not isinstance(model, str) or not model:
             raise ConfigError(f"{where}: model must be a name, got {model!r}.")
@@ -143,7 +148,7 @@ class ShardsFile:
             model=model,
             shards=shards,
             padding=padding,
-            zeros=_zeros(where, content.get("on_failure")),
+            zeros=_zeros(where, content.get("on_failure"), entries),
             tls=_tls(where, content.get("tls"), path.parent),
             front=None if front is None else as_path(front if "://" in front else path.absolute().parent / front),
             api_key=None if key_file is None else read_keys(path.parent / key_file)[0][1],
@@ -166,12 +171,42 @@ def _split(where: str, entry: Any) -> dict[str, SplitLookup]:
     return found
 
 
-def _zeros(where: str, entry: Any) -> frozenset[str]:
+def _yaml_fault(error: yaml.YAMLError) -> str:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f"is no YAML: {one_line(error)}"
+    return f"is no YAML: line {error.problem_mark.line + 1}: {error.problem}"
+
+
+def _check_keys(where: str, entry: Iterable[Any], known: Iterable[str]) -> None:
+    if set(entry) - set(known):
+        from tpuembed.config.checks import check_keys  # imports NumPy
+
+        check_keys(where, dict.fromkeys(entry), known)
+
+
+def _zeros(where: str, entry: Any, shards: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Return the features that become zeros. `shards` may list the features of each."""
     if entry is None:
         return frozenset()
     if not isinstance(entry, dict) or not set(map(str, entry.values())) <= {"error", "zeros"}:
         raise ConfigError(f"{where}: on_failure must give features error or zeros, got {entry!r}.")
-    return frozenset(name for name, value in entry.items() if value == "zeros")
+    zeros = frozenset(name for name, value in entry.items() if value == "zeros")
+    known = {name for shard in shards for name in shard.get("features", ())}
+    unknown = sorted(map(str, entry.keys() - known))
+    if unknown and all("features" in shard for shard in shards):
+        from tpuembed.config.checks import did_you_mean  # imports NumPy
+
+        raise ConfigError(
+            f"{where}: on_failure names {unknown[0]!r}, which is no feature of a shard; {did_you_mean(unknown[0], known)}"
+        )
+    for shard in shards:
+        features = set(shard.get("features", ()))
+        if (chosen := features & zeros) and (others := features - zeros):
+            raise ConfigError(
+                f"{where}: on_failure of {', '.join(sorted(chosen))} is zeros, but not that of {', '.join(sorted(others))}, on the "
+                f"same shard {shard['name']}. Give all features of a shard the same."
+            )
+    return zeros
 
 
 def _tls(where: str, entry: Any, folder: Path) -> ShardsTls | None:
@@ -179,8 +214,7 @@ def _tls(where: str, entry: Any, folder: Path) -> ShardsTls | None:
         return None
     if not isinstance(entry, dict) or not set(map(type, entry.values())) <= {str}:
         raise ConfigError(f"{where}: tls must be a mapping of texts, got {entry!r}.")
-    if unknown := sorted(entry.keys() - {"ca", "certificate", "key", "server_name"}):
-        raise ConfigError(f"{where}: tls has no key {unknown[0]!r}. Remove it.")
+    _check_keys(f"{where}: tls", entry, ("ca", "certificate", "key", "server_name"))
     if "ca" not in entry or ("certificate" in entry) != ("key" in entry):
         raise ConfigError(f"{where}: tls needs ca, and takes certificate and key together. It has {', '.join(entry)}.")
     pem = {}
@@ -197,6 +231,8 @@ def _tls(where: str, entry: Any, folder: Path) -> ShardsTls | None:
 
 def _shard(where: str, entry: Any) -> Shard:
     if isinstance(entry, dict) and entry.keys() & {"kind", "url"}:
+        if not entry.keys() & {"address"}:
+            _check_keys(where, entry, _KEYS_OF_REDIS)
         keys, kind = sorted(map(str, entry)), entry.get("kind")
         texts = all(isinstance(text, str) and text for text in entry.values())
         if keys != ["kind", "name", "url"] or kind != "redis" or not texts:
@@ -204,10 +240,50 @@ def _shard(where: str, entry: Any) -> Shard:
                 f"{where}: must have the keys kind: redis, name and url, got kind {kind!r} and {', '.join(keys)}."
             )
         return Shard(name=entry["name"], url=entry["url"])
-    known = {"name", "address", "tables", "features", "bytes", "lookups", "rows"}
-    if not isinstance(entry, dict) or entry.keys() - known:
+    if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping with the keys name and address, got {entry!r}.")
+    _check_keys(where, entry, _KEYS_OF_SERVERS)
     for key in ("name", "address"):
         if not isinstance(entry.get(key), str) or not entry[key]:
             raise ConfigError(f"{where}: {key} must be a text, got {entry.get(key)!r}. Write the {key} of its servers.")
+    features = entry.get("features", [])
+    if not isinstance(features, list) or not all(isinstance(name, str) for name in features):
+        raise ConfigError(f"{where}: features must be a list of names, got {features!r}.")
+    if not _is_target(entry["address"]):
+        raise ConfigError(
+            f"{where}: address {entry['address']!r} is no target of gRPC with a port. Write HOST:PORT, dns:///HOST:PORT, or "
+            "ipv4:IP:PORT,IP:PORT."
+        )
     return Shard(name=entry["name"], address=entry["address"])
+
+
+def _is_target(address: str) -> bool:
+    """Returns True if gRPC can connect to `address`, and it names a port."""
+    scheme, colon, rest = address.partition(":")
+    match scheme.lower() if colon else "":
+        case "ipv4":
+            return all(_is_numeric(each, ipaddress.IPv4Address) for each in rest.split(","))
+        case "ipv6":
+            return all(_is_numeric(each, ipaddress.IPv6Address) for each in rest.split(","))
+        case "dns":
+            return _host_of(re.sub(r"^//[^/]*/|^/", "", rest)) is not None
+        case other if other in _OTHER_TARGETS:
+            return bool(rest.strip("/"))
+    return _host_of(address) is not None
+
+
+def _is_numeric(address: str, kind: type[ipaddress.IPv4Address | ipaddress.IPv6Address]) -> bool:
+    host = _host_of(address)
+    try:
+        return host is not None and bool(kind(host.strip("[]").replace("%25", "%")))
+    except ValueError:
+        return False
+
+
+def _host_of(address: str) -> str | None:
+    """Return the host of HOST:PORT; None if `address` is something else."""
+    found = _HOST_AND_PORT.fullmatch(address)
+    if found is None or (found["port"].isdigit() and not 0 < int(found["port"]) < 1 << 16):
+        return None
+    return found["host"]
+

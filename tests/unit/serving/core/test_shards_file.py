@@ -76,6 +76,13 @@ def test_a_shard_may_be_in_redis(tmp_path: Path) -> None:
     assert ShardsFile.read(path).shards == (Shard(name="r", url="redis://host:1"), Shard(name="a", address="host:1"))
 
 
+WITH_FEATURES = {
+    **GOOD,
+    "shards": [
+        {"name": "a", "address": "host:1", "features": ["user", "age"]},
+        {"name": "b", "address": "host:2", "features": ["watched"]},
+    ],
+}
 REDIS = {"kind": "redis", "name": "r", "url": "redis://host:1"}
 WRONG: dict[str, Any] = {
     "redis with an address": {**GOOD, "shards": [{**REDIS, "address": "host:1"}]},
@@ -85,6 +92,13 @@ WRONG: dict[str, Any] = {
     "no mapping": "[1]",
     "format": {**GOOD, "format": 3},
     "unknown key": {**GOOD, "shard": []},
+    "a key far from any": {**GOOD, "zzz": []},
+    "a misspelled key of a shard": {**GOOD, "shards": [{"name": "a", "adress": "host:1"}]},
+    "a misspelled key of redis": {**GOOD, "shards": [{"kind": "redis", "name": "a", "ur": "redis://host:1"}]},
+    "YAML of line 3": "format: 1\nmodel: rec\nshards: [{name: a, address: host:1\nfront: front\n",
+    "features": {**GOOD, "shards": [{"name": "a", "address": "host:1", "features": "user"}]},
+    "on_failure of an unknown feature": {**WITH_FEATURES, "on_failure": {"usr": "zeros"}},
+    "on_failure of some features of a shard": {**WITH_FEATURES, "on_failure": {"user": "zeros", "age": "error"}},
     "model": {**GOOD, "model": 7},
     "no shards": {**GOOD, "shards": []},
     "shard": {**GOOD, "shards": ["host:1"]},
@@ -105,6 +119,77 @@ WRONG: dict[str, Any] = {
 def test_what_is_wrong_is_named(tmp_path: Path, what: str) -> None:
     path = tmp_path / "shards.yaml"
     path.write_text(WRONG[what] if isinstance(WRONG[what], str) else yaml.safe_dump(WRONG[what]))
+    with refused(ConfigError):
+        ShardsFile.read(path)
+
+
+def test_zeros_of_all_features_of_a_shard(tmp_path: Path) -> None:
+    path = tmp_path / "shards.yaml"
+    path.write_text(yaml.safe_dump({**WITH_FEATURES, "on_failure": {"user": "zeros", "age": "zeros"}}))
+    assert ShardsFile.read(path).zeros == {"user", "age"}
+    some = {**WITH_FEATURES, "shards": [WITH_FEATURES["shards"][0], REDIS], "on_failure": {"other": "zeros"}}
+    path.write_text(yaml.safe_dump(some))
+    assert ShardsFile.read(path).zeros == {"other"}, "the shard in Redis may have it"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "host:8500",
+        "shard_0.example:1",
+        "10.0.0.1:8500",
+        "[::1]:8500",
+        "host:https",
+        "dns:///host:8500",
+        "dns:host:8500",
+        "dns://10.0.0.53:53/host:8500",
+        "dns:///[::1]:8500",
+        "ipv4:10.0.0.1:8500",
+        "ipv4:10.0.0.1:8500,10.0.0.2:8500",
+        "ipv6:[::1]:8500",
+        "ipv6:[::1]:8500,[fe80::1%25eth0]:8500",
+        "unix:relative.sock",
+        "unix:///run/shard.sock",
+        "unix-abstract:shard",
+        "vsock:2:8500",
+        "xds:///shard-0",
+        "google-c2p:///shard-0",
+    ],
+)
+def test_targets_of_grpc_are_addresses(address: str, tmp_path: Path) -> None:
+    path = tmp_path / "shards.yaml"
+    path.write_text(yaml.safe_dump({**GOOD, "shards": [{"name": "a", "address": address}]}))
+    assert ShardsFile.read(path).shards == (Shard(name="a", address=address),)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "host",
+        "10.0.0.1",
+        "host:",
+        "host:70000",
+        "host:0",
+        "::1:8500",
+        "http://host:8500",
+        "grpc://host:8500",
+        "host:8500/path",
+        "host:8500,host:8501",
+        "10.0.0.1:8500, 10.0.0.2:8500",
+        "dns:///host",
+        "dns:///host:8500,other:8500",
+        "ipv4:host:8500",
+        "ipv4:10.0.0.1",
+        "ipv4:10.0.0.1:8500,10.0.0.2",
+        "ipv4:",
+        "ipv6:10.0.0.1:8500",
+        "ipv6:[::1]",
+        "unix:",
+    ],
+)
+def test_addresses_that_no_server_has_are_refused(address: str, tmp_path: Path) -> None:
+    path = tmp_path / "shards.yaml"
+    path.write_text(yaml.safe_dump({**GOOD, "shards": [{"name": "a", "address": address}]}))
     with refused(ConfigError):
         ShardsFile.read(path)
 
