@@ -322,7 +322,7 @@ def test_exports_that_rows_cannot_answer_for(trained: Trained, tmp_path: Path) -
     ):
         other.write(tmp_path / str(number))
         with refused(ConfigError):
-            publish_rows(tmp_path, "redis://127.0.0.1:1", version=number)
+            publish_rows(tmp_path, "redis://127.0.0.1:1", version=chosen)
     with refused(ConfigError):
         publish_rows(tmp_path, "redis://127.0.0.1:1", version=7)
     with refused(ConfigError):
@@ -330,9 +330,9 @@ def test_exports_that_rows_cannot_answer_for(trained: Trained, tmp_path: Path) -
     for name in ("shard-0", "shard-1", "front"):
         (tmp_path / "shop" / name / "1").mkdir(parents=True)
     (tmp_path / "shop" / "shards.yaml").write_text("format: 1\n")
-    for number in (None, 1):
+    for chosen in (None, 1):
         with refused(ConfigError):
-            publish_rows(tmp_path / "shop", "redis://127.0.0.1:1", version=number)
+            publish_rows(tmp_path / "shop", "redis://127.0.0.1:1", version=chosen)
     with refused(ConfigError):
         publish_rows(trained.model_dir, "redis://127.0.0.1:1", keep=0)
     manifest.write(tmp_path / "8")

@@ -286,4 +286,3 @@ def _host_of(address: str) -> str | None:
     if found is None or (found["port"].isdigit() and not 0 < int(found["port"]) < 1 << 16):
         return None
     return found["host"]
-

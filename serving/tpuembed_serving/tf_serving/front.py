@@ -83,7 +83,10 @@ class FrontModels:
         if not (self.local.ready and self._shards.ready):
             return False
         missing = [name for name in self.local.labels() if self._newest(name) is None]
-        before, self._mismatch = self._mismatch, "; ".join(f"model {name}: {self._difference(name)}" for name in missing)
+        before, self._mismatch = (
+            self._mismatch,
+            "; ".join(f"model {name}: {self._difference(name)}" for name in missing),
+        )
         if self._mismatch not in ("", before):
             logger.warning("%s", self._mismatch, extra=ONCE)
         return not missing

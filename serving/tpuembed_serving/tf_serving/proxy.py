@@ -193,9 +193,7 @@ class RemoteModels:
 
     def reload(self, models: Sequence[ModelSettings]) -> None:  # noqa: ARG002 - as ModelRepository
         """Raise UNIMPLEMENTED: the other server has the config."""
-        raise StatusError(
-            Code.UNIMPLEMENTED, f"models run in {self._server}. Reload its config there"
-        )
+        raise StatusError(Code.UNIMPLEMENTED, f"models run in {self._server}. Reload its config there")
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
