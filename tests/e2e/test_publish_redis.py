@@ -322,7 +322,7 @@ def test_exports_that_rows_cannot_answer_for(trained: Trained, tmp_path: Path) -
     ):
         other.write(tmp_path / str(number))
         with refused(ConfigError):
-            publish_rows(tmp_path, "redis://127.0.0.1:1", version=chosen)
+            publish_rows(tmp_path, "redis://127.0.0.1:1", version=number)
     with refused(ConfigError):
         publish_rows(tmp_path, "redis://127.0.0.1:1", version=7)
     with refused(ConfigError):
