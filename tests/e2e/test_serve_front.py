@@ -170,8 +170,9 @@ def test_a_front_of_another_export_is_refused(served: Served, tmp_path: Path) ->
     export_shards(path, tmp_path / "s", model=whole_model.build, shards=2)
     with ExitStack() as stack:
         front = served.cluster.another_front(stack, front=str(tmp_path / "s" / "front"))
-        wait_for(lambda: "is available" in front.log or "AVAILABLE" in str(front.statuses()))
-        status, reply = front.predict({"instances": [{"price": [1.0, 2.0]}]})
+        body = {"instances": [{"price": [1.0, 2.0]}]}
+        wait_for(lambda: front.predict(body)[0] != 503)  # until it is loaded, and the shards are polled
+        status, reply = front.predict(body)
         assert (status, "of the export" in reply["error"]) == (400, True), reply
 
 
