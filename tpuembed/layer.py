@@ -138,11 +138,16 @@ class TPUEmbedding(keras.layers.Layer):
         self._vocabularies = LayerVocabularies(vocabularies, capacities, updates, self._reset_rows)
 
     def _note_names(self) -> None:
-        """Tell the exporter which tables need names, before it makes a graph."""
-        backend = self._parts.backend
-        if isinstance(backend, DeferredBackend) and not self._parts.takes_rows:
-            for table, vocabulary in self.vocabularies.items():
+        """Tell the exporter which tables need names, and which do not, before it makes a graph."""
+        backend, vocabularies = self._parts.backend, self.vocabularies
+        if not isinstance(backend, DeferredBackend):
+            return
+        for table, vocabulary in vocabularies.items():
+            if not self._parts.takes_rows:
                 backend.note_names(vocabulary, table)
+        for config in self._parts.layer_options.tables:
+            if config.name not in vocabularies:
+                backend.note_numbers(config.name)
 
     def _create_weights(self, updates: Any) -> None:
         """Create the weights in the constructor. Keras builds symbolically, and a checkpoint restored before that would be lost."""
@@ -288,6 +293,16 @@ class TPUEmbedding(keras.layers.Layer):
     def vocabularies(self) -> dict[str, Vocabulary]:
         """Return {table name: the vocabulary of its rows}, for the tables that have one."""
         return shared_vocabularies(self._parts.layer_options.features)
+
+    def take_names(self, table: str, saved: Vocabulary) -> None:
+        """Replace the names of a table whose rows are restored with those of `saved`. `restore_tables` calls it."""
+        assert self._vocabularies is not None, "a layer with tables has the vocabularies of its features"
+        self._vocabularies.take(table, saved)
+
+    def check_names(self) -> None:
+        """Raise ConfigError if names of a table were replaced when another layer with its vocabulary was restored."""
+        if self._vocabularies is not None:
+            self._vocabularies.check_names()
 
     def checkpoint_config(self) -> dict[str, Any]:
         """Return the layer's config for checkpoints: features, tables and their optimizers, as JSON values."""

@@ -67,6 +67,14 @@ def check_shared(where: str, own: Mapping[str, Vocabulary], saved: Mapping[str, 
         saved: {table: the names that it gets}.
     """
     first: dict[int, str] = {}
+    got = {id(own[table]): table for table in saved}
+    for table, vocabulary in own.items():
+        other = got.get(id(vocabulary), table)
+        if table not in saved and other != table and not vocabulary.same_names(saved[other]):
+            raise CheckpointMismatchError(
+                f"{where}: it has names of table {other!r} and none of {table!r}, and both have one vocabulary in the layer. Give "
+                "each table a tpuembed.Vocabulary of its own."
+            )
     for table, names in saved.items():
         other = first.setdefault(id(own[table]), table)
         if not names.same_names(saved[other]):
@@ -124,9 +132,23 @@ class LayerVocabularies(SavedNode):
 
     def names_changed(self, table: str, freed: _Array) -> None:
         """Follow a change of the names of `table` from outside of training. `freed` are rows, int64 [n], that lost their names."""
+        if self.copies[table].before is not None:
+            return
         self.copies[table].refresh()
         if len(freed):
             self._reset(table, freed)
+
+    def names_replaced(self, table: str, before: bytes) -> None:
+        """Note that another layer was restored, and names have other rows than those of `table`, whose names are `before`.
+
+        Graphs and saves go on with the names of before. All else is refused, until this layer is restored too.
+        """
+        self.copies[table].before = self.copies[table].before or before
+
+    def check_names(self) -> None:
+        """Raise ConfigError if the names of a table are those of another layer; see `names_replaced`."""
+        for copy in self.copies.values():
+            copy.check_names()
 
     def names_grew(self, table: str) -> None:
         """Follow training that gave names of `table` rows."""
@@ -145,7 +167,13 @@ class LayerVocabularies(SavedNode):
 
     def to_bytes(self, table: str) -> bytes:
         """Return the vocabulary of `table`, as it is saved."""
-        return self.copies[table].vocabulary.to_bytes()
+        return self.copies[table].to_bytes()
+
+    def take(self, table: str, saved: Vocabulary) -> None:
+        """Replace the names of `table`, whose rows are restored with them."""
+        copy = self.copies[table]
+        copy.before = None
+        copy.vocabulary.assign(saved, by=self)
 
     def load(self, contents: Mapping[str, bytes], where: str) -> None:
         """Replace the names of vocabularies by saved ones, {table: bytes}. `where` begins the messages of errors.
@@ -156,7 +184,7 @@ class LayerVocabularies(SavedNode):
                 changed then.
         """
         for table, vocabulary in self._checked(contents, where).items():
-            self.copies[table].vocabulary.assign(vocabulary)
+            self.take(table, vocabulary)
 
     def _checked(self, contents: Mapping[str, bytes], where: str) -> dict[str, Vocabulary]:
         found = {}
@@ -196,6 +224,7 @@ class LayerVocabularies(SavedNode):
 
     def variables(self) -> dict[str, Any]:
         """Return the variables of the graph's copies, for SavedModels of the live layer. The copies are made complete."""
+        self.check_names()
         for copy in self.copies.values():
             copy.refresh()
         return {
@@ -206,15 +235,20 @@ class LayerVocabularies(SavedNode):
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         # As operations: asynchronous saves run them in a graph.
-        return {attribute_of(table): _saved(copy.vocabulary) for table, copy in self.copies.items()}
+        return {attribute_of(table): _saved(copy) for table, copy in self.copies.items()}
 
     def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
-        self.load({table: restored[attribute_of(table)].numpy().tobytes() for table in self.copies}, "checkpoint")
+        try:
+            self.load({table: restored[attribute_of(table)].numpy().tobytes() for table in self.copies}, "checkpoint")
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(
+                f"{error} The layer's rows are those of the checkpoint already: build the layer again before you use it."
+            ) from None
         return tf.no_op()
 
 
-def _saved(vocabulary: Vocabulary) -> Tensor:
-    content = tf.numpy_function(lambda: np.frombuffer(vocabulary.to_bytes(), np.uint8), [], tf.uint8)
+def _saved(copy: "_GraphCopy") -> Tensor:
+    content = tf.numpy_function(lambda: np.frombuffer(copy.to_bytes(), np.uint8), [], tf.uint8)
     content.set_shape([None])
     return content
 
@@ -230,6 +264,7 @@ class _GraphCopy:
         self.vocabulary = vocabulary
         self._table, self._capacity, self._updates = table, capacity, updates
         self._lock = threading.Lock()
+        self.before: bytes | None = None
         self._names = len(vocabulary)
         self._salt, keys, numbers = vocabulary.snapshot()
         with tf.init_scope():
@@ -258,6 +293,18 @@ class _GraphCopy:
             elif waiting:
                 _assign(self._state, [self._salt, 0])
 
+    def to_bytes(self) -> bytes:
+        """Return the names of the table's rows, as they are saved."""
+        return self.vocabulary.to_bytes() if self.before is None else self.before
+
+    def check_names(self) -> None:
+        """Raise ConfigError if the vocabulary has names that are not those of the table's rows."""
+        if self.before is not None:
+            raise ConfigError(
+                f"table {self._table!r}: its vocabulary belongs to another layer too, and got other names when that one was "
+                "restored. Restore this layer from the same checkpoint, or give it a tpuembed.Vocabulary of its own."
+            )
+
     def check(self, saved: Vocabulary | VocabularyHeader, where: str) -> None:
         """Raise CheckpointMismatchError if a saved vocabulary has another type or other buckets, or needs more rows."""
         own = self.vocabulary
@@ -272,6 +319,7 @@ class _GraphCopy:
             )
 
     def rows_of(self, names: Tensor, padded: bool, training: bool) -> Tensor:
+        self.check_names()
         vocabulary = self.vocabulary
         if not len(vocabulary) and not vocabulary.grows:
             raise ConfigError(
@@ -314,11 +362,13 @@ class _GraphCopy:
     # ---- in Python
 
     def _grow(self, asked: _Array, known: _Array, update: int, padded: bool) -> _Array:
+        self.check_names()
         found = self.vocabulary.grow(asked, room=self._capacity, update=update, padded=padded)
         self.vocabulary.seen(known, update=update)
         return _outside(found)
 
     def _look_up(self, asked: _Array, padded: bool) -> _Array:
+        self.check_names()
         return _outside(self.vocabulary.lookup(asked, padded=padded))
 
     def _refresh(self) -> None:

@@ -15,6 +15,7 @@ from tpuembed.backends.tf_config import local
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 from tpuembed.row_stamps import RowStamps
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["HasTables", "LiveTables", "check_writable", "write_numbers"]
 
@@ -125,6 +126,9 @@ class HasTables(Protocol):
 
     def live_tables(self, doing: str) -> LiveTables:
         """Return the tables in memory, for `doing`. Raises ConfigError if they cannot be written."""
+
+    def take_names(self, table: str, saved: Vocabulary) -> None:
+        """Replace the names of a table whose rows were restored with them."""
 
 
 def check_writable(layer: str, doing: str, states: Mapping[str, TableState]) -> None:

@@ -122,7 +122,7 @@ def _restore(
             for plan in plans:
                 restore_table(checkpoint, live, plan, request.slots)
         for table, saved in names.items():
-            vocabularies[table].assign(saved)
+            layer.take_names(table, saved)
         if updates is not None:
             live.updates.assign(updates)
         continue_counts(checkpoint, live, plans, vocabularies, names)

@@ -39,6 +39,13 @@ class TableSource(Protocol):
             ConfigError: the source has no names for the table, or others.
         """
 
+    def note_numbers(self, table: str) -> None:
+        """Record that all features of a layer's table take row numbers.
+
+        Raises:
+            ConfigError: the source has names for the table.
+        """
+
     def table(self, name: str) -> Any:
         """Return the whole table, float32 [rows, dim], which converts to a tensor."""
 

@@ -15,6 +15,7 @@ _PIECE_BYTES: Final = 64 << 20
 _LINES_AT_ONCE: Final = 1 << 20
 _END: Final = 10
 _RETURN: Final = 13
+_MARK: Final = b"\xef\xbb\xbf"
 
 
 def integers_in(path: Path) -> npt.NDArray[np.int64]:
@@ -28,6 +29,8 @@ def integers_in(path: Path) -> npt.NDArray[np.int64]:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"it has an array of {array.dtype} {list(array.shape)}, not of integers [n]")
+        if array.dtype.kind == "u" and len(array) and int(array.max()) >= 2**63:
+            raise ValueError(f"it has {array.max()}, which is no int64")
         return np.array(array, np.int64)
     lines = lines_of(path)
     found = np.empty(len(lines), np.int64)
@@ -38,7 +41,10 @@ def integers_in(path: Path) -> npt.NDArray[np.int64]:
 
 
 def _integer(line: bytes) -> int:
-    value = int(line)
+    try:
+        value = int(line.replace(b"_", b"."))  # Python takes 1_0 for 10
+    except ValueError:
+        raise ValueError(f"it has {line!r}, which is no integer") from None
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"it has {value}, which is no int64")
     return value
@@ -49,9 +55,13 @@ def names_in(path: Path) -> Texts:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: all lines end with CR LF.
+        ValueError: all lines end with CR LF, or it begins with a byte order mark.
     """
     names = lines_of(path)
+    if names.data[: len(_MARK)].tobytes() == _MARK:
+        raise ValueError(
+            "it begins with a byte order mark, which would be part of the first name. Save it as UTF-8 without one"
+        )
     pieces = (slice(start, start + _LINES_AT_ONCE) for start in range(0, len(names), _LINES_AT_ONCE))
     if len(names) and all(
         (names.lengths[some] > 0).all() and (names.data[names.starts[some] + names.lengths[some] - 1] == _RETURN).all()

@@ -1,5 +1,6 @@
 """`Vocabulary`: the names of a table's rows."""
 
+import hashlib
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
@@ -45,6 +46,12 @@ class Follower(Protocol):
 
     def names_changed(self, table: str, freed: _Integers) -> None:
         """Follow a change of the names of `table`. `freed` are rows, int64 [n], whose names were evicted."""
+
+    def names_replaced(self, table: str, before: bytes) -> None:
+        """Follow the restore of another follower, by which names have other rows than those of `table`.
+
+        `before` are the names until then, as `to_bytes` returns them.
+        """
 
     def names_grew(self, table: str) -> None:
         """Follow training that gave names of `table` rows."""
@@ -589,6 +596,14 @@ class Vocabulary:
             for chunk in chunks(self._saved()):
                 file.write(chunk)
 
+    def digest(self) -> str:
+        """Return a SHA-256 of what `to_bytes` returns, in hexadecimal digits."""
+        found = hashlib.sha256()
+        with self._lock:
+            for chunk in chunks(self._saved()):
+                found.update(chunk)
+        return found.hexdigest()
+
     @staticmethod
     def is_saved(start: bytes) -> bool:
         """Return True if `start`, the first bytes of a file, is that of what `to_bytes` wrote."""
@@ -612,8 +627,13 @@ class Vocabulary:
             raise CheckpointCorruptError(f"{where}: cannot be read: {why}. Restore it from a copy.") from None
         return found
 
-    def assign(self, other: "Vocabulary") -> None:
+    def assign(self, other: "Vocabulary", *, by: "Follower | None" = None) -> None:
         """Take the names and the rows of `other`, all that is counted included, in the place of its own. Its options stay.
+
+        Args:
+            other: the vocabulary whose names it takes.
+            by: the follower whose table was restored with these names. If a name has another row now, other followers, whose
+                tables have the rows of before, are told that.
 
         Raises:
             ConfigError: `other` has names of another type, or other buckets.
@@ -625,10 +645,20 @@ class Vocabulary:
             )
         with other._lock:
             saved = other._saved(copy=True)
+        others = [] if by is None else [each for each in self._living() if each[0] is not by]
+        before = self.to_bytes() if others and self._moves_in(other) else None
         with self._lock:
             self._clear()
             self._load(saved, is_own=False)
+        for follower, table in others if before is not None else ():
+            follower.names_replaced(table, before)
         self._tell(np.zeros(0, np.int64))
+
+    def _moves_in(self, other: "Vocabulary") -> bool:
+        """Return True if a name has another row in `other`, or none."""
+        rows = np.arange(self.oov_buckets, self.rows)
+        rows = rows[~np.isin(rows, self.free_rows)]
+        return bool((self.rows_in(other)[rows] != rows).any())
 
     def _saved(self, copy: bool = False) -> SavedNames:
         """Return all of it: views, or, with `copy`, what later changes leave as it is."""

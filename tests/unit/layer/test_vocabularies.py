@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError, TrainingError
 from tpuembed.testing import simulated_tpu
 
@@ -402,6 +402,112 @@ def test_tables_of_one_vocabulary_get_one_set_of_names(tmp_path: Path) -> None:
         layer.restore_tables(path)
     np.testing.assert_equal(tables(layer), before)
     assert not len(shared)
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "model.weights.h5", "tables"])
+def test_the_names_of_one_of_two_tables_do_not_rename_the_other(kind: str, tmp_path: Path) -> None:
+    """Both tables have one vocabulary, and the save has names of the first alone."""
+
+    class Model(keras.Model):
+        def __init__(self, first: Vocabulary, other: Vocabulary | None) -> None:
+            super().__init__()
+            given = {"a": first, "b": other}
+            features = {name: FeatureConfig(TableConfig(9, DIM, name), vocabulary=its) for name, its in given.items()}
+            self.layer, self.built = TPUEmbedding(features, "sgd", name="embedding"), True
+
+    model = Model(Vocabulary(["y", "x"]), None)
+    model.save_weights(str(tmp_path / "model.weights.h5"))
+    path = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    shared = Vocabulary(["x", "y"])
+    model = Model(shared, shared)
+    if kind == "model.weights.h5":
+        with pytest.raises(ValueError, match="could not be loaded"):
+            model.load_weights(str(tmp_path / kind))
+    else:
+        with refused(CheckpointMismatchError):
+            (tf.train.Checkpoint(model=model).restore if kind == "ckpt" else model.layer.restore_tables)(path)
+    assert shared.get_vocabulary() == ["x", "y"]
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "model.weights.h5", "tables"])
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, grows: bool, tmp_path: Path) -> None:
+    """Two models of one vocabulary object, as of a module's features. The rows of the second are not restored."""
+
+    class Model(keras.Model):
+        def __init__(self, vocabulary: Vocabulary) -> None:
+            super().__init__()
+            features = {"f": FeatureConfig(TableConfig(9, 1, "t"), vocabulary=vocabulary)}
+            self.layer, self.built = TPUEmbedding(features, "sgd", name="embedding"), True
+            self.layer.update_embedding_table("t", np.arange(9, dtype=np.float32)[:, None])
+
+        def call(self, names: Any, training: bool = False) -> Any:
+            return self.layer({"f": names}, training=training)["f"]
+
+    def save(model: Model, name: str) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        if kind != "model.weights.h5":
+            return str(tf.train.Checkpoint(model=model).write(str(folder / "ckpt")))
+        model.save_weights(str(folder / kind))
+        return str(folder / kind)
+
+    def restore(model: Model, path: str) -> None:
+        if kind == "ckpt":
+            tf.train.Checkpoint(model=model).restore(path)
+        elif kind == "tables":
+            model.layer.restore_tables(path)
+        else:
+            model.load_weights(path)
+
+    names = tf.constant(["ann", "bob"])
+    first = save(Model(Vocabulary(["ann", "bob"], grows=grows)), "first")
+    other = save(Model(Vocabulary(["bob", "ann"], grows=grows)), "other")
+    shared = Vocabulary(grows=grows)
+    model, second = Model(shared), Model(shared)
+    restore(model, first)
+    in_graph = tf.function(second.call)
+    assert in_graph(names)[:, 0].numpy().tolist() == [0, 1], "names were added, and none has another row"
+    if kind == "tables":  # which compares the names itself
+        with refused(CheckpointMismatchError):
+            restore(model, other)
+        assert second(names)[:, 0].numpy().tolist() == [0, 1]
+        return
+    restore(model, other)
+    assert model(names)[:, 0].numpy().tolist() == [1, 0]
+    assert in_graph(names)[:, 0].numpy().tolist() == [0, 1], "a graph has the names of the rows"
+    for use in (
+        lambda: second(names),
+        lambda: second(names, training=True),
+        lambda: second.layer.names_to_rows({"f": names}),
+        lambda: export_model(second, tmp_path / "export"),
+    ):
+        with refused(ConfigError):
+            use()
+    again = Model(Vocabulary(grows=grows))
+    restore(again, save(second, "again"))
+    assert again(names)[:, 0].numpy().tolist() == [0, 1], "a save has the names of the rows"
+    restore(second, other)
+    assert second(names)[:, 0].numpy().tolist() == [1, 0]
+    assert model(names)[:, 0].numpy().tolist() == [1, 0]
+
+
+def test_a_restore_that_is_refused_too_late_says_so(tmp_path: Path) -> None:
+    """Only TensorFlow knows which of two layers with a table of one name is whose, and it restores rows first."""
+
+    class Two(keras.Model):
+        def __init__(self, buckets: int) -> None:
+            super().__init__()
+            self.first, self.other = (
+                TPUEmbedding(
+                    {"f": FeatureConfig(TableConfig(9, DIM, "t"), vocabulary=Vocabulary(["a"], oov_buckets=own))}
+                )
+                for own in (1, buckets)
+            )
+
+    path = tf.train.Checkpoint(model=Two(1)).write(str(tmp_path / "ckpt"))
+    with refused(CheckpointMismatchError, match="already"):
+        tf.train.Checkpoint(model=Two(2)).restore(path)
 
 
 def test_names_that_are_added_by_hand_fit_into_the_table() -> None:

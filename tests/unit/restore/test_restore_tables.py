@@ -401,6 +401,8 @@ def test_a_layer_inside_an_export_has_no_tables(prefix: str) -> None:
 
         def name_arrays(self, table: str, given: Any = None) -> Any: ...
 
+        def note_numbers(self, table: str) -> None: ...
+
     with deferred_tables(Source()):
         layer = TPUEmbedding(_features(plain=(3, 2)), optimizer="sgd")
     with refused(ConfigError, match="restore_tables"):

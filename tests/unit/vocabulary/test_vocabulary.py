@@ -209,7 +209,10 @@ def test_files_of_integers(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "twice").write_text("a\nb\na\n")
     (tmp_path / "words").write_text("5\nx\n")
+    (tmp_path / "digits").write_text("1_0\n")
+    (tmp_path / "marked").write_bytes("\ufeffann\nbob\n".encode())
     np.save(tmp_path / "float.npy", np.zeros(3))
+    np.save(tmp_path / "unsigned.npy", np.array([1, 2**63 + 1], np.uint64))
     calls: list[Callable[[], Any]] = [
         lambda: Vocabulary(["a", "b", "a"]),
         lambda: Vocabulary([3, 3], dtype="int64"),
@@ -225,7 +228,10 @@ def test_refusals(tmp_path: Path) -> None:
         lambda: Vocabulary.from_file(tmp_path / "missing"),
         lambda: Vocabulary.from_file(tmp_path / "twice"),
         lambda: Vocabulary.from_file(tmp_path / "words", dtype="int64"),
+        lambda: Vocabulary.from_file(tmp_path / "digits", dtype="int64"),
+        lambda: Vocabulary.from_file(tmp_path / "marked"),
         lambda: Vocabulary.from_file(tmp_path / "float.npy", dtype="int64"),
+        lambda: Vocabulary.from_file(tmp_path / "unsigned.npy", dtype="int64"),
         lambda: Vocabulary.adapt([["a"]], min_count=0),
     ]
     for call in calls:

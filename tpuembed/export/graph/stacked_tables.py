@@ -11,7 +11,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tpuembed.checkpoint import TableInfo
 from tpuembed.config import QuantizationConfig, TableConfig
-from tpuembed.errors import CheckpointMismatchError, ExportError
+from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
 from tpuembed.export.graph.given_names import Saved, vocabulary_of
 from tpuembed.export.graph.overlay import gather_overlaid
 from tpuembed.export.graph.signature import find_table
@@ -109,6 +109,16 @@ class StackedTables:
             )
             self._compared[key] = given  # kept, so that no other object has its id
         return self.vocabularies[table]
+
+    def note_numbers(self, table: str) -> None:
+        """Refuse a layer that takes row numbers of `table` if the checkpoint has names: its numbers may be of another order."""
+        saved = self._saved(table)
+        if saved is not None and len(saved):
+            raise ConfigError(
+                f"table {table!r}: the checkpoint has {len(saved)} names of its rows, and the model takes row numbers. Give its "
+                "features the vocabulary that the table was trained with. If clients send row numbers, build the layer with "
+                "takes_rows=True too."
+            )
 
     def name_arrays(self, table: str, given: Vocabulary | None = None) -> TableNames:
         """Return the index of a table's names; see `TableSource`."""

@@ -213,6 +213,10 @@ class _Exported(abc.ABC):
         """Return the export of one shard."""
 
     @abc.abstractmethod
+    def names(self) -> dict[str, str]:
+        """Return a digest of each vocabulary: a file of names may change between an interrupted export and its end."""
+
+    @abc.abstractmethod
     def request_of_front(self) -> ExportRequest:
         """Return the export of `front`."""
 
@@ -227,6 +231,13 @@ class _Lookups(_Exported):
         request = LookupRequest(opened, self._config)
         entries = [feature.entry for feature in request.features]
         super().__init__(opened, options, request, entries, _padding(request.features))
+        self._vocabularies = {
+            each.table: each.spec.vocabulary for each in request.features if each.spec.vocabulary is not None
+        }
+
+    def names(self) -> dict[str, str]:
+        """See _Exported."""
+        return {table: vocabulary.digest() for table, vocabulary in self._vocabularies.items()}
 
     def request(self, shard: ShardEntry) -> ExportRequest:
         """See _Exported."""
@@ -266,6 +277,11 @@ class _WholeModel(_Exported):
         tables = tuple(self._whole.whole_tables)
         names = tuple(entry.name for entry in entries)
         self.front = FrontEntry(FRONT, names, tables, sum(self.bytes[table] for table in tables))
+
+    def names(self) -> dict[str, str]:
+        """See _Exported."""
+        of_tables = {table: vocabulary.digest() for table, vocabulary in self._whole.sources.vocabularies.items()}
+        return of_tables | {f"layer {one.layer}": one.sha256 for one in self._whole.model.vocabularies()}
 
     def request(self, shard: ShardEntry) -> ExportRequest:
         """See _Exported."""
@@ -419,6 +435,7 @@ def _export_id(plan: ShardingPlan, exported: _Exported, options: ExportOptions, 
         "plan": plan.to_dict(),
         "features": [dataclasses.asdict(feature) for feature in exported.features],
         "storage": exported.storages,
+        "names": exported.names(),
         "options": [options.layout, options.max_error, options.require_finite],
     }
     return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, Vocabulary
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary
 from tpuembed.checkpoint import TableInfo
 from tpuembed.config import ServingConfig, ServingFeature, feature_config_from_dict, feature_config_to_dict
 from tpuembed.errors import ConfigError
@@ -123,6 +123,27 @@ def test_the_names_of_a_whole_model_are_those_of_the_checkpoint() -> None:
     given = Vocabulary(["q"])
     source.name_arrays("items", given)
     assert source.vocabularies == {"users": NAMES, "items": given}
+
+
+def test_a_model_that_takes_rows_of_a_table_with_names_is_refused() -> None:
+    """A lookup layer in the factory may number the names in another order than the vocabulary that was trained."""
+
+    def make(vocabulary: Vocabulary | None, takes_rows: bool = False) -> None:
+        with deferred_tables(StackedTables(TABLES, {"users": NAMES}.get)):
+            features = {
+                "user": FeatureConfig(
+                    TableConfig(TABLES["users"].rows, TABLES["users"].dim, "users"), vocabulary=vocabulary
+                ),
+                "item": FeatureConfig(TableConfig(TABLES["items"].rows, TABLES["items"].dim, "items")),
+            }
+            TPUEmbedding(features, "sgd", takes_rows=takes_rows)
+
+    with refused(ConfigError, match="'users'"):
+        make(None)
+    with refused(ConfigError, match="'users'"):
+        make(None, takes_rows=True)
+    make(Vocabulary(oov_buckets=1))
+    make(Vocabulary(oov_buckets=1), takes_rows=True)
 
 
 def test_a_model_without_a_checkpoint_has_no_names() -> None:

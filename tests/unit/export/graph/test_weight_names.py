@@ -162,6 +162,8 @@ class Rows:
 
     def name_arrays(self, table: str, given: Any = None) -> Any: ...
 
+    def note_numbers(self, table: str) -> None: ...
+
     def table(self, name: str) -> Any:
         """All of it."""
         return self._tables[name]

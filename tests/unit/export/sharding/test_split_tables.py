@@ -16,6 +16,8 @@ from tests.support.export.in_process import exports_in_this_process
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model, export_shards
 from tpuembed.errors import ConfigError
+from tpuembed.export.run import run_export
+from tpuembed.export.sharding import export as sharding
 from tpuembed.export.sharding.export import plan_shards
 
 Array = np.ndarray[Any, Any]
@@ -193,6 +195,31 @@ def test_an_export_of_another_placement_is_no_part_of_this_one(tmp_path: Path) -
     shutil.rmtree(tmp_path / "s" / "shard-1")
     other = export_shards(checkpoint, tmp_path / "s", **options, shards=3, split={"a": 3})
     assert (other.version, list(other.reports)) == (2, ["shard-0", "shard-1", "shard-2"])
+
+
+def test_an_export_of_other_names_is_no_part_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of names may be corrected between an interrupted export and its end."""
+    tables = {name: tf.Variable(tf.reshape(tf.range(6.0), [6, 1])) for name in "ab"}
+    checkpoint = tf.train.Checkpoint(**tables).write(str(tmp_path / "ckpt"))
+    names = tmp_path / "names"
+    vocabulary = {"file": str(names), "oov_buckets": 1}
+    config = {"features": {name: {"table": name, "input": "id", "vocabulary": vocabulary} for name in "ab"}}
+    written: list[str] = []
+
+    def first_alone(opened: Any, request: Any, folder: Path, *given: Any, **more: Any) -> Any:
+        if written:
+            raise KeyboardInterrupt
+        written.append(folder.name)
+        return run_export(opened, request, folder, *given, **more)
+
+    names.write_text("ann\nbob\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(sharding, "run_export", first_alone)
+        with pytest.raises(KeyboardInterrupt):
+            export_shards(checkpoint, tmp_path / "s", serving_config=config, shards=2)
+    names.write_text("bob\nann\n")
+    report = export_shards(checkpoint, tmp_path / "s", serving_config=config, shards=2)
+    assert (report.version, sorted(report.reports)) == (2, ["shard-0", "shard-1"])
 
 
 @pytest.mark.parametrize(("before", "now"), [("id", "ids"), ("ids", "id")])
