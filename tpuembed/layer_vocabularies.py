@@ -353,7 +353,7 @@ class _GraphCopy:
     def _find(self, names: Tensor) -> Tensor:
         """Return the number of each name in the copy; -1 for one that it lacks."""
         cells = local(self._cells)
-        keys = name_keys(names, local(self._state)[0])
+        keys = name_keys(names, local(self._state)[0], self.vocabulary.oov_key)
         buckets = tf.raw_ops.VariableShape(input=cells.handle, out_type=tf.int64)[0]
         found = tf.gather(cells, key_places(keys, buckets))
         is_hit = tf.equal(found[:, :, :WAYS], keys[:, None, None])

@@ -36,6 +36,7 @@ class NameArrays(Protocol):
         numbers: int32 [buckets * WAYS], the number of each key's name. -1 for a place without a key.
         buckets: int64 [], the number of buckets.
         salt: text before each name when it is hashed.
+        key: that of the fingerprints of strings, or None.
     """
 
     @property
@@ -46,19 +47,21 @@ class NameArrays(Protocol):
     def buckets(self) -> Any: ...  # noqa: D102
     @property
     def salt(self) -> bytes: ...  # noqa: D102
+    @property
+    def key(self) -> tuple[int, int] | None: ...  # noqa: D102
 
 
 def find_names(names: Tensor, arrays: NameArrays) -> Tensor:
     """Return the number of each name, int64 [n], or -1 if the vocabulary has no such name.
 
     A string of a fingerprint that a name has is taken for that name. An unknown string has one with a probability of
-    n / 2^63 for n names.
+    n / 2^63 for n names. Without a key, anybody can make such a string of a known name.
 
     Args:
         names: string or int64, [n].
         arrays: those of the vocabulary.
     """
-    return find_keys(name_keys(names, arrays.salt), arrays)
+    return find_keys(name_keys(names, arrays.salt, arrays.key), arrays)
 
 
 def find_keys(keys: Tensor, arrays: NameArrays) -> Tensor:
@@ -71,25 +74,28 @@ def find_keys(keys: Tensor, arrays: NameArrays) -> Tensor:
     return tf.where(tf.reduce_any(found, 1), number, tf.constant(-1, tf.int64))
 
 
-def name_keys(names: Tensor, salt: bytes | Tensor) -> Tensor:
+def name_keys(names: Tensor, salt: bytes | Tensor, key: tuple[int, int] | None) -> Tensor:
     """Return what finds each name in an index, int64 of the shape of `names`: integers themselves, and fingerprints of strings.
 
     Args:
         names: string or int64.
         salt: the text before each name, or `Vocabulary.salt_number` as a tensor.
+        key: that of the fingerprints, or None.
     """
     if names.dtype != tf.string:
         return names
     if isinstance(salt, bytes):
-        return _fingerprints(tf.strings.join([salt, names]) if salt else names)
+        return _fingerprints(tf.strings.join([salt, names]) if salt else names, key)
     return tf.cond(
         tf.equal(salt, 0),
-        lambda: _fingerprints(names),
-        lambda: _fingerprints(tf.strings.join([tf.strings.as_string(salt), "\0", names])),
+        lambda: _fingerprints(names, key),
+        lambda: _fingerprints(tf.strings.join([tf.strings.as_string(salt), "\0", names]), key),
     )
 
 
-def _fingerprints(names: Tensor) -> Tensor:
+def _fingerprints(names: Tensor, key: tuple[int, int] | None) -> Tensor:
+    if key is not None:
+        return tf.strings.to_hash_bucket_strong(names, BUCKETS, list(key))
     return tf.strings.to_hash_bucket_fast(names, BUCKETS)
 
 

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from tpuembed.errors import ConfigError
 from tpuembed.vocabulary.fingerprint import fingerprints, hashes
-from tpuembed.vocabulary.siphash import keyed_hashes
 from tpuembed.vocabulary.text import SLACK, GrowingArray, Texts
 
 __all__ = ["Batch", "DType", "IntegerNames", "NameStore", "TextNames", "names_of"]
@@ -56,8 +55,8 @@ class NameStore(abc.ABC):
         """Return which names are "" or -1."""
 
     @abc.abstractmethod
-    def keys(self, batch: Batch, salt: bytes) -> _Integers:
-        """Return what finds the names in the index: integers themselves, and the fingerprints of texts."""
+    def keys(self, batch: Batch, salt: bytes, key: tuple[int, int] | None) -> _Integers:
+        """Return what finds the names in the index: integers themselves, and the fingerprints of texts, with `key`."""
 
     @abc.abstractmethod
     def buckets(self, batch: Batch, count: int, key: tuple[int, int] | None) -> _Integers:
@@ -121,13 +120,13 @@ class TextNames(NameStore):
         """Return which names are ""."""
         return batch.lengths == 0
 
-    def keys(self, batch: Texts, salt: bytes) -> _Integers:
+    def keys(self, batch: Texts, salt: bytes, key: tuple[int, int] | None) -> _Integers:
         """Return the fingerprint of each name."""
-        return fingerprints(batch, salt)
+        return fingerprints(batch, salt, key)
 
     def buckets(self, batch: Texts, count: int, key: tuple[int, int] | None) -> _Integers:
         """Return the bucket of each name, its hash modulo `count`."""
-        return ((hashes(batch) if key is None else keyed_hashes(batch, key)) % np.uint64(count)).astype(np.int64)
+        return (hashes(batch, key=key) % np.uint64(count)).astype(np.int64)
 
     def item(self, batch: Texts, index: int) -> bytes:
         """Return one name of a batch, bytes."""
@@ -207,7 +206,7 @@ class IntegerNames(NameStore):
         """Return which integers are -1."""
         return batch == -1
 
-    def keys(self, batch: _Integers, salt: bytes) -> _Integers:  # noqa: ARG002 - integers are their own keys
+    def keys(self, batch: _Integers, salt: bytes, key: tuple[int, int] | None) -> _Integers:  # noqa: ARG002 - integers are their own keys
         """Return the integers themselves."""
         return batch
 

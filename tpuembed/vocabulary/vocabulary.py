@@ -72,7 +72,7 @@ class Vocabulary:
     Attributes:
         dtype: "string" for names of any bytes, or "int64".
         oov_buckets: number of rows for unknown names.
-        oov_key: the key of the hash that chooses a bucket; None for a hash without a key.
+        oov_key: the key of the hashes that find a name and choose a bucket; None for hashes without a key.
         grows: True if training gives new names a row.
         min_count: how often training has to see a name before it gets a row.
     """
@@ -93,9 +93,9 @@ class Vocabulary:
             names: str or bytes, or integers, all different. str is kept as UTF-8.
             dtype: of the names.
             oov_buckets: number of rows for unknown names. Without buckets they are UNKNOWN.
-            oov_key: two integers of 64 bits that nobody else knows. Buckets of strings are then those of
-                `tf.strings.to_hash_bucket_strong` with this key, so that clients cannot choose names of one bucket. Checkpoints
-                and exports have the key.
+            oov_key: two integers of 64 bits that nobody else knows. Strings are then hashed by
+                `tf.strings.to_hash_bucket_strong` with this key. So clients can choose no names of one bucket, and none that a
+                graph takes for another name. Checkpoints and exports have the key.
             grows: give new names the next rows of the table, while it has room, in calls of a layer with `training=True`.
             min_count: with `grows`, how often a new name has to be seen before it gets a row, at most 255. Names without a row
                 are counted by a sketch of 16 MiB, which may take a rare name for a more frequent one. It is not saved: after a
@@ -108,7 +108,7 @@ class Vocabulary:
             raise ConfigError(f'vocabulary: dtype must be "string" or "int64", got {dtype!r}.')
         _check_count("oov_buckets", oov_buckets, 0, MOST_NAMES)
         if oov_key is not None:
-            _check_key(oov_key, dtype, oov_buckets)
+            _check_key(oov_key, dtype)
         if not isinstance(grows, bool):
             raise ConfigError(f"vocabulary: grows must be True or False, got {grows!r}.")
         _check_count("min_count", min_count, 1, MOST)
@@ -692,7 +692,7 @@ class Vocabulary:
     # ---- numbers and rows
 
     def _clear(self) -> None:
-        self._names, self._sightings, self._sketch = NumberedNames(self.dtype), Sightings(), None
+        self._names, self._sightings, self._sketch = NumberedNames(self.dtype, self.oov_key), Sightings(), None
 
     def _fill(self, batch: Batch, numbers: npt.NDArray[Any] | None = None, size: int = 0) -> None:
         """Give names numbers, see `NumberedNames.fill`."""
@@ -758,15 +758,12 @@ def _check_count(what: str, value: Any, least: int, most: int | None = None) -> 
         raise ConfigError(f"vocabulary: {what} must be at most {most}, got {value}.")
 
 
-def _check_key(key: Any, dtype: str, oov_buckets: int) -> None:
+def _check_key(key: Any, dtype: str) -> None:
     is_pair = isinstance(key, list | tuple) and len(key) == 2
     if not is_pair or any(type(each) is not int or not -(2**63) <= each < 2**63 for each in key):
         raise ConfigError(f"vocabulary: oov_key must be two integers of 64 bits with a sign, got {key!r}.")
-    if dtype != "string" or not oov_buckets:
-        raise ConfigError(
-            f"vocabulary: oov_key is for the buckets of strings. This one has {dtype} names and oov_buckets={oov_buckets}. Leave "
-            "oov_key out."
-        )
+    if dtype != "string":
+        raise ConfigError(f"vocabulary: oov_key is for strings, and this one has {dtype} names. Leave oov_key out.")
 
 
 def _names_in(element: Any) -> Any:

@@ -97,7 +97,7 @@ def test_a_salt_stands_before_names_that_are_found_and_not_before_unknown_ones(s
 class _Arrays:
     def __init__(self, index: Index, salt: bytes) -> None:
         self.keys, self.numbers = tf.constant(index.keys), tf.constant(index.rows.reshape(-1))
-        self.buckets, self.salt = tf.constant(len(index.keys), tf.int64), salt
+        self.buckets, self.salt, self.key = tf.constant(len(index.keys), tf.int64), salt, None
 
 
 def graph(names: Array, index: Index, salt: bytes, oov_buckets: int, padded: bool) -> Array:

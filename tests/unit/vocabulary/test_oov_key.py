@@ -10,7 +10,12 @@ import tensorflow as tf
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary
 from tpuembed.errors import CheckpointMismatchError, ConfigError
-from tpuembed.vocabulary import NamesPlan, VocabularyHeader
+from tpuembed.export.graph.table_names import constant_names
+from tpuembed.lookup.names import find_names
+from tpuembed.lookup.ranges import NOWHERE
+from tpuembed.vocabulary import BUCKETS, NamesPlan, VocabularyHeader
+from tpuembed.vocabulary.fingerprint import fingerprints
+from tpuembed.vocabulary.text import Texts
 
 KEYS = [(0, 0), (133, 137), (2**63 - 1, -(2**63)), (-1, 6364136223846793005)]
 KEY = (133, 137)
@@ -86,7 +91,38 @@ def test_a_wrong_key_is_refused(key: Any) -> None:
         Vocabulary(KNOWN, oov_buckets=2, oov_key=key)
 
 
-@pytest.mark.parametrize("options", [{"dtype": "int64", "oov_buckets": 2}, {}])
-def test_a_key_without_a_use_is_refused(options: Any) -> None:
+def test_a_key_of_integers_is_refused() -> None:
     with refused(ConfigError):
-        Vocabulary(oov_key=KEY, **options)
+        Vocabulary(dtype="int64", oov_buckets=2, oov_key=KEY)
+
+
+@pytest.mark.parametrize("salt", [b"", b"1\0", b"x" * 70])
+@pytest.mark.parametrize("key", KEYS)
+def test_fingerprints_are_those_of_tensorflow(key: tuple[int, int], salt: bytes) -> None:
+    names = [b"", *unknown_names(3)]
+    expected = tf.strings.to_hash_bucket_strong(tf.constant([salt + name for name in names]), BUCKETS, list(key))
+    np.testing.assert_array_equal(fingerprints(Texts.of(names), salt, key), expected)
+
+
+TWINS = [b"0123456789abcdef0123456789abcdef", b"01234567hostile!\x81\x8f\xbaQY5\x84\xad\xfcK\xae\x1eir\xf3]"]
+"""Two names of one fingerprint without a key. The second was computed from the first."""
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("buckets", [0, 4])
+def test_nobody_without_the_key_makes_a_name_that_is_taken_for_another(buckets: int, grows: bool) -> None:
+    assert len(set(fingerprints(Texts.of(TWINS)).tolist())) == 1
+    vocabulary = Vocabulary([*KNOWN, TWINS[0]], oov_buckets=buckets, oov_key=KEY, grows=grows)
+    table = TableConfig(10, 4, "users", out_of_vocabulary="zeros")
+    layer = TPUEmbedding({"user": FeatureConfig(table, vocabulary=vocabulary)}, optimizer="sgd")
+    names = tf.constant(TWINS)
+    unknown = int(tf.strings.to_hash_bucket_strong(names, buckets, list(KEY))[1]) if buckets else NOWHERE
+    for call in (layer.names_to_rows, tf.function(layer.names_to_rows)):
+        rows = call({"user": names})["user"].numpy()
+        assert rows.tolist() == [buckets + 3, unknown]
+    numbers = find_names(names, constant_names(vocabulary))
+    assert numbers.numpy().tolist() == [3, -1]
+    if grows:
+        rows = layer.names_to_rows({"user": names}, training=True)["user"]
+        assert rows.numpy().tolist() == [buckets + 3, buckets + 4]
+        assert find_names(names, constant_names(vocabulary)).numpy().tolist() == [3, 4]

@@ -22,6 +22,7 @@ class TableNames:
     numbers: Any
     buckets: Any
     salt: bytes
+    key: tuple[int, int] | None
 
 
 def make_names(
@@ -37,7 +38,7 @@ def make_names(
             for what, value in (("keys", of_index), ("numbers", numbers_of_index.reshape(-1)))
         ]
         (keys, _), (numbers, _) = stored
-        arrays[table] = TableNames(keys, numbers, len(of_index), salt_text(salt))
+        arrays[table] = TableNames(keys, numbers, len(of_index), salt_text(salt), vocabulary.oov_key)
         entries.append(
             NamesEntry(
                 table=table,
@@ -59,9 +60,10 @@ def constant_names(vocabulary: Vocabulary) -> TableNames:
         tf.constant(vocabulary.numbers.reshape(-1)),
         len(vocabulary.keys),
         vocabulary.salt,
+        vocabulary.oov_key,
     )
 
 
 def stand_in_names() -> TableNames:
     """Return arrays without names, for a trace that is thrown away."""
-    return TableNames(tf.zeros([1, WAYS], tf.int64), tf.fill([WAYS], -1), 1, b"")
+    return TableNames(tf.zeros([1, WAYS], tf.int64), tf.fill([WAYS], -1), 1, b"", None)
