@@ -35,6 +35,7 @@ def movielens(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return _demo("--ratings", str(RATINGS), "--out", str(tmp_path_factory.mktemp("demo")))
 
 
+@pytest.mark.long
 def test_movielens_reaches_the_published_quality(movielens: Any) -> None:
     """The published tutorial reaches .2391 on a TPU; keras-rs on a CPU, which ignores the table optimizer, .293."""
     assert movielens["test_rmse"] <= 0.245

@@ -172,6 +172,7 @@ def test_the_server_maps_from_where_the_version_lies(
         path.chmod(0o755)
 
 
+@pytest.mark.long
 def test_relocated_for_other_loaders(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
     version = export(checkpoint, tmp_path / "m")
     moved = tmp_path / "elsewhere" / "1"

@@ -108,6 +108,7 @@ def _check_rows(found: Array, rows: Array, storage: str) -> None:
 # ---- a large table
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "layout"),
     [(30_000, "mmap"), *(pytest.param(2_000_000, layout, marks=LONG) for layout in ("mmap", "variables"))],
@@ -452,6 +453,7 @@ def test_a_compaction_removes_what_one_of_another_version_left(tmp_path: Path) -
     assert not left.exists()
 
 
+@pytest.mark.long
 def test_an_export_leaves_a_compaction_to_be_resumed(tmp_path: Path) -> None:
     model = Model(tmp_path, np.random.default_rng(0))
     model.export_overlay()

@@ -294,6 +294,7 @@ def test_a_signature_that_is_no_file(tmp_path: Path) -> None:
         apply_package(package, road.server, trusted_key=_key(tmp_path))
 
 
+@pytest.mark.long
 def test_unknown_fields_of_errors_are_left_out(tmp_path: Path) -> None:
     """They are of a newer version."""
     road = Road(tmp_path, storage="int8")

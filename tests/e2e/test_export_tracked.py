@@ -272,6 +272,7 @@ def test_whole_models_are_exported_without_stamps(tmp_path: Path, layout: str) -
     assert all(each == weights[0] for each in weights)
 
 
+@pytest.mark.long
 def test_a_base_of_another_kind_or_layout(tmp_path: Path) -> None:
     """Its clients would get another signature, or its servers would load what they mapped."""
     model, layer = whole_model()

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 CONFIG = {"features": {name: {"table": name, "input": "id"} for name in "ab"}}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*stamps of table")
 @pytest.mark.filterwarnings("ignore:.*export the same signature")
 @pytest.mark.filterwarnings("ignore:.*Writing a full version")

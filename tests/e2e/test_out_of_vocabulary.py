@@ -342,6 +342,7 @@ def test_predict_equals_the_exports(trained: Any) -> None:
             check(signature(**inputs), rows, ids, SERVED)
 
 
+@pytest.mark.long
 def test_lookups_take_the_layers_policies(trained: Any) -> None:
     made, rows, checkpoint, folder = trained
     lists = {name: case for name, case in SERVED.items() if not case.is_dense}

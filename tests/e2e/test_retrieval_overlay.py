@@ -165,6 +165,7 @@ def test_a_package_has_the_changes(tmp_path: Path) -> None:
     life.check(apply_package(package, tmp_path / "b").path, is_exact=False)
 
 
+@pytest.mark.long
 def test_too_many_changes_make_a_full_version_with_partitions_of_its_own(tmp_path: Path) -> None:
     life = Life(tmp_path, False, seed=4)
     life.export(tmp_path / "m", index="ivf", min_recall=1)

@@ -160,6 +160,7 @@ def test_a_stop_right_after_the_start(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asked", [None, "1"])
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_onednn_is_off_unless_it_is_asked_for(

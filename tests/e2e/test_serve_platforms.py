@@ -128,6 +128,7 @@ def test_sagemaker(model: Path, expected: Any, tmp_path: Path, workers: str) -> 
         assert server.process.wait(30) == 0
 
 
+@pytest.mark.long
 def test_vertex_ai_with_a_model_in_a_store(model: Path, expected: Any, tmp_path: Path) -> None:
     variables = {**VERTEX, "AIP_HTTP_PORT": str(free_port()), "AIP_STORAGE_URI": "s3://bucket/artifact/"}
     variables |= {"XDG_CACHE_HOME": str(tmp_path), "TPUEMBED_SERVE_POLL_SECONDS": "0.1"}

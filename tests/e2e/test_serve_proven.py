@@ -238,6 +238,7 @@ def test_lookups_answer_many_as_each_bit_for_bit(checkpoint: str, tmp_path: Path
     servable.close()
 
 
+@pytest.mark.long
 def test_a_proof_holds_up_no_request(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signatures that are not served first are proven while the version is served."""
     path = export_saved_model(checkpoint, tmp_path / "m", model=by_id).path

@@ -650,8 +650,9 @@ class Vocabulary:
         with self._lock:
             self._clear()
             self._load(saved, is_own=False)
-        for follower, table in others if before is not None else ():
-            follower.names_replaced(table, before)
+        if before is not None:
+            for follower, table in others:
+                follower.names_replaced(table, before)
         self._tell(np.zeros(0, np.int64))
 
     def _moves_in(self, other: "Vocabulary") -> bool:

@@ -93,7 +93,21 @@ def _check_same(where: str, given: Vocabulary, saved: Vocabulary, table: str) ->
             f"{getattr(saved, option)!r}. Give the one that the table was trained with."
         )
     if len(given) and not given.same_names(saved):
+        row, own, other = _first_difference(given, saved)
         raise ConfigError(
-            f"{where}: its vocabulary has {len(given)} names, but that of table {table!r} has "
-            f"{len(saved)} names, and they differ. Leave the names out to take those of the checkpoint."
+            f"{where}: its vocabulary has {len(given)} names, and that of table {table!r} has {len(saved)}. Row {row} is {own} in "
+            f"the first and {other} in the second. Leave the names out to take those of the checkpoint."
         )
+
+
+def _first_difference(one: Vocabulary, other: Vocabulary) -> tuple[int, str, str]:
+    """Return the first row with different names in two vocabularies of the same buckets, and what each has there."""
+
+    def shown(vocabulary: Vocabulary, row: int) -> str:
+        if row >= vocabulary.rows or row in vocabulary.free_rows:
+            return "free"
+        return repr(vocabulary.names([row])[0])
+
+    rows = max(one.rows, other.rows)
+    row = next(row for row in range(one.oov_buckets, rows) if shown(one, row) != shown(other, row))
+    return row, shown(one, row), shown(other, row)
