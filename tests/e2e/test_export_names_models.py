@@ -9,8 +9,10 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model
 from tpuembed.checkpoint.tools import verify_files
+from tpuembed.errors import CheckpointMismatchError
 from tpuembed.manifest import Manifest
 from tpuembed_serving.tensorflow import session as runtime
 
@@ -27,6 +29,32 @@ def model() -> Any:
     features = {name: FeatureConfig(TableConfig(*size, name), vocabulary=names[name]) for name, size in SIZES.items()}
     found = TPUEmbedding(features, optimizer="sgd")({"users": user, "items": item})
     return keras.Model({"user": user, "item": item}, {"score": keras.ops.sum(found["users"] * found["items"], -1)})
+
+
+@pytest.mark.parametrize("names", [["ann", "bob", "eve"], ["bob", "ann", "eve"], ["ann", "bob"]])
+def test_names_for_a_model_that_was_trained_with_a_lookup_layer(tmp_path: Path, names: list[str]) -> None:
+    """The `.keras` file has the vocabulary of the StringLookup. Other names, or another order, would be other rows."""
+    trained = ["ann", "bob", "eve"]
+
+    def build(lookup: bool) -> keras.Model:
+        inputs = keras.Input((), dtype="string", name="user")
+        vocabulary = None if lookup else Vocabulary(names, oov_buckets=1)
+        config = FeatureConfig(TableConfig(8, 2, "users"), vocabulary=vocabulary)
+        ids = keras.layers.StringLookup(vocabulary=trained)(inputs) if lookup else inputs
+        return keras.Model(
+            {"user": inputs}, TPUEmbedding({"user": config}, optimizer="sgd", name="e")({"user": ids})["user"]
+        )
+
+    layer = build(lookup=True)
+    layer.save(tmp_path / "m.keras")
+    if names != trained:
+        with refused(CheckpointMismatchError):
+            export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(lookup=False))
+        return
+    version = export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(lookup=False)).path
+    found = tf.saved_model.load(str(version)).signatures["serving_default"](user=tf.constant(["eve", "ann", "x"]))
+    wanted = layer({"user": tf.constant(["eve", "ann", "x"])})
+    np.testing.assert_array_equal(next(iter(found.values())), wanted)
 
 
 @pytest.mark.sampled(1)

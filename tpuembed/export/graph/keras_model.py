@@ -250,13 +250,13 @@ class KerasModel(ExportableModel):
             self._vocabularies = vocabularies_of(self.model)
         return self._vocabularies
 
-    def compare_vocabularies(self, source: str) -> None:
+    def compare_vocabularies(self, source: str, given: Mapping[str, Vocabulary] | None = None) -> None:
         """Compare the vocabularies, of a model that a factory made, with those of the training in `source`; see there.
 
         Raises:
             CheckpointMismatchError: one differs.
         """
-        self._vocabularies = compare_vocabularies(self.model, source)
+        self._vocabularies = compare_vocabularies(self.model, source, given)
 
     def packing(self) -> Packing:
         """Return how the signature `packed` takes the inputs."""

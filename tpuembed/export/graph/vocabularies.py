@@ -29,6 +29,7 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, Con
 from tpuembed.export.graph.layer_graphs import snake_case
 from tpuembed.files import FilePath, as_path, names_below, open_stream
 from tpuembed.manifest import VocabularyEntry
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["compare_vocabularies", "nodes_below", "vocabularies_of"]
 
@@ -158,7 +159,9 @@ def _given(special: list[bytes], words: Iterable[Any]) -> list[bytes]:
 # ---- of a `.keras` file
 
 
-def compare_vocabularies(model: Any, source: str | FilePath) -> tuple[VocabularyEntry, ...]:
+def compare_vocabularies(
+    model: Any, source: str | FilePath, given: Mapping[str, Vocabulary] | None = None
+) -> tuple[VocabularyEntry, ...]:
     """Size and digest of each vocabulary of `model`, compared with those in the `.keras` file or folder that it was saved in.
 
     A layer with a name of its own is compared with the layer of that name. Layers whose names Keras has numbered must have the
@@ -168,13 +171,19 @@ def compare_vocabularies(model: Any, source: str | FilePath) -> tuple[Vocabulary
 
     Other sources hold no vocabularies: nothing is compared, and there is no warning.
 
+    Args:
+        model: of the factory.
+        source: the checkpoint.
+        given: table -> its names, where the factory gives them and the checkpoint has none. If the file has vocabularies of layers
+            that the factory lacks, the names must be those of one of them, in the same order.
+
     Raises:
         CheckpointMismatchError: a vocabulary differs; the message says where.
         CheckpointCorruptError: the file's vocabularies cannot be read.
         ConfigError: as `vocabularies_of`.
     """
     mine, path = _of_model(model), as_path(source)
-    if not mine or not path.is_file() or not (path.suffix == ".keras" or _is_unzipped(path)):
+    if not (mine or given) or not path.is_file() or not (path.suffix == ".keras" or _is_unzipped(path)):
         return tuple(one.described for one in mine)
     config, saved = _of_file(path, {one.layer for one in mine})
     pairs = _pairs(mine, saved, source)
@@ -184,6 +193,7 @@ def compare_vocabularies(model: Any, source: str | FilePath) -> tuple[Vocabulary
         one for one, other in pairs if other.entries is not None and (one.number is not None or one not in unclear)
     }
     left = [other for other in saved if other.entries is not None and other not in taken]
+    _check_given(given or {}, left, source)
     if left:  # of a layer that was renamed, if it can be no other
         equal |= {one for one in mine if one not in paired and all(_is_same(one, other) for other in left)}
     equal |= _equal_in_configs([one for one in mine if one not in equal], model, config, source)
@@ -191,6 +201,19 @@ def compare_vocabularies(model: Any, source: str | FilePath) -> tuple[Vocabulary
     if unknown:
         warn(_not_compared(unknown, left, source))
     return tuple(dataclasses.replace(one.described, compared=one in equal) for one in mine)
+
+
+def _check_given(given: Mapping[str, Vocabulary], left: Sequence[_Vocabulary], source: str | FilePath) -> None:
+    for table, vocabulary in given.items():
+        names = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows))
+        special = [b"[UNK]" if vocabulary.dtype == "string" else b"-1"] * vocabulary.oov_buckets
+        digest, size = _digest(special + [name if isinstance(name, bytes) else str(name).encode() for name in names])
+        if left and all(digest != other.described.sha256 for other in left):
+            others = ", ".join(f"{one.layer!r} ({one.described.size} entries)" for one in left)
+            raise CheckpointMismatchError(
+                f"model file {source}: the factory gives the names of table {table!r}, {size} entries, and the file has others, "
+                f"of layer {others}. Take them from there with read_vocabulary."
+            )
 
 
 def _not_compared(unknown: Sequence[_Vocabulary], left: Sequence[_Vocabulary], source: str | FilePath) -> str:
