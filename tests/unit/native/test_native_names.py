@@ -251,7 +251,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=["first", pytest.param("overlay", marks=pytest.mark.long)])
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    def colliding(some: Any, salt: bytes) -> Array:
+    def colliding(some: Any, salt: bytes, key: Any) -> Array:
         """Users without a salt have fingerprints of their own only by chance."""
         collides = not salt and len(some) and some[len(some) - 1].startswith(b"user")
         return fingerprints(some, salt) % (500 if collides else 2**63 - 1)
