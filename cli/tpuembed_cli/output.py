@@ -30,6 +30,8 @@ __all__ = [
 
 _WIDE = 1000
 _SECONDS_BETWEEN_LINES = 5.0
+_LEAST_BYTES = 1e6
+"""Progress is shown in megabytes."""
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -162,7 +164,7 @@ class _Lines:
         if self._first is None or done < self._before:  # the next of several exports
             self._first, self._next = (now, done), now + _SECONDS_BETWEEN_LINES
         self._before = done
-        if now < self._next or not total:
+        if now < self._next or total < _LEAST_BYTES:
             return
         self._next = now + _SECONDS_BETWEEN_LINES
         started, before = self._first
