@@ -241,7 +241,7 @@ def fleet_of(measured: dict[str, Any], name: str, busy: float = BUSY) -> Fleet:
 def run(seconds: float = 1.0) -> dict[str, Any]:
     """Simulate by the number of shards, by how busy the processes are, and by the hedge."""
     measured = json.loads(_MEASURED.read_text())
-    names = [name for name, one in measured.items() if isinstance(one, dict)]
+    names = [name for name, one in measured.items() if isinstance(one, dict) and "a shard alone" in one]
     by_shards = {}
     for name in names:
         fleet = fleet_of(measured, name)

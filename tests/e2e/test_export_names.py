@@ -322,6 +322,7 @@ def test_an_unknown_name_is_named(tmp_path: Path) -> None:
             call({"one": good, "list": lists})
 
 
+@pytest.mark.long
 def test_a_name_outside_of_the_exported_rows_follows_the_policy(tmp_path: Path) -> None:
     vocabulary = Vocabulary([f"n{number}" for number in range(ROWS)])
     features = {"one": ServingFeature(table="users", input="id", vocabulary=vocabulary, out_of_vocabulary="zeros")}
@@ -352,6 +353,7 @@ def only_one(names: list[str], policy: Any = "zeros") -> ServingConfig:
 
 
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
+@pytest.mark.sampled(1)
 def test_an_overlay_has_names_of_its_own(tmp_path: Path, layout: str) -> None:
     """A name's row differs from the base's: an overlay with the base's index would answer wrong rows."""
     values = random_table(ROWS, DIM)

@@ -139,6 +139,7 @@ def test_only_rows_that_changed_are_written(tmp_path: Path) -> None:
     assert write(tmp_path, values, base="latest").rows_changed in (2, 3)  # x + 1 - 1 may not be x
 
 
+@pytest.mark.long
 def test_what_needs_a_full_version_gets_one(tmp_path: Path) -> None:
     values = tables()
 
@@ -187,6 +188,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["rows", "words", "base"])
+@pytest.mark.sampled(1)
 def test_verify_finds_a_flipped_bit_in_every_array(tmp_path: Path, part: str) -> None:
     values = tables()
     write(tmp_path, values)

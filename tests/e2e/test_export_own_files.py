@@ -39,7 +39,7 @@ def _save(model: Any, folder: Path, ending: str) -> str:
     return str(path)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ending", ["ckpt", "weights.h5", "weights.json", "keras"])
 def test_an_export_needs_no_serving_config(model: Any, ending: str, tmp_path: Path) -> None:
     report = export_saved_model(_save(model, tmp_path, ending), tmp_path / "served")

@@ -256,6 +256,7 @@ def whole_model(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
+@pytest.mark.long
 def test_whole_models_are_exported_without_stamps(tmp_path: Path, layout: str) -> None:
     weights = []
     for track_rows in (True, False):

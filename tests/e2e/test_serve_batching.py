@@ -129,7 +129,7 @@ def draw_numbers(rng: np.random.Generator) -> dict[str, Any]:
     return {"x": rng.integers(0, 100, rng.integers(1, 4)).astype(np.float32)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "draw", "tolerance"),
     [

@@ -111,6 +111,7 @@ def test_answers_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path, st
     theirs.close()
 
 
+@pytest.mark.long
 def test_errors_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path) -> None:
     """Bad ids, and inputs of shapes that a lookup does not have."""
     ours, theirs = both(export(layer, tmp_path, FEATURES))

@@ -151,6 +151,7 @@ def test_answers_are_those_of_tensorflow(pair: Pair, seed: int, batch: int, hot:
 
 @given(seed=st.integers(0, 2**32), batch=st.integers(1, 4), hot=st.integers(1, 4))
 @SETTINGS
+@pytest.mark.sampled(2)
 def test_errors_are_those_of_tensorflow(pair: Pair, seed: int, batch: int, hot: int) -> None:
     """One request with ids outside of their tables, some of which the graph drops. Others are larger than the model's type."""
     inputs = whole_model.draw(np.random.default_rng(seed), batch, hot, bad=0.1)
@@ -258,6 +259,7 @@ def test_weights_that_add_up_to_nothing(tmp_path: Path, combiner: str, kind: str
 
 
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+@pytest.mark.sampled(1)
 def test_weights_and_rows_of_any_size(combiner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer divides each weight before it multiplies: a product of a weight and a row could be too large or too small."""
     inputs = {
@@ -301,6 +303,7 @@ def test_requests_still_share_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("names", "calls"), [(("one", "pair", "ragged"), 2), (("one", "one_again", "pair"), 0)])
+@pytest.mark.sampled(1)
 def test_models_with_lists_are_looked_up_natively(
     names: Sequence[str], calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

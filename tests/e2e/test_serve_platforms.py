@@ -222,6 +222,7 @@ model_config_list {{
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.sampled(1)
 def test_several_models(model: Path, expected: Any, tmp_path: Path, workers: str) -> None:
     config = tmp_path / "models.config"
     config.write_text(CONFIG.format(model=model))

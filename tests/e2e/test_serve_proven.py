@@ -130,7 +130,7 @@ ALL = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("storage", "layout"), ALL)
 def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, (features, signatures) in enumerate(

@@ -73,6 +73,7 @@ def add_examples(request: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.sampled(1)
 def test_every_kind_of_request(models: Path, tmp_path: Path, workers: str) -> None:
     prefix = tmp_path / "logs" / "half"
     sent: Counter[str] = Counter()

@@ -249,6 +249,7 @@ def _compare(found: Mapping[str, Any], expected: Callable[[str], Array]) -> None
 )
 @given(data=st.data())
 @SETTINGS
+@pytest.mark.sampled(5)
 def test_every_lookup_of_lists_equals_brute_force(
     combiner: str, policy: str, weighted: bool, few: bool, data: Any
 ) -> None:

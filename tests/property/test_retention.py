@@ -163,6 +163,7 @@ class Retention(RuleBasedStateMachine):
 SHORT = settings(max_examples=4, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.long
 def test_sequences() -> None:
     run_state_machine_as_test(Retention, settings=SHORT)
 

@@ -162,6 +162,7 @@ def test_a_quiet_export_prints_what_is_asked_for(checkpoint: Path, tmp_path: Pat
     assert "users: 30 rows" in run_command("export", checkpoint, tmp_path / "m", "-q", "--dry-run").stdout
 
 
+@pytest.mark.long
 def test_a_verbose_export_shows_messages_of_tensorflow(checkpoint: Path, tmp_path: Path) -> None:
     done = _run_in_a_new_process("export", checkpoint, tmp_path / "m", "--verbose")
     assert (done.returncode, "absl::InitializeLog" in done.stderr) == (0, True)

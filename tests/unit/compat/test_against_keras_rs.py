@@ -19,6 +19,7 @@ def runs(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
     return model, golden.trained(model, request.param), np.load(golden.FOLDER / f"{request.param}.npz")
 
 
+@pytest.mark.sampled(1)
 def test_it_looks_up_learns_and_predicts_as_keras_rs(runs: tuple[Any, Any, Any]) -> None:
     model, found, truth = runs
     np.testing.assert_allclose(found["before"], truth["before"], rtol=1e-5, atol=1e-6)

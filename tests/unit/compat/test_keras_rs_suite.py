@@ -71,7 +71,7 @@ def test_basics(kind: str, placement: str) -> None:
         }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "ragged", "sparse"])
 def test_model_fit(kind: str, weighted: bool) -> None:
@@ -130,6 +130,7 @@ def _as(kind: str, values: Any, dtype: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.sampled(12)
 def test_correctness(combiner: str, kind: str, weighted: bool, jit_compile: bool) -> None:
     """Of `test_correctness`, which skips ragged and sparse ids under XLA; sparse ones work here."""
     dense = kind.startswith("dense")

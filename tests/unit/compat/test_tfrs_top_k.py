@@ -102,6 +102,7 @@ def test_a_saved_model_is_called_alike(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["brute", "scann"])
+@pytest.mark.sampled(1)
 def test_a_saved_model_takes_batches_of_any_size(kind: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     vectors = rng.normal(size=(30, 4)).astype(np.float32)
@@ -122,6 +123,7 @@ def test_a_saved_model_takes_batches_of_any_size(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("count", [1, 3, 20, 50, 100, 1600])
+@pytest.mark.sampled(2)
 def test_scann_finds_as_many_as_there_are(count: int) -> None:
     rng = np.random.default_rng(count)
     vectors, queries = (rng.normal(size=(n, 8)).astype(np.float32) for n in (count, 40))

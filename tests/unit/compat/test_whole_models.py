@@ -123,7 +123,7 @@ def compare(folder: Path, make: str, around: Any, is_named: bool, files: Sequenc
         np.testing.assert_allclose(found, truth, atol=1e-5, err_msg=file)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "around", "is_named", "file"),
     [
@@ -151,6 +151,7 @@ def test_every_file_gives_the_trained_models_numbers(tmp_path: Path, make: str, 
 
 
 @pytest.mark.parametrize(("make", "file"), [("keras_rs", "w.weights.h5"), ("partial", "w.weights.json")])
+@pytest.mark.sampled(1)
 def test_a_model_with_a_weight_of_its_own_beside_the_layer(tmp_path: Path, make: str, file: str) -> None:
     keras.backend.clear_session()
     model = Subclassed(MAKERS[make](None), None)

@@ -66,6 +66,7 @@ def objects(rows: Any) -> Any:
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
+@pytest.mark.sampled(1)
 def test_ragged_text_and_weights_are_served(combiner: str, tmp_path: Path) -> None:
     model = weighted(combiner=combiner)
     truth = model({"words": ragged(LISTS, tf.string), "strengths": ragged(WEIGHTS, tf.float32)}, training=False)["rows"]
@@ -174,6 +175,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, An
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.sampled(1)
 def test_what_equals_the_padding_within_a_row_keeps_its_place(seed: int, exported: tuple[Any, Any]) -> None:
     model, servable = exported
     lists = drawn(seed)

@@ -250,6 +250,7 @@ def expected_names(structure: Any, path: str = "") -> Iterator[str]:
         yield path or structure[0]
 
 
+@pytest.mark.long
 def test_random_models_answer_each_output_once() -> None:
     for seed in range(60):
         build = Build(seed)
@@ -365,6 +366,7 @@ def served(path: Path, ids: Any) -> dict[str, Any]:
         servable.close()
 
 
+@pytest.mark.long
 def test_both_exporters_and_both_readers(tmp_path: Path) -> None:
     model, ids = ranker(), np.array([0, 8, 3])
     truth = dict(zip(("click", "ranker/watch"), model.predict(ids, verbose=0), strict=True))

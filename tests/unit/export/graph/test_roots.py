@@ -67,6 +67,7 @@ def refusal(path: Path, folder: Path, model: Any, root: str) -> str:
         (Towers, "w.weights.h5", "layers/functional", "item"),  # Keras takes attributes in the order of their names
     ],
 )
+@pytest.mark.sampled(1)
 def test_the_tower_that_is_meant_is_listed(tmp_path: Path, train: Any, file: str, fits: str, other: str) -> None:
     model = train()
     model({name: tf.constant([1, 2], tf.int64) for name in ("user", "item")})

@@ -291,6 +291,7 @@ def test_a_factory_computes_the_trained_models_numbers_or_is_refused(
 
 @pytest.mark.filterwarnings(_UNUSED_HEADS)
 @pytest.mark.parametrize("outputs", [("like",), ("watch", "click")])
+@pytest.mark.sampled(1)
 def test_a_subclassed_model_may_return_some_of_its_heads(tmp_path: Path, outputs: tuple[str, ...]) -> None:
     model = Spec(form="subclassed", named_heads=False)
     _compare(tmp_path, model, dataclasses.replace(model, outputs=outputs), "model")

@@ -107,7 +107,7 @@ def check(path: Path, inputs: dict[str, Any], truth: dict[str, Any], through_c: 
             np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("whole", "layout"),
     [(("items",), "variables"), (("items", "users"), "mmap"), (("other",), "mmap"), ((), "variables")],
@@ -164,6 +164,7 @@ class Compatible(keras.Model):
 
 
 @pytest.mark.parametrize("kind", [tfrs.TPUEmbedding, tfrs.PartialTPUEmbedding])
+@pytest.mark.sampled(1)
 def test_layers_of_tensorflow_recommenders_names(kind: Any, tmp_path: Path) -> None:
     spec = tf.TensorSpec([None], tf.int64, name="id")
     model = Compatible(kind)
@@ -360,6 +361,7 @@ class Best(Scores):
 
 @pytest.mark.filterwarnings("ignore:no requests to warm up")  # a table that large is not tried with zeros
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
+@pytest.mark.sampled(1)
 def test_no_copy_at_load_nor_per_request(layout: str, tmp_path: Path) -> None:
     for name, rows in (("small", 100), ("large", ROWS)):
         report = export_model(large(rows), tmp_path / "m", layout=layout)

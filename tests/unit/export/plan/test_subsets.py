@@ -64,6 +64,7 @@ def part(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("ids", [[[9]], [[30]], [[0]], [[39]], [[10, 9]], [[29, 30, -1]], [[-2]]])
+@pytest.mark.sampled(4)
 def test_other_rows_are_refused(part: tuple[str, Path], ids: Any) -> None:
     kind, path = part
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"assertion|not in"):

@@ -113,6 +113,7 @@ def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(seed=st.integers(0, 2**32), batch=st.integers(0, 6), hot=st.sampled_from([0, 1, 2, 5, 30]))
+@pytest.mark.sampled(1)
 def test_answers_of_parts_add_up(split: Split, seed: int, batch: int, hot: int) -> None:
     inputs = draw(np.random.default_rng(seed), split.features, batch, hot)
     found = split.front.activations(inputs)

@@ -69,6 +69,7 @@ def shards_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     [(dense, 3 * MIB), (chunked, 12 * MIB), (sparse_core, 5 * MIB)],
     ids=["side by side", "chunks", "SparseCores"],
 )
+@pytest.mark.sampled(1)
 def test_workers_that_may_have_no_more_than_their_share_finish(
     tmp_path: Path, write: Callable[[Path], Path], share: int, storage: str
 ) -> None:
