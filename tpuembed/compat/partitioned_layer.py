@@ -119,6 +119,15 @@ class PartitionedEmbedding(keras.layers.Layer):
         """Return {table name: the vocabulary of its rows}, for the tables that have one."""
         return {table: names for _, layer in self._parts for table, names in layer.vocabularies.items()}
 
+    def take_names(self, table: str, saved: Vocabulary) -> None:
+        """Replace the names of a table whose rows are restored with them. See `TPUEmbedding.take_names`."""
+        self._layer_of(table).take_names(table, saved)
+
+    def check_names(self) -> None:
+        """Raise ConfigError if names of a table were replaced by another layer's. See `TPUEmbedding.check_names`."""
+        for _, layer in self._parts:
+            layer.check_names()
+
     # ---- weight files: by table names, without the places
 
     def save_own_variables(self, store: Any) -> None:
