@@ -299,7 +299,7 @@ class ShardedPredictions:
             raise VersionGoneError(f"version {version} is not on all shards any more", max(self._routes, default=None))
         for name, feature in self._file.split.items():
             _check_ids(name, feature, named)
-        ends = asyncio.get_running_loop().time() + timeout_seconds
+        start = asyncio.get_running_loop().time()
         calls = [self._call(route, version, named, timeout_seconds * _share(route)) for route in routes]
         waits = min(map(_share, routes)) * _HEDGE_SHARE * timeout_seconds
         started: list[asyncio.Future[Any]] = [*calls]
@@ -309,7 +309,7 @@ class ShardedPredictions:
                 answers: Sequence[list[Array] | None] = [call.result() for call in calls]
             else:
                 recoveries = [
-                    asyncio.ensure_future(self._recover(route, version, named, call, ends, timeout_seconds))
+                    asyncio.ensure_future(self._recover(route, version, named, call, start, timeout_seconds))
                     for route, call in zip(routes, calls, strict=True)
                 ]
                 started += recoveries
@@ -345,18 +345,18 @@ class ShardedPredictions:
         version: int,
         named: Mapping[str, Array],
         first: "asyncio.Future[list[Array]]",
-        ends: float,
+        start: float,
         timeout_seconds: float,
     ) -> list[Array] | None:
         """Return the outputs of a shard, of the `first` call or of further ones. None if zeros may take their place.
 
         Args:
-            ends: when the request's time ends, by the event loop's clock.
+            start: when the request's time began, by the event loop's clock.
             timeout_seconds: all of the request's time.
         """
         shard, loop = self._file.shards[route.shard], asyncio.get_running_loop()
-        hedges = ends - (1 - _HEDGE_SHARE * _share(route)) * timeout_seconds
-        ends -= (1 - _share(route)) * timeout_seconds
+        seconds = timeout_seconds * _share(route)
+        hedges, ends = start + _HEDGE_SHARE * seconds, start + seconds
         running, has_hedged, others = {first}, False, 0
         error = StatusError(Code.UNAVAILABLE, "no answer")
         try:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tpuembed.errors import ConfigError
 from tpuembed.vocabulary import Vocabulary
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Saved", "vocabulary_of", "with_names"]
 
+_ROWS_AT_ONCE: Final = 1 << 16
 Saved = Callable[[str], Vocabulary | None]
 """Returns the vocabulary that a checkpoint has for a table, or None."""
 
@@ -104,10 +105,14 @@ def _first_difference(one: Vocabulary, other: Vocabulary) -> tuple[int, str, str
     """Return the first row with different names in two vocabularies of the same buckets, and what each has there."""
 
     def shown(vocabulary: Vocabulary, row: int) -> str:
-        if row >= vocabulary.rows or row in vocabulary.free_rows:
-            return "free"
-        return repr(vocabulary.names([row])[0])
+        name = vocabulary.names([row])[0] if row < vocabulary.rows else None
+        return "free" if name is None else repr(name)
 
-    rows = max(one.rows, other.rows)
-    row = next(row for row in range(one.oov_buckets, rows) if shown(one, row) != shown(other, row))
+    row = common = min(one.rows, other.rows)
+    for start in range(one.oov_buckets, common, _ROWS_AT_ONCE):
+        rows = range(start, min(start + _ROWS_AT_ONCE, common))
+        names, others = one.names(rows), other.names(rows)
+        if names != others:
+            row = next(row for row, own, its in zip(rows, names, others, strict=True) if own != its)
+            break
     return row, shown(one, row), shown(other, row)

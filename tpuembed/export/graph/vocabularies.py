@@ -204,11 +204,13 @@ def compare_vocabularies(
 
 
 def _check_given(given: Mapping[str, Vocabulary], left: Sequence[_Vocabulary], source: str | FilePath) -> None:
+    if not left:  # all names are read below
+        return
     for table, vocabulary in given.items():
         names = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows))
         special = [b"[UNK]" if vocabulary.dtype == "string" else b"-1"] * vocabulary.oov_buckets
         digest, size = _digest(special + [name if isinstance(name, bytes) else str(name).encode() for name in names])
-        if left and all(digest != other.described.sha256 for other in left):
+        if all(digest != other.described.sha256 for other in left):
             others = ", ".join(f"{one.layer!r} ({one.described.size} entries)" for one in left)
             raise CheckpointMismatchError(
                 f"model file {source}: the factory gives the names of table {table!r}, {size} entries, and the file has others, "

@@ -107,6 +107,7 @@ class LookupRequest:
 
     Attributes:
         features: those that are exported, with the names of their tables.
+        vocabularies: table -> its names, where a feature takes names.
     """
 
     is_model = False
@@ -125,6 +126,9 @@ class LookupRequest:
         kept = chosen if tables is None else chosen.only_tables(tables)
         self._available = checkpoint.tables()
         self.features = served_features(kept, self._available, checkpoint.layer_config, checkpoint.vocabulary)
+        self.vocabularies = {
+            each.table: each.spec.vocabulary for each in self.features if each.spec.vocabulary is not None
+        }
         self.tables: Sequence[str] = list(dict.fromkeys(feature.table for feature in self.features))
         self.dropped_features = tuple(name for name in config.features if name not in kept.features)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
@@ -139,9 +143,8 @@ class LookupRequest:
         from tpuembed.export.graph.saved_model import save_graph
         from tpuembed.export.graph.stacked_tables import StackedTables
 
-        vocabularies = {each.table: each.spec.vocabulary for each in self.features if each.spec.vocabulary is not None}
-        tables = StackedTables(self._available, vocabularies.get)
-        for table in vocabularies:
+        tables = StackedTables(self._available, self.vocabularies.get)
+        for table in self.vocabularies:
             tables.note_names(table)
         return save_graph(LookupModel(self.features, tables), tables, plan.stacks, list, folder, plan.layout)
 

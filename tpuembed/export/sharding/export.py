@@ -231,9 +231,7 @@ class _Lookups(_Exported):
         request = LookupRequest(opened, self._config)
         entries = [feature.entry for feature in request.features]
         super().__init__(opened, options, request, entries, _padding(request.features))
-        self._vocabularies = {
-            each.table: each.spec.vocabulary for each in request.features if each.spec.vocabulary is not None
-        }
+        self._vocabularies = request.vocabularies
 
     def names(self) -> dict[str, str]:
         """See _Exported."""
