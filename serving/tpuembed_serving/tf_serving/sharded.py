@@ -44,6 +44,8 @@ _ZEROS_SHARE: Final = 0.8
 _OTHER_REPLICAS: Final = 20
 """How often another replica is asked for a version that one does not have yet, or no longer."""
 _BETWEEN_SECONDS: Final = 0.01
+_ZEROS_LOG_SECONDS: Final = 10.0
+"""How long after a message that a shard's features are zeros further ones are only counted, in the metrics."""
 _KEEPALIVE: Final = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000))
 """A replica that has a call and does not even answer pings gets no more calls."""
 
@@ -265,6 +267,7 @@ class ShardedPredictions:
         from tpuembed_serving.grpc.remote_calls import RemotePredictions
 
         self._file, self._routes = file, routes
+        self._next_log = dict[str, float]()
         self._predictions = [
             RedisPredictions(shard.url) if shard.url else RemotePredictions(shard.address, access)
             for shard, access in zip(file.shards, accesses, strict=True)
@@ -388,7 +391,9 @@ class ShardedPredictions:
             raise VersionGoneError(text, max(self._routes.keys() - {version}, default=None))
         if route.shapes is None:
             raise StatusError(error.code, text)
-        logger.warning("its features are zeros: %s", text, extra=ONCE)
+        if loop.time() >= self._next_log.get(shard.name, 0):
+            self._next_log[shard.name] = loop.time() + _ZEROS_LOG_SECONDS
+            logger.warning("the features of shard %s are zeros: %s", shard.name, error.message, extra=ONCE)
         return None
 
     def close(self) -> None:

@@ -38,8 +38,9 @@ def run(
     zeros: str = "",
     versions: tuple[int, ...] = (1,),
     seconds: float = 10,
+    requests: int = 1,
 ) -> list[Any]:
-    """Return the outputs of two shards, a and b, for two rows on version 1."""
+    """Return the outputs of two shards, a and b, for two rows on version 1: those of the last of several requests."""
     counts = {name: itertools.count() for name in answers}
 
     class Calls:
@@ -68,7 +69,9 @@ def run(
 
     async def scenario() -> list[Any]:
         predictions = ShardedPredictions(file, [remote_calls.Access()] * 2, dict.fromkeys(versions, routes))
-        return await predictions.run("m", 1, ALL, [np.arange(2), np.arange(2)], seconds)
+        for _ in range(requests):
+            found = await predictions.run("m", 1, ALL, [np.arange(2), np.arange(2)], seconds)
+        return found
 
     return asyncio.run(scenario())
 
@@ -94,6 +97,19 @@ def test_zeros_replace_a_shard_that_does_not_answer(monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(found[0], ok("a"))
     np.testing.assert_array_equal(found[1], np.zeros((2, 3, 4), np.float32))
     assert found[1].dtype == np.float32
+
+
+def test_zeros_of_many_requests_are_logged_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = {"a": lambda *_: ok("a"), "b": lambda *_: UNAVAILABLE}
+    run(monkeypatch, answers, zeros="b", requests=5)
+    first = "the features of shard b are zeros: not reached"
+    assert [record.getMessage() for record in caplog.records] == [first]
+    caplog.clear()
+    monkeypatch.setattr(sharded, "_ZEROS_LOG_SECONDS", 0.0)
+    run(monkeypatch, answers, zeros="b", requests=2)
+    assert [record.getMessage() for record in caplog.records] == [first] * 2
 
 
 @pytest.mark.parametrize(
