@@ -36,7 +36,7 @@ from tpuembed_serving.telemetry.metrics import DEFAULT_PATH
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.loading import load_version
 from tpuembed_serving.tf_serving.front import FrontExecutor, FrontModels
-from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels
+from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels, RemoteServer, TensorFlowServing
 from tpuembed_serving.tf_serving.sharded import Shards
 from tpuembed_serving.workers.link import SingleProcess, WorkerGroup, WorkerLink
 from tpuembed_serving.workers.messages import States
@@ -63,8 +63,8 @@ class ServingApp(FastAPI):
         on_configured: Callable[[Sequence[ModelSettings]], None] = noop,
     ) -> None:
         self.stopping = threading.Event()
-        self._shards = None if settings.shards is None else Shards(settings.shards)
-        self.executor = _executor(settings, self._shards)
+        self._server = _server(settings)
+        self.executor = _executor(settings, self._server)
         self.worker_group: WorkerGroup = link or SingleProcess()
         self.telemetry = Telemetry.of(settings.telemetry, self.runs_here, self.worker_group, settings.security.api_keys)
         load = load or functools.partial(
@@ -158,15 +158,13 @@ class ServingApp(FastAPI):
         )
 
     def _models(self, load: Loader, link: WorkerLink | None) -> ModelRepository | RemoteModels | FrontModels:
-        settings, shards = self.settings, self._shards
-        if settings.target is None:
+        settings, server = self.settings, self._server
+        if server is None:
             return self._repository(load, link)
         has_front = settings.shards is not None and settings.shards.front is not None
         names = [model.name for model in settings.models]
         changed = noop if has_front else functools.partial(self._changed, link)
-        if shards is None:
-            return RemoteModels(names, settings.target, settings.poll_seconds, changed=changed)
-        remote = RemoteModels(names, settings.target, settings.poll_seconds, shards.states, changed=changed)
+        remote = RemoteModels(names, server, settings.poll_seconds, changed=changed)
         return FrontModels(self._repository(load, link), remote) if has_front else remote
 
     def _repository(self, load: Loader, link: WorkerLink | None) -> ModelRepository:
@@ -304,21 +302,28 @@ class ServingApp(FastAPI):
     async def _readyz(self) -> JSONResponse:
         if self.leaving:
             return JSONResponse({"status": "stopping"}, status_code=503)
-        missing = {} if self._shards is None or not self._shards.missing else {"missing_shards": self._shards.missing}
+        missing = {}
+        if isinstance(self._server, Shards) and self._server.missing:
+            missing = {"missing_shards": self._server.missing}
         if self.repository.ready:
             return JSONResponse({"status": "ready", **missing})
         return JSONResponse({"status": "not ready", **missing}, status_code=503)
 
 
-def _executor(settings: ServerSettings, shards: Shards | None) -> ModelExecutor | RemoteExecutor | FrontExecutor:
+def _server(settings: ServerSettings) -> Shards | TensorFlowServing | None:
+    """Return the server that models run in, or None if they run here."""
+    if settings.shards is not None:
+        return Shards(settings.shards)
+    return None if settings.target is None else TensorFlowServing(settings.target)
+
+
+def _executor(settings: ServerSettings, server: RemoteServer | None) -> ModelExecutor | RemoteExecutor | FrontExecutor:
     timeout_seconds = settings.rest_timeout_ms / 1000
     remote = None
-    if settings.target is not None and shards is not None:
-        remote = RemoteExecutor(settings.target, timeout_seconds, settings.max_queued_requests, shards.predictions)
+    if server is not None:
+        remote = RemoteExecutor(server, timeout_seconds, settings.max_queued_requests)
         if settings.shards is None or settings.shards.front is None:
             return remote
-    elif settings.target is not None:
-        return RemoteExecutor(settings.target, timeout_seconds, settings.max_queued_requests)
     local = ModelExecutor(
         settings.run_threads,
         settings.max_queued_requests,

@@ -22,7 +22,7 @@ from tpuembed_serving.core.status import Code, ReportedError, StatusError, serva
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 
-__all__ = ["ForwardedServable", "RemoteExecutor", "RemoteModels", "RemoteServable"]
+__all__ = ["ForwardedServable", "RemoteExecutor", "RemoteModels", "RemoteServable", "RemoteServer", "TensorFlowServing"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,52 @@ class StatusSource(Protocol):
 
     def close(self) -> None:
         """Close the connection."""
+
+
+class Predictions(Protocol):
+    """The interface of `remote_calls.RemotePredictions`."""
+
+    async def run(
+        self, model: str, version: int, signature: Signature, inputs: Sequence[Array], timeout_seconds: float
+    ) -> list[Array]:
+        """Return the outputs."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+class RemoteServer(Protocol):
+    """A server that runs models: TensorFlowServing, or all `sharded.Shards` together."""
+
+    @property
+    def name(self) -> str:
+        """Return what messages call it."""
+
+    def states(self) -> StatusSource:
+        """Connect for queries of versions."""
+
+    def predictions(self) -> Predictions:
+        """Connect for requests, on the event loop that is running."""
+
+
+class TensorFlowServing:
+    """One server of TensorFlow Serving's gRPC API, at HOST:PORT."""
+
+    def __init__(self, target: str) -> None:
+        """Open nothing yet."""
+        self._target, self.name = target, f"TensorFlow Serving at {target}"
+
+    def states(self) -> StatusSource:
+        """Connect for queries of versions."""
+        with IMPORTING_TENSORFLOW:
+            from tpuembed_serving.grpc.remote_calls import RemoteStates
+        return RemoteStates(self._target, _POLL_TIMEOUT_SECONDS)
+
+    def predictions(self) -> Predictions:
+        """Connect for requests, on the event loop that is running."""
+        from tpuembed_serving.grpc.remote_calls import RemotePredictions  # RemoteModels has imported it before
+
+        return RemotePredictions(self._target)
 
 
 @dataclasses.dataclass
@@ -85,33 +131,17 @@ class _Model:
     fault: StatusError | None = None
 
 
-def _connect(target: str) -> StatusSource:
-    with IMPORTING_TENSORFLOW:
-        from tpuembed_serving.grpc.remote_calls import RemoteStates
-    return RemoteStates(target, _POLL_TIMEOUT_SECONDS)
-
-
 class RemoteModels:
-    """The models of the server at `target`. Takes the place of a ModelRepository."""
+    """The models of another server. Takes the place of a ModelRepository."""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        target: str,
-        poll_seconds: float,
-        connect: Callable[[str], StatusSource] = _connect,
-        *,
-        changed: Callable[[], None] = noop,
+        self, names: Sequence[str], server: RemoteServer, poll_seconds: float, *, changed: Callable[[], None] = noop
     ) -> None:
-        """Prepare the poll. `target` is HOST:PORT of TensorFlow Serving's gRPC API, or with `connect` what messages say.
-
-        `changed` is called after a poll that changes whether every model is available.
-        """
+        """Prepare the poll. `changed` is called after a poll that changes whether every model is available."""
         self._changed, self._was_ready = changed, False
-        self._target, self._poll_seconds, self._connect = target, poll_seconds, connect
-        self._server = f"TensorFlow Serving at {target}" if connect is _connect else target
+        self._server, self._poll_seconds = server, poll_seconds
         self._states: StatusSource | None = None
-        self._models = {name: _Model(fault=_not_polled(self._server)) for name in names}
+        self._models = {name: _Model(fault=_not_polled(server.name)) for name in names}
         self._stopping, self._has_polled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="remote-models", daemon=True)
 
@@ -193,7 +223,7 @@ class RemoteModels:
 
     def reload(self, models: Sequence[ModelSettings]) -> None:  # noqa: ARG002 - as ModelRepository
         """Raise UNIMPLEMENTED: the other server has the config."""
-        raise StatusError(Code.UNIMPLEMENTED, f"models run in {self._server}. Reload its config there")
+        raise StatusError(Code.UNIMPLEMENTED, f"models run in {self._server.name}. Reload its config there")
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
@@ -211,13 +241,13 @@ class RemoteModels:
     def _poll(self, name: str, before: _Model) -> _Model:
         try:
             if self._states is None:
-                self._states = self._connect(self._target)
+                self._states = self._server.states()
             return self._query(self._states, name, before)
         except StatusError as error:
             fault = error
         except Exception:  # polling must survive any answer of the other server
-            logger.exception("model %s: the poll of %s failed", name, self._server)
-            fault = _not_polled(self._server)
+            logger.exception("model %s: the poll of %s failed", name, self._server.name)
+            fault = _not_polled(self._server.name)
         is_new = before.fault is None or before.fault.message != fault.message
         if is_new and not isinstance(fault, ReportedError):
             logger.error("model %s: %s", name, fault.message, extra=ONCE)
@@ -240,7 +270,7 @@ class RemoteModels:
                 raise fault
             logger.error("model %s: %s", name, fault.message, extra=ONCE)
         for number in loaded.keys() - before.loaded.keys():
-            logger.info("model %s version %d is served by %s", name, number, self._server, extra=ONCE)
+            logger.info("model %s version %d is served by %s", name, number, self._server.name, extra=ONCE)
         return _Model(statuses=statuses, loaded=loaded, labels=dict(self._labels(states, name, before)))
 
     def _labels(self, states: StatusSource, name: str, before: _Model) -> Iterator[tuple[str, int]]:
@@ -254,38 +284,18 @@ class RemoteModels:
         return RemoteServable(signatures, in_json, name, version)
 
 
-class Predictions(Protocol):
-    """The interface of `remote_calls.RemotePredictions`."""
-
-    async def run(
-        self, model: str, version: int, signature: Signature, inputs: Sequence[Array], timeout_seconds: float
-    ) -> list[Array]:
-        """Return the outputs."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-
-def _connect_predictions(target: str) -> Predictions:
-    from tpuembed_serving.grpc.remote_calls import RemotePredictions  # RemoteModels has imported it before
-
-    return RemotePredictions(target)
-
-
 class RemoteExecutor:
     """Runs RemoteServables. Takes the place of a ModelExecutor. The other server limits how many run at once."""
 
     def __init__(
         self,
-        target: str,
+        server: RemoteServer,
         timeout_seconds: float,
         max_pending: int,
-        connect: Callable[[str], Predictions] = _connect_predictions,
     ) -> None:
-        """Prepare to call `target`. At most `max_pending` requests are in progress."""
-        self._server = f"TensorFlow Serving at {target}" if connect is _connect_predictions else target
-        self._target, self._timeout_seconds, self._max_pending = target, timeout_seconds, max_pending
-        self._connect, self._pending = connect, 0
+        """Prepare to call `server`. At most `max_pending` requests are in progress."""
+        self._server, self._timeout_seconds, self._max_pending = server, timeout_seconds, max_pending
+        self._pending = 0
         self._predictions: Predictions | None = None
 
     def submit(
@@ -305,10 +315,10 @@ class RemoteExecutor:
         """
         assert isinstance(servable, RemoteServable)
         if self._pending >= self._max_pending:
-            text = f"too many requests wait for {self._server} (limit: {self._max_pending})"
+            text = f"too many requests wait for {self._server.name} (limit: {self._max_pending})"
             raise StatusError(Code.UNAVAILABLE, text)
         if self._predictions is None:
-            self._predictions = self._connect(self._target)
+            self._predictions = self._server.predictions()
         seconds = self._timeout_seconds if timeout_seconds is None else min(timeout_seconds, self._timeout_seconds)
         call = functools.partial(
             self._predictions.run, servable.model, servable.version, signature, inputs, seconds

@@ -457,12 +457,14 @@ class Shards:
     """All shards of a file as one server.
 
     Attributes:
+        name: what messages call it.
         missing: the names of the shards that the last poll did not reach.
     """
 
     def __init__(self, file: ShardsFile) -> None:
         """Open nothing yet."""
         self._file, self._routes = file, dict[int, list[_Route]]()
+        self.name = f"the shards of {file.path}"
         self.missing = list[str]()
 
     def _access(self, shard: Shard, *, checks_health: bool) -> "Access":
@@ -483,13 +485,13 @@ class Shards:
                 options.append(("grpc.ssl_target_name_override", tls.server_name))
         return Access(options, credentials, () if key is None else (("x-api-key", key),), "the server", _REMEDY)
 
-    def states(self, _: str) -> ShardedStates:
+    def states(self) -> ShardedStates:
         """Connect for queries of versions."""
         with IMPORTING_TENSORFLOW:
             accesses = [self._access(shard, checks_health=False) for shard in self._file.shards]
         return ShardedStates(self._file, accesses, self._routes, self.missing)
 
-    def predictions(self, _: str) -> ShardedPredictions:
+    def predictions(self) -> ShardedPredictions:
         """Connect for requests, on the event loop that is running."""
         accesses = [self._access(shard, checks_health=True) for shard in self._file.shards]
         return ShardedPredictions(self._file, accesses, self._routes)

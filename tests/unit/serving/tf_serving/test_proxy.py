@@ -13,7 +13,7 @@ from tensorflow_serving.apis import predict_pb2
 from tests.support.serving.doubles import signature
 from tpuembed_serving.grpc import remote_calls
 from tpuembed_serving.grpc.tensor_proto import encode_tensor
-from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteServable
+from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteServable, TensorFlowServing
 
 SIGNATURE = signature({"x": "int64"}, {"y": "int64"})
 
@@ -34,7 +34,7 @@ class Calls:
 
 def test_a_call_that_is_given_up_before_it_begins_leaves_nothing() -> None:
     """Python warned that a coroutine was never awaited."""
-    executor, calls = RemoteExecutor("127.0.0.1:1", 10, 1), Calls()
+    executor, calls = RemoteExecutor(TensorFlowServing("127.0.0.1:1"), 10, 1), Calls()
     executor._predictions = calls
     servable = RemoteServable({"f": SIGNATURE}, {}, "m", 1)
 

@@ -232,7 +232,9 @@ def test_requests_and_the_status_say_why_no_version_is_available(
 ) -> None:
     polled = Polled(monkeypatch)
     polled.answers = {"a": [2, 3], "b": [1]}
-    models = RemoteModels(["shop"], "the shards of f", 0.01, lambda _: polled.states)
+    shards = Shards(ShardsFile(path=Path("f"), model="shop", shards=()))
+    monkeypatch.setattr(shards, "states", lambda: polled.states)
+    models = RemoteModels(["shop"], shards, 0.01)
     models.start()
     models.wait_for_first_poll(lambda: False)
     with pytest.raises(StatusError, match="a has 2, 3; b has 1") as caught, models.lease("shop", None):
@@ -300,7 +302,7 @@ def test_an_error_of_a_poll_says_what_to_do(
 
 def test_a_shard_that_refuses_connections_is_named_by_its_address() -> None:
     file = ShardsFile(path=Path("f"), model="shop", shards=(Shard(name="a", address="127.0.0.1:1"),))
-    states = Shards(file).states("")
+    states = Shards(file).states()
     with pytest.raises(StatusError) as caught:
         states.versions("shop")
     states.close()
@@ -308,7 +310,7 @@ def test_a_shard_that_refuses_connections_is_named_by_its_address() -> None:
     assert caught.value.message.endswith(". Is it the gRPC port? Do the shards use TLS (tls in shards.yaml)?")
 
     async def ask() -> str:
-        predictions = Shards(file).predictions("")
+        predictions = Shards(file).predictions()
         predictions._routes = {1: [_Route(0, ALL, None)]}
         with pytest.raises(StatusError) as caught:
             await predictions.run("m", 1, ALL, [np.arange(2), np.arange(2)], 5)
