@@ -13,12 +13,14 @@ NEWEST_PYTHON ?= 3.13
 OLDEST_TESTS := $(addprefix tests/unit/,layer export/graph checkpoint/keras) tests/e2e/test_road.py
 NEWEST_TESTS := $(addprefix tests/unit/,config files serving/core serving/http) tests/e2e/test_road.py
 ALL_UNITS := tests/unit tests/conformance tests/e2e/test_road.py
+# `make test`: all but whole servers and exports, which `make test-e2e` runs, and pages. One road through all of it is in both.
+TESTS := $(filter-out tests/e2e/ tests/docs/,$(sort $(dir $(wildcard tests/*/*.py)))) tests/e2e/test_road.py tests/e2e/test_demo.py
 
 # Each process that a test starts would compile the project once more.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo load-tools test test-docs test-clients test-console test-long test-oldest test-newest-python tpu-proof check docs package bench format clean
+.PHONY: help demo load-tools test test-e2e test-docs test-clients test-console test-long test-oldest test-newest-python tpu-proof check docs package bench format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -45,7 +47,10 @@ demo: $(DEMO)  ## train, checkpoint, export, serve and predict, end to end; inst
 	$(BIN)/tpuembed demo
 
 test: $(STAMP) tpuembed/_lookup.so $(RATINGS) load-tools  ## the test suite, or one room of it: make test AREA=serving/batching
-	$(BIN)/python -m pytest -n 2 -m "not long" $(if $(AREA),tests/unit/$(AREA),tests)
+	$(BIN)/python -m pytest -n 2 -m "not long" $(if $(AREA),tests/unit/$(AREA),$(TESTS))
+
+test-e2e: $(STAMP) tpuembed/_lookup.so $(RATINGS) load-tools  ## whole servers, exports and commands
+	$(BIN)/python -m pytest -n 2 -m "not long" tests/e2e
 
 load-tools:  # wrk, h2load and redis-server, where tests are those of CI; elsewhere tests without them are skipped by name
 	@if [ -n "$$CI" ] && [ "$$(id -u)" = 0 ] && ! { command -v wrk && command -v h2load && command -v redis-server; } >/dev/null; then \

@@ -83,6 +83,7 @@ def test_its_count_is_the_servers(folder: Path, tmp_path: Path, client: str) -> 
 
 
 @pytest.mark.parametrize("client", ["own", "wrk"])
+@pytest.mark.sampled(1)
 def test_bodies_are_sent_as_they_are(tmp_path: Path, client: str) -> None:
     if client != "own" and shutil.which(client) is None:
         pytest.skip(f"{client} is not installed")

@@ -116,5 +116,6 @@ def test_keras_rs_fit_and_evaluate(replicas: int) -> None:
     assert found["root_mean_squared_error"] ** 2 == pytest.approx(found["loss"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_keras_rs_replicas_train_the_same_model() -> None:
     assert ratings(2)["last_epoch"] == pytest.approx(ratings(1)["last_epoch"], rel=1e-3)

@@ -95,6 +95,7 @@ def of_form(request: pytest.FixtureRequest, checkpoint: Any, tmp_path_factory: p
 
 
 @pytest.mark.parametrize("bad", [30, -2, 2**40])
+@pytest.mark.sampled(2)
 def test_an_id_outside_its_table_fails_by_default(of_form: tuple[str, Path], bad: int) -> None:
     form, path = of_form
     ids = np.array([1, bad])

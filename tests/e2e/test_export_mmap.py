@@ -197,6 +197,7 @@ def test_a_serving_root_is_for_another_machine(checkpoint: Path, tables: dict[st
     check(capi.predict(root / "7", dict.fromkeys(SHAPES, IDS)), tables)
 
 
+@pytest.mark.long
 def test_the_version_is_in_the_paths_of_exports_at_once(
     checkpoint: Path, tables: dict[str, Array], tmp_path: Path
 ) -> None:

@@ -86,7 +86,7 @@ ROOTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("root", ROOTS)
 @pytest.mark.parametrize("factory", INPUTS, ids=lambda f: f.__name__)
 def test_every_form_computes_the_trained_models_numbers(factory: Callable[[], Any], root: str, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_key_chooses_the_buckets_of_an_export(tmp_path: Path, layout: str) -> 
     assert ("hashed with a key" in reason) == (layout == "mmap"), reason
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 @pytest.mark.parametrize("buckets", [0, 3])
 @pytest.mark.parametrize("dtype", ["string", "int64"])

@@ -88,7 +88,7 @@ def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: s
         assert not verify_files(overlay.path).damaged
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_packed_and_a_server_answer_the_same(tmp_path: Path, layout: str) -> None:
     random, values = np.random.default_rng(3), tables()
@@ -206,6 +206,7 @@ def test_verify_finds_a_flipped_bit_in_every_array(tmp_path: Path, part: str) ->
     ]
 
 
+@pytest.mark.long
 def test_prune_keeps_the_base_and_rollback_makes_an_overlay_again(tmp_path: Path) -> None:
     values, random = tables(), np.random.default_rng(1)
     write(tmp_path, values, layout="mmap")

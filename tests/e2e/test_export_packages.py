@@ -75,7 +75,7 @@ class Road:
             (package / "package.sig").write_text(hmac.new(key, content, hashlib.sha256).hexdigest())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "storage"), [("mmap", "float32"), ("variables", "int8")])
 @pytest.mark.parametrize("materialise", [False, True])
 def test_a_version_of_a_package_has_the_exported_rows(

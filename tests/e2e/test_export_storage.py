@@ -77,7 +77,7 @@ def _truths(rows: dict[str, Array]) -> dict[str, Array]:
     return truths
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_every_storage_of_every_source_is_looked_up_as_float32(source: Any, tmp_path: Path, layout: str) -> None:
     tables = (

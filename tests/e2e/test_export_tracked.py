@@ -101,7 +101,7 @@ OTHER_FILES = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "layout", "storage"), [*FILES, *(pytest.param(*one, marks=pytest.mark.long) for one in OTHER_FILES)]
 )

@@ -145,6 +145,7 @@ def test_names_that_move_keep_their_counts(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.sampled(1)
 def test_exports_after_the_first_name_was_evicted(whole: bool, tmp_path: Path) -> None:
     model = build()
     layer = model.get_layer("embedding")

@@ -482,6 +482,7 @@ def rows_of(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("count", [3, 40])
+@pytest.mark.sampled(1)
 def test_the_sentence_over_rest(served: Any, count: int) -> None:
     server, _ = served
     for bad in (7, -1, 2**62, -(2**63)):

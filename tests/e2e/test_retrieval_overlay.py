@@ -217,6 +217,7 @@ def test_a_damaged_index_is_not_compacted(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
+@pytest.mark.sampled(1)
 def test_a_filter_leaves_as_many_as_pass(tmp_path: Path, layout: str) -> None:
     random, count = np.random.default_rng(7), 6000
     vectors = random.standard_normal((count, DIM)).astype(np.float32)

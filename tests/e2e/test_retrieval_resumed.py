@@ -132,7 +132,7 @@ CHANGES: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("change", [*CHANGES, "checkpoint", "metric", "damage", "a torn end"])
 def test_vectors_of_something_else_are_made_anew(
     prefixes: list[str], tmp_path: Path, made: list[int], change: str
@@ -160,6 +160,7 @@ def test_vectors_of_something_else_are_made_anew(
     assert same(found, export(prefix, folder, Films(**changes), **options))
 
 
+@pytest.mark.long
 def test_another_root_of_the_checkpoint_is_another_tower(tmp_path: Path, made: list[int]) -> None:
     def towers() -> dict[str, Any]:
         return {"query": query(), "film": embedded("film")}

@@ -85,6 +85,7 @@ def check(answers: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", FEEDS)
+@pytest.mark.sampled(2)
 def test_row_form_equals_tensorflow(server: ServerProcess, signatures: Any, name: str) -> None:
     columns = {alias: value.tolist() for alias, value in FEEDS[name].items()}
     rows: list[Any] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

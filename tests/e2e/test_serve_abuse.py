@@ -123,7 +123,7 @@ def test_bodies_after_accidents_are_answered_and_leave_nothing(server: VectorSer
     ],
     ids=["deep", "deeper", "deep and closed", "objects", "many", "a long number", "a long name"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_bodies_that_are_large_or_deep(server: VectorServer, body: bytes) -> None:
     """10,000 levels of JSON, and more; good requests are answered meanwhile."""
     before = resident_bytes(server.process.pid)

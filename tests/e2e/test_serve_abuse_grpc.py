@@ -225,6 +225,7 @@ def check_text(code: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3000)])])
+@pytest.mark.long
 def test_messages_after_accidents_are_answered_and_leave_nothing(server: VectorServer, count: int) -> None:
     call_mutated(server, 200, seed=0)
     before = resident_bytes(server.process.pid)

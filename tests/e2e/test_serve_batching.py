@@ -165,6 +165,7 @@ def to_tensors(call: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", ["ids", "ranking"])
+@pytest.mark.sampled(1)
 def test_bad_ids_have_their_own_text_and_fail_nobody_else(server: ServerProcess, model: str) -> None:
     rng = np.random.default_rng(2)
     requests = [[draw_ids(rng) for _ in range(REQUESTS)] for _ in range(CLIENTS)]
@@ -194,6 +195,7 @@ def plain() -> Any:
     return keras.Model(inputs, {"score": keras.layers.Dense(1, activation="sigmoid")(hidden)})
 
 
+@pytest.mark.long
 def test_requests_of_a_plain_model_share_runs_by_default(tmp_path: Path) -> None:
     """By the server's own counts; nothing of ours has exported it."""
     keras.utils.set_random_seed(4)

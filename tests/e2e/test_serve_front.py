@@ -51,7 +51,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Served(KINDS[request.param], tmp_path_factory.mktemp("served"), stack, shards=2)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("batch", "hot"), [(1, 1), (5, 4), (3, 0), (0, 2), (200, 3)])
 def test_a_front_answers_as_one_server(served: Served, batch: int, hot: int) -> None:
     served.check(batch + hot, batch, hot)

@@ -49,6 +49,7 @@ def is_ready(port: int) -> bool:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.sampled(1)
 def test_the_start_of_a_server(workers: str, tmp_path: Path) -> None:
     save_scale(tmp_path / "scale" / "1", 3.0)
     with ServerProcess(tmp_path / "scale", tmp_path / "log", "--workers", workers, fresh=True) as server:

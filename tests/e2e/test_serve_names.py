@@ -221,6 +221,7 @@ def test_an_unknown_name_fails_its_request_alone(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("model", ["m", "v"])
+@pytest.mark.sampled(1)
 def test_requests_share_runs(folder: Path, model: str) -> None:
     servable = runtime.load(folder / model / "1")
     try:

@@ -136,6 +136,7 @@ def test_errors_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path) -> 
         assert_same(run(ours, "packed", matrix), run(theirs, "packed", matrix))
 
 
+@pytest.mark.long
 def test_an_overlay_and_the_largest_requests(layer: TPUEmbedding, tmp_path: Path) -> None:
     """Several threads share a request of 60,000 ids."""
     export(layer, tmp_path, FEATURES)
@@ -149,6 +150,7 @@ def test_an_overlay_and_the_largest_requests(layer: TPUEmbedding, tmp_path: Path
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
+@pytest.mark.sampled(1)
 def test_a_call_needs_no_thread_that_cannot_be_started(
     layer: TPUEmbedding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
 ) -> None:
@@ -176,7 +178,7 @@ def test_a_call_needs_no_thread_that_cannot_be_started(
         assert found[name].tobytes() == rows.tobytes(), name
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("forced", [False, True])
 def test_tables_larger_than_the_memory_are_read_ahead(
     layer: TPUEmbedding,

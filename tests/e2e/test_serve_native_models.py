@@ -201,6 +201,7 @@ ODD: dict[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
+@pytest.mark.sampled(12)
 def test_odd_inputs_are_answered_by_the_graph(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counts(monkeypatch)
     inputs = PLAIN | dict(ODD[name])
@@ -234,7 +235,7 @@ def test_the_dense_part_is_run_by_tensorflow(whole: Path) -> None:
             assert_same(run(theirs, inputs), expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
 def test_weights_that_add_up_to_nothing(tmp_path: Path, combiner: str, kind: str) -> None:

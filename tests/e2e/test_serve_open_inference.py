@@ -131,7 +131,7 @@ def test_every_version_and_label_answers_as_tensorflow(server: ServerProcess, ex
         same(over_grpc(server, USER, WATCHED, choice), wanted)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 def test_tensors_at_odd_addresses_share_runs_with_others(server: ServerProcess, expected: dict[int, Any]) -> None:
     """Numbers of a binary body are used where they lie, which is seldom at a multiple of their size."""
     draw = np.random.default_rng(3)
