@@ -152,7 +152,8 @@ class LayerVocabularies(SavedNode):
 
     def names_grew(self, table: str) -> None:
         """Follow training that gave names of `table` rows."""
-        self.copies[table].lacks_names()
+        if self.copies[table].before is None:
+            self.copies[table].lacks_names()
 
     def rows_of(self, table: str, names: Tensor, padded: bool, training: bool | None) -> Tensor:
         """Return the row of each name, int64 [n]. See `tpuembed.lookup.names.row_numbers`.

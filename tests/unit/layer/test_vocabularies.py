@@ -492,6 +492,25 @@ def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, grows: b
     assert model(names)[:, 0].numpy().tolist() == [1, 0]
 
 
+def test_names_that_another_layer_learns_do_not_rename_the_rows_of_a_graph(tmp_path: Path) -> None:
+    """The second layer has names of before a restore of the first, which then trains more names than a copy may lack."""
+
+    def make_one(vocabulary: Vocabulary) -> TPUEmbedding:
+        layer = TPUEmbedding({"f": FeatureConfig(TableConfig(3000, 1, "t"), vocabulary=vocabulary)}, "sgd")
+        layer.update_embedding_table("t", np.arange(3000, dtype=np.float32)[:, None])
+        return layer
+
+    path = tf.train.Checkpoint(layer=make_one(Vocabulary(["bob", "ann"], grows=True))).write(str(tmp_path / "ckpt"))
+    shared = Vocabulary(["ann", "bob"], grows=True)
+    first, second = make_one(shared), make_one(shared)
+    in_graph, names = tf.function(lambda names: second({"f": names})["f"][:, 0]), tf.constant(["ann", "bob"])
+    assert in_graph(names).numpy().tolist() == [0, 1]
+    tf.train.Checkpoint(layer=first).restore(path)
+    step(first, {"f": tf.constant([f"new {number}" for number in range(2000)])})
+    assert len(shared) == 2002
+    assert in_graph(names).numpy().tolist() == [0, 1]
+
+
 def test_a_restore_that_is_refused_too_late_says_so(tmp_path: Path) -> None:
     """Only TensorFlow knows which of two layers with a table of one name is whose, and it restores rows first."""
 
