@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -299,10 +299,14 @@ class TPUEmbedding(keras.layers.Layer):
         assert self._vocabularies is not None, "a layer with tables has the vocabularies of its features"
         self._vocabularies.take(table, saved)
 
-    def check_names(self) -> None:
-        """Raise ConfigError if names of a table were replaced when another layer with its vocabulary was restored."""
+    def check_names(self, tables: Collection[str] | None = None) -> None:
+        """Raise ConfigError if names of a table were replaced when another layer with its vocabulary was restored.
+
+        Args:
+            tables: the tables to check. None checks all.
+        """
         if self._vocabularies is not None:
-            self._vocabularies.check_names()
+            self._vocabularies.check_names(tables)
 
     def checkpoint_config(self) -> dict[str, Any]:
         """Return the layer's config for checkpoints: features, tables and their optimizers, as JSON values."""

@@ -5,7 +5,7 @@ So the graph asks Python for the names that it does not find, and the copy is ma
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -145,10 +145,11 @@ class LayerVocabularies(SavedNode):
         """
         self.copies[table].before = self.copies[table].before or before
 
-    def check_names(self) -> None:
-        """Raise ConfigError if the names of a table are those of another layer; see `names_replaced`."""
-        for copy in self.copies.values():
-            copy.check_names()
+    def check_names(self, tables: Collection[str] | None = None) -> None:
+        """Raise ConfigError if the names of a table are those of another layer; see `names_replaced`. None means all tables."""
+        for table, copy in self.copies.items():
+            if tables is None or table in tables:
+                copy.check_names()
 
     def names_grew(self, table: str) -> None:
         """Follow training that gave names of `table` rows."""

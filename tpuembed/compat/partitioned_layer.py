@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -123,10 +123,10 @@ class PartitionedEmbedding(keras.layers.Layer):
         """Replace the names of a table whose rows are restored with them. See `TPUEmbedding.take_names`."""
         self._layer_of(table).take_names(table, saved)
 
-    def check_names(self) -> None:
+    def check_names(self, tables: Collection[str] | None = None) -> None:
         """Raise ConfigError if names of a table were replaced by another layer's. See `TPUEmbedding.check_names`."""
         for _, layer in self._parts:
-            layer.check_names()
+            layer.check_names(tables)
 
     # ---- weight files: by table names, without the places
 

@@ -85,7 +85,8 @@ def restore_tables(
             has different rows on the two sides.
         CheckpointCorruptError: the checksum of a table or slot differs from the checkpoint's. A table whose rows are in
             order is already written by then. Restore it from another copy.
-        ConfigError: an argument is of the wrong kind, or tables cannot be written from here.
+        ConfigError: an argument is of the wrong kind, tables cannot be written from here, or the layer's names were replaced
+            when another layer was restored, and the checkpoint's would not take their place.
         CheckpointError: as `open_checkpoint` and its reads.
     """
     if not callable(getattr(layer, "live_tables", None)):
@@ -114,6 +115,7 @@ def _restore(
         vocabularies = live_vocabularies(layer)
         plans = plan_tables(checkpoint, live, request, vocabularies)
         names = names_by_number(checkpoint, live, plans, vocabularies, adopt=request.rows_only)
+        layer.check_names({plan.table for plan in plans} - names.keys())  # rows are written by names that the layer keeps
         updates = _updates(checkpoint.path, checkpoint.update_counts(), live, plans) if request.slots else None
         history = None if live.stamps is None or updates is None else _history(checkpoint, live, plans, updates)
         _verify(checkpoint, plans)

@@ -511,6 +511,33 @@ def test_names_that_another_layer_learns_do_not_rename_the_rows_of_a_graph(tmp_p
     assert in_graph(names).numpy().tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("by", ["name", "number"])
+def test_restore_tables_refuses_a_layer_whose_names_are_those_of_another(by: str, tmp_path: Path) -> None:
+    """Rows would be written at the numbers of the other layer's names, and saved with its own."""
+
+    def make_one(names: list[str], vocabulary: Vocabulary | None = None) -> TPUEmbedding:
+        own = Vocabulary(names) if vocabulary is None else vocabulary
+        layer = TPUEmbedding({"f": FeatureConfig(TableConfig(9, 1, "t"), vocabulary=own)}, "sgd")
+        layer.update_embedding_table("t", np.arange(9, dtype=np.float32)[:, None])
+        return layer
+
+    def write(layer: TPUEmbedding, name: str) -> str:
+        return str(tf.train.Checkpoint(layer=layer).write(str(tmp_path / name)))
+
+    other = write(make_one(["bob", "ann", "eve"]), "other")
+    fewer = write(make_one(["bob", "ann"]), "fewer")
+    shared = Vocabulary(["ann", "bob", "eve"])
+    first, second = make_one([], shared), make_one([], shared)
+    tf.train.Checkpoint(layer=first).restore(other)
+    with refused(ConfigError):
+        second.restore_tables(other if by == "name" else fewer, by=by)
+    again = make_one([])
+    tf.train.Checkpoint(layer=again).restore(write(second, "second"))
+    assert again({"f": tf.constant(["ann", "bob", "eve"])})["f"][:, 0].numpy().tolist() == [0, 1, 2]
+    second.restore_tables(other)
+    assert second({"f": tf.constant(["ann", "bob", "eve"])})["f"][:, 0].numpy().tolist() == [1, 0, 2]
+
+
 def test_a_restore_that_is_refused_too_late_says_so(tmp_path: Path) -> None:
     """Only TensorFlow knows which of two layers with a table of one name is whose, and it restores rows first."""
 
