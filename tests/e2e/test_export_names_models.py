@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.support import capi
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_retrieval, export_saved_model
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.manifest import Manifest
@@ -55,6 +55,45 @@ def test_names_for_a_model_that_was_trained_with_a_lookup_layer(tmp_path: Path, 
     found = tf.saved_model.load(str(version)).signatures["serving_default"](user=tf.constant(["eve", "ann", "x"]))
     wanted = layer({"user": tf.constant(["eve", "ann", "x"])})
     np.testing.assert_array_equal(next(iter(found.values())), wanted)
+
+
+@pytest.mark.parametrize("kind", ["lookup", "names"])
+@pytest.mark.parametrize("of", ["query", "candidates"])
+def test_a_tower_of_another_order_than_the_trained_one_is_refused(tmp_path: Path, of: str, kind: str) -> None:
+    """The `.keras` file has the vocabulary of the StringLookup, for the towers of a retrieval too."""
+    trained = ["ann", "bob", "eve"]
+
+    def build(names: list[str], lookup: bool) -> keras.Model:
+        inputs = keras.Input((), dtype="string", name="user")
+        config = FeatureConfig(TableConfig(8, 4, "users"), vocabulary=None if lookup else Vocabulary(names, oov_buckets=1))
+        ids = keras.layers.StringLookup(vocabulary=names, name="lookup")(inputs) if lookup else inputs
+        return keras.Model(
+            {"user": inputs}, TPUEmbedding({"user": config}, optimizer="sgd", name="e")({"user": ids})["user"]
+        )
+
+    def candidates(names: list[str]) -> Any:
+        return build(names, kind == "lookup"), tf.data.Dataset.from_tensors({"user": trained, "id": trained})
+
+    def export(name: str, for_query: list[str], for_candidates: list[str]) -> Any:
+        return export_retrieval(
+            tmp_path / "m.keras",
+            tmp_path / name,
+            query=lambda: build(for_query, kind == "lookup"),
+            candidates=lambda: candidates(for_candidates),
+            k=1,
+            index="exact",
+        )
+
+    model = build(trained, lookup=True)
+    (layer,) = [one for one in model.layers if isinstance(one, TPUEmbedding)]
+    layer.update_embedding_table("users", np.eye(8, 4, dtype=np.float32))
+    model.save(tmp_path / "m.keras")
+    other = ["bob", "ann", "eve"]
+    with refused(CheckpointMismatchError):
+        export("refused", *((other, trained) if of == "query" else (trained, other)))
+    loaded = tf.saved_model.load(str(export("m", trained, trained).path))
+    found = loaded.signatures["serving_default"](user=tf.constant(trained))
+    assert found["ids"].numpy()[:, 0].tolist() == [b"ann", b"bob", b"eve"]
 
 
 @pytest.mark.sampled(1)

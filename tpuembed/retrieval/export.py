@@ -399,7 +399,7 @@ class _Request:
         self._checkpoint, self._index = checkpoint, index
         self._sources = StackedTables(checkpoint.tables(), checkpoint.vocabulary)
         self._query, self._made = build_model(query, self._sources)
-        self._query.compare_vocabularies(checkpoint.path)
+        self._query.compare_vocabularies(checkpoint.path, self._sources.given_names(checkpoint))
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
             checkpoint.layer_config, self._sources.quantization, {}
         )

@@ -106,6 +106,7 @@ class Tower:
         """
         tables = _CheckpointTables(checkpoint)
         self._model, made = build_model(factory, tables)
+        self._model.compare_vocabularies(checkpoint.path, tables.given_names(checkpoint))
         restore_dense_weights(self._model.model, checkpoint, tables.required, allow_unused_weights=True, made=made)
         tables.open(quantization_of(checkpoint.layer_config, tables.quantization))
         self._tables, self.checkpoint = tables, checkpoint

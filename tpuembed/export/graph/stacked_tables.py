@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from tpuembed.checkpoint import TableInfo
+from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
 from tpuembed.export.graph.given_names import Saved, vocabulary_of
@@ -109,6 +109,11 @@ class StackedTables:
             )
             self._compared[key] = given  # kept, so that no other object has its id
         return self.vocabularies[table]
+
+    def given_names(self, checkpoint: Checkpoint) -> dict[str, Vocabulary]:
+        """Return {table: its names}, where the factory of a model gives them and the checkpoint has none."""
+        names = self.vocabularies.items()
+        return {table: its for table, its in names if checkpoint.vocabulary_header(table) is None}
 
     def note_numbers(self, table: str) -> None:
         """Refuse a layer that takes row numbers of `table` if the checkpoint has names: its numbers may be of another order."""

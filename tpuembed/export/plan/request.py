@@ -180,9 +180,7 @@ class ModelRequest:
         self._checkpoint, self._allow_unused_weights, self._is_front = checkpoint, allow_unused_weights, is_front
         self.sources = StackedTables(checkpoint.tables(), checkpoint.vocabulary)
         self.model, self._made = build_model(model, self.sources, output_names)
-        names = self.sources.vocabularies
-        given = {table: its for table, its in names.items() if checkpoint.vocabulary_header(table) is None}
-        self.model.compare_vocabularies(checkpoint.path, given)
+        self.model.compare_vocabularies(checkpoint.path, self.sources.given_names(checkpoint))
         stated = check_model_config(self.model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
             checkpoint.layer_config, self.sources.quantization, stated
