@@ -142,9 +142,12 @@ class TPUEmbedding(keras.layers.Layer):
         backend, vocabularies = self._parts.backend, self.vocabularies
         if not isinstance(backend, DeferredBackend):
             return
-        for table, vocabulary in vocabularies.items():
-            if not self._parts.takes_rows:
+        if not self._parts.takes_rows:
+            for table, vocabulary in vocabularies.items():
                 backend.note_names(vocabulary, table)
+            for path, feature in self._parts.layer_options.features:
+                if feature.vocabulary is None and feature.table.name in vocabularies:
+                    backend.note_numbers(feature.table.name, path)
         for config in self._parts.layer_options.tables:
             if config.name not in vocabularies:
                 backend.note_numbers(config.name)

@@ -10,9 +10,17 @@ import tensorflow as tf
 
 from tests.support import capi
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_retrieval, export_saved_model
+from tpuembed import (
+    FeatureConfig,
+    TableConfig,
+    TPUEmbedding,
+    Vocabulary,
+    export_model,
+    export_retrieval,
+    export_saved_model,
+)
 from tpuembed.checkpoint.tools import verify_files
-from tpuembed.errors import CheckpointMismatchError
+from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.manifest import Manifest
 from tpuembed_serving.tensorflow import session as runtime
 
@@ -94,6 +102,38 @@ def test_a_tower_of_another_order_than_the_trained_one_is_refused(tmp_path: Path
     loaded = tf.saved_model.load(str(export("m", trained, trained).path))
     found = loaded.signatures["serving_default"](user=tf.constant(trained))
     assert found["ids"].numpy()[:, 0].tolist() == [b"ann", b"bob", b"eve"]
+
+
+@pytest.mark.parametrize("trained_with", ["names", "both"])
+def test_a_feature_takes_row_numbers_beside_names_if_it_did_in_training(tmp_path: Path, trained_with: str) -> None:
+    """Row numbers of a lookup layer may be of another order than the names."""
+    trained = ["ann", "bob", "eve"]
+
+    def build(names: list[str], numbered: bool) -> keras.Model:
+        inputs = {name: keras.Input((), dtype="string", name=name) for name in ("user", "friend")}
+        table, vocabulary = TableConfig(3, 4, "users"), Vocabulary(names)
+        features = {
+            "user": FeatureConfig(table, vocabulary=vocabulary),
+            "friend": FeatureConfig(table, vocabulary=None if numbered else vocabulary),
+        }
+        lookup = keras.layers.StringLookup(vocabulary=["eve", "bob", "ann"], num_oov_indices=0, name="lookup")
+        given = {"user": inputs["user"], "friend": lookup(inputs["friend"]) if numbered else inputs["friend"]}
+        found = TPUEmbedding(features, optimizer="sgd", name="e")(given)
+        return keras.Model(inputs, keras.layers.Concatenate()([found["user"], found["friend"]]))
+
+    model = build(trained, numbered=trained_with == "both")
+    prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    if trained_with == "names":
+        with refused(ConfigError):
+            export_saved_model(prefix, tmp_path / "m", model=lambda: build([], numbered=True))
+        return
+    users = {"user": tf.constant(["eve", "ann"]), "friend": tf.constant(["ann", "bob"])}
+    for version in (
+        export_saved_model(prefix, tmp_path / "m", model=lambda: build([], numbered=True)).path,
+        export_model(model, tmp_path / "live").path,
+    ):
+        found = tf.saved_model.load(str(version)).signatures["serving_default"](**users)
+        np.testing.assert_array_equal(next(iter(found.values())), model(users))
 
 
 @pytest.mark.sampled(1)

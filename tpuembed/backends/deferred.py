@@ -45,9 +45,9 @@ class DeferredBackend(TableStore):
         """Record that features of `table` take names, those of `vocabulary` or of the checkpoint."""
         self._source.name_arrays(table, vocabulary)
 
-    def note_numbers(self, table: str) -> None:
-        """Record that all features of `table` take row numbers, and none names."""
-        self._source.note_numbers(table)
+    def note_numbers(self, table: str, feature: str | None = None) -> None:
+        """Record that `feature` of `table` takes row numbers, and others names. None: all features take numbers."""
+        self._source.note_numbers(table, feature)
 
     def rows_of(self, vocabulary: Vocabulary, table: str, names: Tensor, padded: bool) -> Tensor:
         """Return the row of each name in the exported vocabulary of `table`, int64 [n]."""

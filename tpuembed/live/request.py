@@ -54,7 +54,8 @@ class _LiveModelRequest:
     ) -> None:
         self._model = wrap_model(model, "export_model", output_names)
         self._layers = embedding_layers(self._model.model)
-        self._sources = StackedTables(checkpoint.tables(), checkpoint.vocabulary)
+        tables = checkpoint.tables()
+        self._sources = StackedTables(tables, checkpoint.vocabulary, with_rows=tables)
         stated = check_model_config(self._model, checkpoint, serving_config)
         with self._redirected():
             if self._model.may_read_tables():

@@ -397,7 +397,7 @@ class _Request:
         from tpuembed.export.graph.stacked_tables import StackedTables
 
         self._checkpoint, self._index = checkpoint, index
-        self._sources = StackedTables(checkpoint.tables(), checkpoint.vocabulary)
+        self._sources = StackedTables.of(checkpoint)
         self._query, self._made = build_model(query, self._sources)
         self._query.compare_vocabularies(checkpoint.path, self._sources.given_names(checkpoint))
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(

@@ -18,7 +18,7 @@ from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.graph.dense_weights import restore_dense_weights
 from tpuembed.export.graph.keras_model import Factory, build_model
 from tpuembed.export.graph.signature import quantization_of
-from tpuembed.export.graph.stacked_tables import StackedTables
+from tpuembed.export.graph.stacked_tables import StackedTables, tables_with_rows
 from tpuembed.export.graph.table_names import TableNames, constant_names
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.encoders import quantize
@@ -40,7 +40,7 @@ class _CheckpointTables(StackedTables):
     """Tables whose rows are read from a checkpoint when they are looked up."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint.tables(), checkpoint.vocabulary)
+        super().__init__(checkpoint.tables(), checkpoint.vocabulary, tables_with_rows(checkpoint))
         self._checkpoint = checkpoint
         self._constant_names: dict[str, TableNames] = {}
 

@@ -39,8 +39,8 @@ class TableSource(Protocol):
             ConfigError: the source has no names for the table, or others.
         """
 
-    def note_numbers(self, table: str) -> None:
-        """Record that all features of a layer's table take row numbers.
+    def note_numbers(self, table: str, feature: str | None = None) -> None:
+        """Record that `feature` of a layer's table takes row numbers, and others names. None: all features take numbers.
 
         Raises:
             ConfigError: the source has names for the table.

@@ -26,6 +26,7 @@ __all__ = [
     "quantization_of",
     "served_features",
     "serving_config_of",
+    "trained_with_rows",
 ]
 
 # The names that TensorFlow accepts for a placeholder, and so for a signature's input.
@@ -123,14 +124,23 @@ def served_features(
     check_tables(config, tables)
     combiners = {name: fields.get("combiner") for name, fields in (own or {}).get("tables", {}).items()}
     combiners |= {name: stated.combiner for name, stated in config.tables.items() if stated.combiner}
-    policies, trained_with_rows = _Policies(own), set[tuple[str, str]]()
-    if own is not None and '"vocabulary"' in json.dumps(own):
-        layer = ServingConfig.from_features(feature_config_from_dict(own)).features
-        trained_with_rows = {(name, spec.table) for name, spec in layer.items() if spec.vocabulary is None}
+    policies = _Policies(own)
     resolved = [_resolve(name, spec, tables, combiners, policies) for name, spec in config.features.items()]
-    features = with_names(resolved, saved, trained_with_rows)
+    features = with_names(resolved, saved, trained_with_rows(own))
     check_input_names([*config.features, *(feature.weights_name for feature in features if feature.spec.weighted)])
     return features
+
+
+def trained_with_rows(own: Mapping[str, Any] | None) -> set[tuple[str, str]]:
+    """Return name and table of the features that took row numbers in training, if others took names.
+
+    Args:
+        own: the checkpoint's `layer_config`, or None.
+    """
+    if own is None or '"vocabulary"' not in json.dumps(own):
+        return set()
+    layer = ServingConfig.from_features(feature_config_from_dict(own)).features
+    return {(name, spec.table) for name, spec in layer.items() if spec.vocabulary is None}
 
 
 def _resolve(

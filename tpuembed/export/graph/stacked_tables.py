@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
 from tpuembed.export.graph.given_names import Saved, vocabulary_of
 from tpuembed.export.graph.overlay import gather_overlaid
-from tpuembed.export.graph.signature import find_table
+from tpuembed.export.graph.signature import find_table, trained_with_rows
 from tpuembed.export.graph.table_names import TableNames, constant_names, stand_in_names
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.formats import STORAGES
@@ -25,7 +25,7 @@ from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["AnyTables", "StackedTables", "ran_without_rows", "span_of"]
+__all__ = ["AnyTables", "StackedTables", "ran_without_rows", "span_of", "tables_with_rows"]
 
 Tensor = Any
 Answer = Callable[[Sequence[Ids], Callable[[], list[Tensor]]], list[Tensor]]
@@ -44,14 +44,22 @@ class StackedTables:
     `bind_names` assigns their names.
     """
 
-    def __init__(self, available: Mapping[str, TableInfo], saved: Saved = lambda _: None) -> None:
-        """Read the tables `available` in a checkpoint. `saved` returns its vocabulary of a table, or None."""
+    def __init__(
+        self, available: Mapping[str, TableInfo], saved: Saved = lambda _: None, with_rows: Container[str] = ()
+    ) -> None:
+        """Read the tables `available` in a checkpoint.
+
+        Args:
+            available: the tables by name.
+            saved: returns the checkpoint's vocabulary of a table, or None.
+            with_rows: those of them whose features may take row numbers beside names, because in training some did.
+        """
         self.required: list[str] = []
         self.read_whole: list[str] = []
         self.quantization: dict[str, QuantizationConfig] = {}
         self.vocabularies: dict[str, Vocabulary] = {}
         self.were_asked_for = False
-        self._saved = saved
+        self._saved, self._with_rows = saved, with_rows
         self._names: Mapping[str, TableNames] | None = None
         self._constants: dict[str, TableNames] = {}
         self._available = available
@@ -63,6 +71,11 @@ class StackedTables:
         self._are_zeros = False
         self._answer: Answer | None = None
         self._compared: dict[tuple[str, int], Vocabulary | None] = {}
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "StackedTables":
+        """Return the tables and the names of a checkpoint."""
+        return cls(checkpoint.tables(), checkpoint.vocabulary, tables_with_rows(checkpoint))
 
     def register(self, table: TableConfig) -> None:
         """Record that a layer needs `table`.
@@ -115,14 +128,24 @@ class StackedTables:
         names = self.vocabularies.items()
         return {table: its for table, its in names if checkpoint.vocabulary_header(table) is None}
 
-    def note_numbers(self, table: str) -> None:
-        """Refuse a layer that takes row numbers of `table` if the checkpoint has names: its numbers may be of another order."""
+    def note_numbers(self, table: str, feature: str | None = None) -> None:
+        """Refuse a layer that takes row numbers of `table` if the checkpoint has names: its numbers may be of another order.
+
+        A layer may take both, row numbers for `feature`, if the trained one did.
+        """
         saved = self._saved(table)
-        if saved is not None and len(saved):
+        if saved is None or not len(saved):
+            return
+        if feature is None:
             raise ConfigError(
                 f"table {table!r}: the checkpoint has {len(saved)} names of its rows, and the model takes row numbers. Give its "
                 "features the vocabulary that the table was trained with. If clients send row numbers, build the layer with "
                 "takes_rows=True too."
+            )
+        if table not in self._with_rows:
+            raise ConfigError(
+                f"feature {feature!r}: the model takes row numbers of table {table!r} for it, and in training all features of that "
+                "table took names. Give the feature the table's vocabulary."
             )
 
     def name_arrays(self, table: str, given: Vocabulary | None = None) -> TableNames:
@@ -336,6 +359,11 @@ def _as_tensors_do(operator: str) -> Any:
 
 for _operator in sorted(tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}):
     setattr(_WholeTable, _operator, _as_tensors_do(_operator))
+
+
+def tables_with_rows(checkpoint: Checkpoint) -> set[str]:
+    """Return the tables of which a feature took row numbers in training, in a layer that also took names."""
+    return {table for _, table in trained_with_rows(checkpoint.layer_config)}
 
 
 def span_of(place: Placement) -> Span:

@@ -178,7 +178,7 @@ class ModelRequest:
         from tpuembed.export.graph.stacked_tables import StackedTables
 
         self._checkpoint, self._allow_unused_weights, self._is_front = checkpoint, allow_unused_weights, is_front
-        self.sources = StackedTables(checkpoint.tables(), checkpoint.vocabulary)
+        self.sources = StackedTables.of(checkpoint)
         self.model, self._made = build_model(model, self.sources, output_names)
         self.model.compare_vocabularies(checkpoint.path, self.sources.given_names(checkpoint))
         stated = check_model_config(self.model, checkpoint, serving_config)
