@@ -473,7 +473,7 @@ class TPUEmbedding(keras.layers.Layer):
             stamps.rewritten()
         if self._vocabularies is not None:
             check_tables(store, self.name, self.named_variables())
-            load_vocabularies(store, self.name, self._vocabularies)
+            load_vocabularies(store, self.name, [self._vocabularies])
         self.updates.assign(load_tables(store, self.name, self.named_variables()))
         if stamps is not None:
             saved = load_stamps(store, self._parts.backend.states, stamps.write)

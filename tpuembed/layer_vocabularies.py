@@ -185,10 +185,11 @@ class LayerVocabularies(SavedNode):
             CheckpointMismatchError: a saved vocabulary has another type or other buckets, or needs more rows. No name has
                 changed then.
         """
-        for table, vocabulary in self._checked(contents, where).items():
+        for table, vocabulary in self.checked(contents, where).items():
             self.take(table, vocabulary)
 
-    def _checked(self, contents: Mapping[str, bytes], where: str) -> dict[str, Vocabulary]:
+    def checked(self, contents: Mapping[str, bytes], where: str) -> dict[str, Vocabulary]:
+        """Return the saved vocabularies of {table: bytes}. Raises as `load`."""
         found = {}
         for table, content in contents.items():
             what = f"{where}: the vocabulary of table {table!r}"
@@ -222,7 +223,7 @@ class LayerVocabularies(SavedNode):
             first = content[: VocabularyHeader.MOST_BYTES].tobytes()
             self.copies[table].check(VocabularyHeader.from_bytes(first, what), what)
         if len({id(copy.vocabulary) for copy in self.copies.values()}) < len(self.copies):
-            self._checked({table: content.tobytes() for table, content in contents.items()}, where)
+            self.checked({table: content.tobytes() for table, content in contents.items()}, where)
 
     def variables(self) -> dict[str, Any]:
         """Return the variables of the graph's copies, for SavedModels of the live layer. The copies are made complete."""

@@ -147,9 +147,8 @@ class PartitionedEmbedding(keras.layers.Layer):
         """
         if variables := self._named_variables():  # none inside an export, which reads the rows from its checkpoint
             check_tables(store, self.name, variables)  # a file that is refused changes no name
-            for _, layer in self._parts:
-                if layer._vocabularies is not None:
-                    load_vocabularies(store, self.name, layer._vocabularies)
+            of_parts = [layer._vocabularies for _, layer in self._parts if layer._vocabularies is not None]
+            load_vocabularies(store, self.name, of_parts)
             _Counts(self._counts()).assign(load_tables(store, self.name, variables))
 
     def _named_variables(self) -> dict[str, Any]:

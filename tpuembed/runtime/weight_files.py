@@ -1,12 +1,13 @@
 """Reads and writes a layer's arrays in Keras' weight files (`.weights.h5`, `.keras`)."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from tpuembed.errors import CheckpointMismatchError
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = [
     "check_tables",
@@ -103,8 +104,11 @@ class Vocabularies(Protocol):
     def to_bytes(self, table: str) -> bytes:
         """Return the vocabulary of `table`."""
 
-    def load(self, contents: Mapping[str, bytes], where: str) -> None:
-        """Replace vocabularies, {table: bytes}."""
+    def checked(self, contents: Mapping[str, bytes], where: str) -> dict[str, Vocabulary]:
+        """Return the vocabularies of {table: bytes}. Raises an error if one does not fit."""
+
+    def take(self, table: str, saved: Vocabulary) -> None:
+        """Replace the vocabulary of `table`."""
 
 
 def save_vocabularies(store: Any, vocabularies: Vocabularies) -> None:
@@ -113,15 +117,20 @@ def save_vocabularies(store: Any, vocabularies: Vocabularies) -> None:
         store[_VOCABULARY + _saved(table)] = np.frombuffer(vocabularies.to_bytes(table), np.uint8)
 
 
-def load_vocabularies(store: Any, layer: str, vocabularies: Vocabularies) -> None:
+def load_vocabularies(store: Any, layer: str, of_layers: Sequence[Vocabularies]) -> None:
     """Replace the names of each table's rows by those of `save_vocabularies`. A table without any in the file keeps its names.
 
     Raises:
-        CheckpointCorruptError, CheckpointMismatchError: as `LayerVocabularies.load`.
+        CheckpointCorruptError, CheckpointMismatchError: as `LayerVocabularies.load`. No name of any layer has changed then.
     """
-    names = {table: _VOCABULARY + _saved(table) for table in vocabularies.copies}
-    found = {table: np.asarray(store[name]).tobytes() for table, name in names.items() if name in store.keys()}  # noqa: SIM118
-    vocabularies.load(found, f"layer {layer!r}: the file")
+    checked = []
+    for vocabularies in of_layers:
+        names = {table: _VOCABULARY + _saved(table) for table in vocabularies.copies}
+        found = {table: np.asarray(store[name]).tobytes() for table, name in names.items() if name in store.keys()}  # noqa: SIM118
+        checked.append(vocabularies.checked(found, f"layer {layer!r}: the file"))
+    for vocabularies, saved in zip(of_layers, checked, strict=True):
+        for table, its in saved.items():
+            vocabularies.take(table, its)
 
 
 def _saved(name: str) -> str:

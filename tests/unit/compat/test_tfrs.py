@@ -12,7 +12,7 @@ from tests.support.fake_tpu import fake_tpu
 from tests.support.messages import refused
 from tpuembed import Adagrad, Adam, FeatureConfig, TableConfig, Vocabulary, open_checkpoint
 from tpuembed.compat import tfrs
-from tpuembed.errors import ConfigError
+from tpuembed.errors import CheckpointMismatchError, ConfigError
 
 embedding = tf.tpu.experimental.embedding
 LARGE, SMALL = 20, 5
@@ -294,10 +294,11 @@ def test_what_tables_cannot_honour_is_refused(optimizer: Any) -> None:
         tfrs.translate_keras_optimizer(optimizer)
 
 
-def _with_names() -> Any:
+def _with_names(small: int = 1, large: int = 1) -> Any:
+    """Return a layer whose tables have so many buckets."""
     features = {
-        "small": FeatureConfig(TableConfig(9, 2, "small"), vocabulary=Vocabulary(oov_buckets=1, grows=True)),
-        "large": FeatureConfig(TableConfig(200, 2, "large"), vocabulary=Vocabulary(oov_buckets=1, grows=True)),
+        "small": FeatureConfig(TableConfig(9, 2, "small"), vocabulary=Vocabulary(oov_buckets=small, grows=True)),
+        "large": FeatureConfig(TableConfig(200, 2, "large"), vocabulary=Vocabulary(oov_buckets=large, grows=True)),
     }
     return tfrs.PartialTPUEmbedding(features, optimizer=Adagrad(0.1), size_threshold=100)
 
@@ -326,3 +327,18 @@ def test_names_come_back_with_their_rows(way: str, tmp_path: Path) -> None:
     for name, rows in trained(names).items():
         np.testing.assert_array_equal(new(names)[name], rows)
         assert len(new.vocabularies[name]) == 5
+
+
+@pytest.mark.parametrize("buckets", [{"small": 2}, {"large": 2}])
+def test_a_refused_weight_file_changes_no_names_of_any_table(buckets: dict[str, int]) -> None:
+    saved, new = _with_names(), _with_names(**buckets)
+    store: dict[str, Any] = {}
+    for vocabulary in saved.vocabularies.values():
+        vocabulary.add(["ann", "bob"])
+    saved.save_own_variables(store)
+    for vocabulary in new.vocabularies.values():
+        vocabulary.add(["bob", "ann"])
+    with refused(CheckpointMismatchError):
+        new.load_own_variables(store)
+    for vocabulary in new.vocabularies.values():
+        assert vocabulary.get_vocabulary()[vocabulary.oov_buckets :] == ["bob", "ann"]
