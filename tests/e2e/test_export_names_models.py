@@ -73,7 +73,9 @@ def test_a_tower_of_another_order_than_the_trained_one_is_refused(tmp_path: Path
 
     def build(names: list[str], lookup: bool) -> keras.Model:
         inputs = keras.Input((), dtype="string", name="user")
-        config = FeatureConfig(TableConfig(8, 4, "users"), vocabulary=None if lookup else Vocabulary(names, oov_buckets=1))
+        config = FeatureConfig(
+            TableConfig(8, 4, "users"), vocabulary=None if lookup else Vocabulary(names, oov_buckets=1)
+        )
         ids = keras.layers.StringLookup(vocabulary=names, name="lookup")(inputs) if lookup else inputs
         return keras.Model(
             {"user": inputs}, TPUEmbedding({"user": config}, optimizer="sgd", name="e")({"user": ids})["user"]
