@@ -523,6 +523,9 @@ class _Untracked:
         for path, feature in flatten(structure):
             _check_served(path, feature.table, own)
             _check_vocabulary(path, feature, vocabularies)
+            takes_numbers = feature.vocabulary is None and feature.table.name in vocabularies
+            if takes_numbers and isinstance(self.backend, DeferredBackend) and not self.takes_rows:
+                self.backend.note_numbers(feature.table.name, path)
         return structure
 
 

@@ -311,10 +311,10 @@ class _GraphCopy:
     def check(self, saved: Vocabulary | VocabularyHeader, where: str) -> None:
         """Raise CheckpointMismatchError if a saved vocabulary has another type or other buckets, or needs more rows."""
         own = self.vocabulary
-        if option := own.unlike(saved):
+        if unlike := own.unlike(saved):
+            option, mine, its = unlike
             raise CheckpointMismatchError(
-                f"{where}: its {option} is {getattr(saved, option)!r}, and the layer's {getattr(own, option)!r}. Build the "
-                "layer as it was saved."
+                f"{where}: its {option} is {its}, and the layer's {mine}. Build the layer as it was saved."
             )
         if saved.rows > self._capacity:
             raise CheckpointMismatchError(

@@ -138,6 +138,29 @@ def test_a_feature_takes_row_numbers_beside_names_if_it_did_in_training(tmp_path
         np.testing.assert_array_equal(next(iter(found.values())), model(users))
 
 
+def test_a_call_takes_no_row_numbers_of_a_table_with_names(tmp_path: Path) -> None:
+    """With the vocabulary in the layer, other features of its tables took the numbers of any lookup."""
+
+    def build(numbered: bool) -> keras.Model:
+        inputs = keras.Input((), dtype="string", name="user")
+        table, vocabulary = TableConfig(3, 4, "users"), Vocabulary(["ann", "bob", "eve"])
+        layer = TPUEmbedding({"user": FeatureConfig(table, vocabulary=vocabulary)}, optimizer="sgd", name="e")
+        lookup = keras.layers.StringLookup(vocabulary=["eve", "bob", "ann"], num_oov_indices=0, name="lookup")
+        own = layer({"user": inputs})["user"]
+        served = {"served": FeatureConfig(table, vocabulary=None if numbered else vocabulary)}
+        other = layer({"served": lookup(inputs) if numbered else inputs}, serving_config=served)["served"]
+        return keras.Model({"user": inputs}, keras.layers.Concatenate()([own, other]))
+
+    model = build(numbered=False)
+    prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    with refused(ConfigError):
+        export_saved_model(prefix, tmp_path / "m", model=lambda: build(numbered=True))
+    version = export_saved_model(prefix, tmp_path / "m", model=lambda: build(numbered=False)).path
+    users = {"user": tf.constant(["eve", "ann"])}
+    found = tf.saved_model.load(str(version)).signatures["serving_default"](**users)
+    np.testing.assert_array_equal(next(iter(found.values())), model(users))
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_a_whole_model_takes_names(tmp_path: Path, layout: str) -> None:

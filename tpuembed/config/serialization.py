@@ -121,9 +121,13 @@ def _features_from(
         given = checked_vocabulary(path, node["vocabulary"])
         shared = vocabularies.setdefault(node["table"], given)
         if given is not None and shared is not None and given.options() != shared.options():
+            own, its = given.options(), shared.options()
+            option = next(each for each in (*own, *its) if own.get(each) != its.get(each))
+            secret = option == "oov_key"  # no message has it
+            values = "another one" if secret else f"{own.get(option)!r}, and that of the other {its.get(option)!r}"
             raise ConfigError(
-                f"{path}: its vocabulary is {given.options()}, and that of another feature of table {node['table']!r} is "
-                f"{shared.options()}. Make them equal."
+                f"{path}: its vocabulary is not that of another feature of table {node['table']!r}: its {option} is {values}. Make "
+                "them equal."
             )
         fields["vocabulary"] = shared
     return FeatureConfig(**fields)

@@ -7,6 +7,7 @@ import numpy as np
 
 from tpuembed.backends.tf_config import local
 from tpuembed.checkpoint import Checkpoint
+from tpuembed.checkpoint.unknown_rows import check_unknown_row
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.layer_vocabularies import check_shared
 from tpuembed.table_access import LiveTables
@@ -50,10 +51,10 @@ def names_by_number(
             continue
         where = f"checkpoint {checkpoint.path}: the vocabulary of table {plan.source!r}"
         capacity = live.state(plan.table).config.vocabulary_size
-        if option := own.unlike(saved):
+        if unlike := own.unlike(saved):
+            option, mine, its = unlike
             raise CheckpointMismatchError(
-                f"{where} has {option} {getattr(saved, option)!r}. That of layer {live.layer!r} has {getattr(own, option)!r}. Make "
-                "them equal."
+                f"{where} has {option} {its}. That of layer {live.layer!r} has {mine}. Make them equal."
             )
         if saved.rows > capacity:
             raise CheckpointMismatchError(
@@ -110,6 +111,7 @@ def plan_names(
     Raises:
         CheckpointMismatchError: none has one, a table has one on one side alone, dtypes differ, or all names would be dropped.
         CheckpointCorruptError: a vocabulary is damaged.
+        ConfigError: out_of_vocabulary is a row of the table in the checkpoint.
     """
     found: dict[str, NamesPlan] = {}
     for table, source in pairs.items():
@@ -132,6 +134,7 @@ def plan_names(
                 f"{where} has {len(saved)} names. The vocabulary of table {table!r} of layer {layer!r} has none, so all of them "
                 "would be dropped. Leave by='name' out to take the checkpoint's names, or give the vocabulary the names to keep."
             )
+        check_unknown_row(checkpoint, source, saved.oov_buckets)
         found[table] = NamesPlan.of(saved, own)
     if not found:
         raise CheckpointMismatchError(

@@ -543,9 +543,21 @@ class Vocabulary:
         for follower, table in self._living():
             follower.names_changed(table, freed)
 
-    def unlike(self, other: "Vocabulary | VocabularyHeader") -> str:
-        """Return the first of IDENTITY in which `other` has another value, or ""."""
-        return next((each for each in IDENTITY if getattr(self, each) != getattr(other, each)), "")
+    def unlike(self, other: "Vocabulary | VocabularyHeader") -> "tuple[str, str, str] | None":
+        """Return the first of IDENTITY in which `other` has another value, and both values for messages, or None.
+
+        A key is a secret, so no message has it.
+        """
+        for option in IDENTITY:
+            own, its = getattr(self, option), getattr(other, option)
+            if own != its:
+                is_secret = option == "oov_key"
+                return (
+                    option,
+                    _shown(own, "a key" * is_secret),
+                    _shown(its, ("another key" if own else "a key") * is_secret),
+                )
+        return None
 
     def check_padding(self, where: str) -> None:
         """Raise ConfigError if a name is the padding of lists: "" or -1. `where` begins the message."""
@@ -638,16 +650,16 @@ class Vocabulary:
         Raises:
             ConfigError: `other` has names of another type, or other buckets.
         """
-        if option := other.unlike(self):
+        if unlike := self.unlike(other):
+            option, own, its = unlike
             raise ConfigError(
-                f"vocabulary: its {option} is {getattr(self, option)!r}, and that of the other {getattr(other, option)!r}. Make "
-                f"both with the same {option}."
+                f"vocabulary: its {option} is {own}, and that of the other {its}. Make both with the same {option}."
             )
         with other._lock:
             saved = other._saved(copy=True)
         others = [] if by is None else [each for each in self._living() if each[0] is not by]
-        before = self.to_bytes() if others and self._moves_in(other) else None
         with self._lock:
+            before = self.to_bytes() if others and self._moves_in(other) else None
             self._clear()
             self._load(saved, is_own=False)
         if before is not None:
@@ -759,10 +771,17 @@ def _check_count(what: str, value: Any, least: int, most: int | None = None) -> 
         raise ConfigError(f"vocabulary: {what} must be at most {most}, got {value}.")
 
 
+def _shown(value: Any, secret: str) -> str:
+    """Return a value of an option for a message, or `secret` in its place."""
+    return secret if secret and value is not None else repr(value)
+
+
 def _check_key(key: Any, dtype: str) -> None:
     is_pair = isinstance(key, list | tuple) and len(key) == 2
     if not is_pair or any(type(each) is not int or not -(2**63) <= each < 2**63 for each in key):
-        raise ConfigError(f"vocabulary: oov_key must be two integers of 64 bits with a sign, got {key!r}.")
+        raise ConfigError(
+            f"vocabulary: oov_key must be two integers of 64 bits with a sign, got another {type(key).__name__}."
+        )
     if dtype != "string":
         raise ConfigError(f"vocabulary: oov_key is for strings, and this one has {dtype} names. Leave oov_key out.")
 

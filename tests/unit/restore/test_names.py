@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.support.checkpoint.named import named_layer, write_named, write_named_weights
 from tests.support.layer.restored import TRAINED_BY, Array, assert_held, held, updates
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, restore_tables
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, carry_checkpoint, restore_tables
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tpuembed.restore import NamesPlan
 from tpuembed.row_history import UNKNOWN
@@ -328,3 +328,30 @@ def test_every_copy_is_written(tmp_path: Path) -> None:
     truth = _rows(2, 3)
     layer.restore_tables(_write(tmp_path, ["a", "b"], truth), by="name")
     assert_held(layer, {"films": {None: truth[None][::-1]}})
+
+
+@pytest.mark.parametrize("row", [1, 5], ids=["of a name", "spare"])
+@pytest.mark.parametrize("how", ["restore", "carry"])
+def test_a_row_for_unknown_names_cannot_move(tmp_path: Path, row: int, how: str) -> None:
+    """The number stayed, and another name had its row; or the trained row was dropped."""
+    table = TableConfig(6, 3, "films", out_of_vocabulary=row)
+    trained = TPUEmbedding({"f": FeatureConfig(table, vocabulary=Vocabulary(["a", "b", "c"]))}, optimizer="sgd")
+    path = tf.train.Checkpoint(layer=trained).write(str(tmp_path / "ckpt"))
+    new = Vocabulary(["b", "a", "c"])
+    layer = _layer(new, 6)
+    before = held(layer)["films"][None]
+    with refused(ConfigError):
+        layer.restore_tables(path, by="name") if how == "restore" else carry_checkpoint(path, new, tmp_path / "new")
+    np.testing.assert_array_equal(held(layer)["films"][None], before)
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_a_bucket_for_unknown_names_stays(tmp_path: Path) -> None:
+    table = TableConfig(6, 3, "films", out_of_vocabulary=0)
+    vocabulary = Vocabulary(["a", "b", "c"], oov_buckets=1)
+    trained = TPUEmbedding({"f": FeatureConfig(table, vocabulary=vocabulary)}, optimizer="sgd")
+    path = tf.train.Checkpoint(layer=trained).write(str(tmp_path / "ckpt"))
+    layer = _layer(Vocabulary(["b", "a"], oov_buckets=1), 6)
+    layer.restore_tables(path, by="name", slots=False)
+    rows = held(trained)["films"][None]
+    np.testing.assert_array_equal(held(layer)["films"][None][:3], rows[[0, 2, 1]])

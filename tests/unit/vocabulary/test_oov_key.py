@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model
+from tpuembed.config import feature_config_from_dict
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.export.graph.table_names import constant_names
 from tpuembed.lookup.names import find_names
@@ -83,6 +84,40 @@ def test_a_checkpoint_with_another_key_is_refused(tmp_path: Any) -> None:
             tf.train.Checkpoint(layer=layer(key)).read(path)
         with refused(CheckpointMismatchError):
             layer(key).restore_tables(path)
+
+
+@pytest.mark.parametrize("other", [None, (-7, 137137137)])
+def test_no_message_has_a_key(tmp_path: Any, other: tuple[int, int] | None) -> None:
+    secret = (133133133133, 713713713713)
+    one, two = (Vocabulary(KNOWN, oov_buckets=2, oov_key=key) for key in (secret, other))
+
+    def layer(vocabulary: Vocabulary) -> TPUEmbedding:
+        made = TPUEmbedding({"user": FeatureConfig(TableConfig(9, 4, "users"), vocabulary=vocabulary)}, optimizer="sgd")
+        made.build({"user": (None,)})
+        return made
+
+    path = tf.train.Checkpoint(layer=layer(one)).write(str(tmp_path / "ckpt"))
+    table = {"vocabulary_size": 9, "dim": 4}
+    features = {
+        name: {"table": "t", "vocabulary": each.options()} for name, each in zip(("a", "b"), (one, two), strict=True)
+    }
+    actions: list[Any] = [
+        lambda: one.assign(two),
+        lambda: two.assign(one),
+        lambda: layer(two).restore_tables(path),
+        lambda: tf.train.Checkpoint(layer=layer(two)).read(path),
+        lambda: export_saved_model(
+            path,
+            tmp_path / "m",
+            serving_config={"features": {"user": FeatureConfig(TableConfig(9, 4, "users"), vocabulary=two)}},
+        ),
+        lambda: feature_config_from_dict({"tables": {"t": table}, "features": features}),
+        lambda: Vocabulary(KNOWN, oov_buckets=2, oov_key=(*secret, 1)),  # type: ignore[arg-type]
+    ]
+    for number, act in enumerate(actions):
+        with pytest.raises((ConfigError, CheckpointMismatchError), match="oov_key") as caught:
+            act()
+        assert not any(str(part) in str(caught.value) for part in (*secret, 137137137)), number
 
 
 @pytest.mark.parametrize("key", [(1,), (1, 2, 3), (1, 2**63), (1, True), (1, "2"), 7, "ab"])

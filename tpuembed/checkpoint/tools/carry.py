@@ -17,6 +17,7 @@ import numpy as np
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
 from tpuembed.checkpoint.types import Array
+from tpuembed.checkpoint.unknown_rows import check_unknown_row, features_of
 from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.config.optimizers import optimizer_from
 from tpuembed.errors import (
@@ -93,8 +94,8 @@ def carry_checkpoint(
         UnknownTableError: there is no such table.
         CheckpointFormatError: the checkpoint is of another kind, or its rows lie in another order in the files.
         CheckpointCorruptError: a checksum is wrong.
-        ConfigError: the table has no vocabulary, the new one has another dtype or cannot be read, `out` exists, or
-            `initializer` is unknown.
+        ConfigError: the table has no vocabulary, the new one has another dtype or cannot be read, `out` exists,
+            `initializer` is unknown, or out_of_vocabulary is a row of the table.
         CheckpointError: `out` cannot be written; or as `open_checkpoint`.
     """
     target = Path(out)
@@ -115,6 +116,7 @@ def carry_checkpoint(
                 f"checkpoint {checkpoint.path}: names of table {name!r} are {old.dtype}, and those of the new vocabulary are "
                 f"{new.dtype}. Give names of one dtype."
             )
+        check_unknown_row(checkpoint, name, old.oov_buckets)
         new.continue_counts(old, checkpoint.update_counts().get(name, 0))
         carried = _Carried(checkpoint, name, NamesPlan.of(old, new), new, initializer)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +201,7 @@ class _Carried:
         self._options: dict[str, Any] = config["tables"][table]
         self._check_places(keys.rows.mod_sharding is not None)
         self._options["vocabulary_size"] = self.rows
-        for feature in _features_of(config.get("features"), table):
+        for feature in features_of(config.get("features"), table):
             identity = {key: value for key, value in new.options().items() if key in IDENTITY}
             feature["vocabulary"] = {k: v for k, v in feature["vocabulary"].items() if k not in IDENTITY} | identity
         self.replaced = {
@@ -251,16 +253,6 @@ class _Carried:
         if found.shape != shape:
             raise ConfigError(f"carry: initializer returned {list(found.shape)} for {list(shape)}. Return that shape.")
         return found.astype(dtype)
-
-
-def _features_of(saved: Any, table: str) -> Iterator[dict[str, Any]]:
-    """Yield the saved features of `table` that take names, of any structure of features."""
-    if isinstance(saved, dict) and saved.get("table") == table and isinstance(saved.get("vocabulary"), dict):
-        yield saved
-        return
-    children = saved.values() if isinstance(saved, dict) else saved if isinstance(saved, list) else ()
-    for child in children:
-        yield from _features_of(child, table)
 
 
 def _string(text: bytes) -> tuple[Entry, bytes]:

@@ -88,10 +88,11 @@ def vocabulary_of(where: str, given: Vocabulary, table: str, rows: int, saved: S
 
 
 def _check_same(where: str, given: Vocabulary, saved: Vocabulary, table: str) -> None:
-    if option := given.unlike(saved):
+    if unlike := given.unlike(saved):
+        option, own, its = unlike
         raise ConfigError(
-            f"{where}: its vocabulary has {option} {getattr(given, option)!r}, but that of table {table!r} has "
-            f"{getattr(saved, option)!r}. Give the one that the table was trained with."
+            f"{where}: its vocabulary has {option} {own}, but that of table {table!r} has {its}. Give the one that the table was "
+            "trained with."
         )
     if len(given) and not given.same_names(saved):
         row, own, other = _first_difference(given, saved)
