@@ -12,15 +12,14 @@ NEWEST_PYTHON ?= 3.13
 # Where their interfaces are met; `make test-long` runs all unit and conformance tests with both.
 OLDEST_TESTS := $(addprefix tests/unit/,layer export/graph checkpoint/keras) tests/e2e/test_road.py
 NEWEST_TESTS := $(addprefix tests/unit/,config files serving/core serving/http) tests/e2e/test_road.py
+MARKS := not long and not slow
 ALL_UNITS := tests/unit tests/conformance tests/e2e/test_road.py
-# `make test`: all but whole servers and exports, which `make test-e2e` runs, and pages. One road through all of it is in both.
-TESTS := $(filter-out tests/e2e/ tests/docs/,$(sort $(dir $(wildcard tests/*/*.py)))) tests/e2e/test_road.py tests/e2e/test_demo.py
 
 # Each process that a test starts would compile the project once more.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo load-tools test test-e2e test-docs test-clients test-console test-long test-oldest test-newest-python tpu-proof check docs package bench format clean
+.PHONY: help demo load-tools test test-slow test-docs test-clients test-console test-long test-oldest test-newest-python tpu-proof check docs package bench format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -47,10 +46,10 @@ demo: $(DEMO)  ## train, checkpoint, export, serve and predict, end to end; inst
 	$(BIN)/tpuembed demo
 
 test: $(STAMP) tpuembed/_lookup.so $(RATINGS) load-tools  ## the test suite, or one room of it: make test AREA=serving/batching
-	$(BIN)/python -m pytest -n 2 -m "not long" $(if $(AREA),tests/unit/$(AREA),$(TESTS))
+	$(BIN)/python -m pytest -n 2 $(if $(AREA),-m "not long" tests/unit/$(AREA),-m "$(MARKS)" tests)
 
-test-e2e: $(STAMP) tpuembed/_lookup.so $(RATINGS) load-tools  ## whole servers, exports and commands
-	$(BIN)/python -m pytest -n 2 -m "not long" tests/e2e
+test-slow: $(STAMP) tpuembed/_lookup.so $(RATINGS) load-tools  ## whole servers, exports and commands: what takes seconds
+	$(BIN)/python -m pytest -n 2 -m "slow and not long" tests
 
 load-tools:  # wrk, h2load and redis-server, where tests are those of CI; elsewhere tests without them are skipped by name
 	@if [ -n "$$CI" ] && [ "$$(id -u)" = 0 ] && ! { command -v wrk && command -v h2load && command -v redis-server; } >/dev/null; then \
@@ -74,8 +73,8 @@ test-console: $(STAMP)  ## the server's console in a headless Chromium; screensh
 test-long: $(STAMP) tpuembed/_lookup.so $(RATINGS) .venv-clients/.installed load-tools  ## all tests: of `make test`, those with big files, clusters, fuzzing and soaks, and of each TensorFlow and Python
 	$(BIN)/python -m pytest -n 2 -m "not long" tests
 	$(BIN)/python -m pytest -m long --timeout 3600 tests
-	$(MAKE) test-oldest OLDEST_TESTS="$(ALL_UNITS)"
-	$(MAKE) test-newest-python NEWEST_TESTS="$(ALL_UNITS)"
+	$(MAKE) test-oldest OLDEST_TESTS="$(ALL_UNITS)" MARKS="not long"
+	$(MAKE) test-newest-python NEWEST_TESTS="$(ALL_UNITS)" MARKS="not long"
 
 .venv-oldest/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
@@ -83,10 +82,10 @@ test-long: $(STAMP) tpuembed/_lookup.so $(RATINGS) .venv-clients/.installed load
 	@touch $@
 
 test-oldest: .venv-oldest/.installed $(RATINGS)  ## the layer, graphs and one export end to end, with the oldest TensorFlow and Keras
-	.venv-oldest/bin/python -m pytest -n 2 -m "not long" --no-messages $(OLDEST_TESTS)
+	.venv-oldest/bin/python -m pytest -n 2 -m "$(MARKS)" --no-messages $(OLDEST_TESTS)
 
 test-newest-python: $(STAMP)  ## what may differ between Pythons, with the newest one, if this machine has it
-	$(BIN)/python tests/newest_python.py $(NEWEST_PYTHON) '.[$(EXTRAS)]' -n 2 -m "not long" --no-messages $(NEWEST_TESTS)
+	$(BIN)/python tests/newest_python.py $(NEWEST_PYTHON) '.[$(EXTRAS)]' -n 2 -m "$(MARKS)" --no-messages $(NEWEST_TESTS)
 
 tpu-proof: $(STAMP)  ## trace, lower and compile the TPU path without a TPU: build/tpu-proof.md
 	$(BIN)/python -m tests.tpu --tests

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.goldens import BUNDLES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", BUNDLES)
 @pytest.mark.parametrize(

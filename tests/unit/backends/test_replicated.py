@@ -15,6 +15,8 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.backends import host
 from tpuembed.lookup.ids import PaddedIds
 
+pytestmark = pytest.mark.slow
+
 ROWS, DIM, BATCH = 20, 3, 6
 TABLE = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
 

@@ -20,6 +20,8 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointF
 from tpuembed.files import remote
 from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
 
+pytestmark = pytest.mark.slow
+
 TABLE = np.random.default_rng(0).normal(size=(1000, 7)).astype(np.float32)
 
 Upload = Callable[[Path, str], str]

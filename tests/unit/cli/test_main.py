@@ -20,6 +20,8 @@ from tpuembed.export.stream.engines import choose_engine
 from tpuembed_cli.main import cli
 from tpuembed_cli.options import SIZE
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "tpuembed_cli.main"]
 _COMMANDS = ("demo", "describe", "diff", "doctor", "export", "head", "relocate", "serve", "verify")
 _MODULES = 500

@@ -15,6 +15,8 @@ from tpuembed import export_saved_model
 from tpuembed.errors import ConfigError
 from tpuembed_cli.main import cli
 
+pytestmark = pytest.mark.slow
+
 FACTORY = "tests.unit.cli.test_shards:build"
 
 

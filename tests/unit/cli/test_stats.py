@@ -11,6 +11,8 @@ from tests.support.checkpoint.bundles import write
 from tests.support.messages import said
 from tests.support.serving.process import run_command
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -19,6 +19,8 @@ from tpuembed.compat import keras_rs
 from tpuembed.errors import ConfigError
 from tpuembed.testing import simulated_tpu
 
+pytestmark = pytest.mark.slow
+
 BATCH, ROWS, HOT = 16, 23, 13
 DIMS = {"feature1": 7, "feature2": 11}
 

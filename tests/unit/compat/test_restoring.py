@@ -17,9 +17,10 @@ from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, UnknownTableError
 from tpuembed.testing import simulated_tpu
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The 'warn' function is deprecated:DeprecationWarning"
-)  # TensorFlow's logging
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The 'warn' function is deprecated:DeprecationWarning"),
+]  # TensorFlow's logging
 
 Array = np.ndarray[Any, Any]
 E = tf.tpu.experimental.embedding

@@ -14,6 +14,8 @@ from tpuembed.compat import tfrs
 from tpuembed.compat.tfrs_top_k import BruteForce, ScaNN, Streaming
 from tpuembed.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 Array = np.ndarray[Any, Any]
 KINDS: dict[str, Any] = {
     "brute": BruteForce,

@@ -14,9 +14,10 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_mode
 from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The 'warn' function is deprecated:DeprecationWarning"
-)  # TensorFlow's logging
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The 'warn' function is deprecated:DeprecationWarning"),
+]  # TensorFlow's logging
 
 ROWS = {"user": 30, "video": 70}
 FILES = ("m.keras", "w.weights.h5", "w.weights.json", "ckpt")

@@ -24,6 +24,8 @@ import pytest
 from tests.support.checkpoint.orbax_trees import write_tree
 from tests.support.stores import GcsStub
 
+pytestmark = pytest.mark.slow
+
 ROWS = np.arange(92, dtype=np.float32).reshape(23, 4)
 SCRIPT = """
 import sys

@@ -16,6 +16,8 @@ from tpuembed.checkpoint.tools import diff_checkpoints, read_rows
 from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed_cli.main import cli
 
+pytestmark = pytest.mark.slow
+
 ROWS = {"users": 40, "videos": 25, "wide": 30}
 DIMS = {"users": 6, "videos": 6, "wide": 12}
 

@@ -29,6 +29,8 @@ from tpuembed.saved_model import relocate_export
 from tpuembed.tensor_bundle import Entry, encode_strings, index_path, read_index, shard_path, verification, write_index
 from tpuembed.tensor_bundle.verification import strings_crc
 
+pytestmark = pytest.mark.slow
+
 GOLDENS = Path(__file__).parents[3] / "golden"
 
 

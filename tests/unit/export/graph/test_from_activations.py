@@ -19,6 +19,7 @@ from tpuembed.export.graph.warmup import WARMUP_PATH
 from tpuembed.manifest import ActivationEntry, FromActivations, Manifest
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("exports_in_this_process"),
     pytest.mark.filterwarnings("ignore:no requests to warm up", "ignore:Leaving out the signature serving_examples"),
 ]

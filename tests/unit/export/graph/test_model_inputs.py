@@ -19,6 +19,8 @@ from tpuembed.manifest import Manifest
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.tensorflow import session as runtime
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["ant", "bee", "cow"]
 LISTS = [["bee", "ant", "cow"], [], ["cow"]]
 WEIGHTS = [[0.5, 0.0, 2.0], [], [3.0]]

@@ -21,6 +21,8 @@ from tpuembed.manifest import Manifest
 from tpuembed_cli.main import cli
 from tpuembed_serving.tensorflow import session as runtime
 
+pytestmark = pytest.mark.slow
+
 X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
 
 

@@ -20,6 +20,8 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, Con
 from tpuembed.export.graph.vocabularies import compare_vocabularies, vocabularies_of
 from tpuembed.manifest import MANIFEST_PATH, Manifest
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["ant", "bee", "cow", "doe", "eel"]
 
 

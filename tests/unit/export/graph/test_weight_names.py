@@ -19,6 +19,8 @@ from tpuembed.export.graph.dense_weights import recorded, restore_dense_weights
 from tpuembed.lookup import FlatIds, gather_grouped
 from tpuembed.runtime.table_scope import deferred_tables
 
+pytestmark = pytest.mark.slow
+
 HEADS = ("click", "like", "watch")
 DIM = 3
 IDS = np.arange(5)

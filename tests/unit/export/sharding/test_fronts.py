@@ -25,9 +25,10 @@ from tpuembed.export.sharding.plan import SplitFeature
 from tpuembed.manifest import MANIFEST_PATH, Manifest
 from tpuembed.native_lookup import available
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Leaving out the signature serving_examples", "ignore:no requests to warm up"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Leaving out the signature serving_examples", "ignore:no requests to warm up"),
+]
 
 Array = np.ndarray[Any, Any]
 SPLIT = {"a_mean": 2, "b_mean": 3, "c_sqrtn": 2, "d_mean": 3, "e_sqrtn": 2}

@@ -18,6 +18,8 @@ from tpuembed.export.stream.engines import choose_engine
 from tpuembed.export.stream.execute import stream_tables
 from tpuembed.files import put
 
+pytestmark = pytest.mark.slow
+
 Trouble = Callable[[S3Request], tuple[int, str] | None]
 
 
