@@ -70,6 +70,8 @@ def serve(settings: ServerSettings) -> None:
         for model, path in empty:
             below = next(path.glob(f"*/*/{GRAPH_FILE}"), None)
             hint = "" if below is None else f". {below.parents[1]} has a version: give that folder to serve it"
+            if (shards := path / "shards.yaml").is_file():
+                hint = f". It is a folder of shards: serve it with --shards {shards}"
             logger.warning("model %s: %s has no version yet. Waiting for one%s", model.name, path, hint)
         with _pulling(settings) as configure:
             if settings.workers > 1:

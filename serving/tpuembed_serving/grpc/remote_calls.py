@@ -46,6 +46,8 @@ class Access(NamedTuple):
 
 
 _PLAIN: Final = Access()
+_POLL: Final = ("x-request-id", "poll")
+"""Our server returns this with each answer, errors included. So an answer can be told from an error of the connection."""
 
 
 class RemoteStates:
@@ -104,7 +106,7 @@ class RemoteStates:
     def _call(self, method: str, request: Any, response: Any) -> Any:
         call = self._channel.unary_unary(method, request.SerializeToString, response.FromString)
         try:
-            return call(request, timeout=self._timeout, metadata=self._access.metadata)
+            return call(request, timeout=self._timeout, metadata=(*self._access.metadata, _POLL))
         except grpc.RpcError as error:
             raise _status_error(error, self._target, self._access.server, self._access.remedy) from None
 
@@ -183,7 +185,9 @@ def _outputs(answer: bytes, signature: Signature, target: str) -> list[Array]:
 
 def _status_error(error: Any, target: str, server: str, remedy: str = "") -> StatusError:
     code = Code(error.code().value[0])
-    if code is Code.UNAVAILABLE and not error.initial_metadata():  # no server answered; a refusal has metadata
+    if (
+        code is Code.UNAVAILABLE and not error.initial_metadata() and not error.trailing_metadata()
+    ):  # no server answered
         ending = f". {remedy}" if remedy and "DNS" not in error.details() else ""
         return StatusError(code, f"{server} at {target} cannot be reached: {error.details().rstrip('.')}{ending}")
     return StatusError(code, error.details())

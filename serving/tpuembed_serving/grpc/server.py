@@ -80,6 +80,8 @@ _PREDICTIONS: Final = frozenset(
 _HEALTH_NAMES: Final = ("", *_METHODS, *(service.rpartition(".")[2] for service in _METHODS))
 _CHANGES: Final = frozenset({"HandleReloadConfigRequest"})
 _INT32_MAX: Final = 2**31 - 1
+_PING_MS: Final = 5_000
+"""Clients may ping an idle connection so often, as `serve --shards` does. gRPC's own limit is five minutes."""
 _MAX_TEXT: Final = 1024
 _HOLD_SECONDS: Final = 0.1
 """How long answers are delayed before a server stops."""
@@ -208,6 +210,7 @@ class GrpcServer:
         options: dict[str, int | str] = {  # of an argument that is given twice, gRPC uses the first
             "grpc.max_receive_message_length": max_request_bytes or _INT32_MAX,
             "grpc.max_send_message_length": _INT32_MAX,
+            "grpc.http2.min_recv_ping_interval_without_data_ms": _PING_MS,
             **dict(channel_arguments),
         }
         unix = self._unix = None if socket_path is None else UnixSocket(socket_path)

@@ -163,7 +163,8 @@ class ServingApp(FastAPI):
             return self._repository(load, link)
         has_front = settings.shards is not None and settings.shards.front is not None
         names = [model.name for model in settings.models]
-        changed = noop if has_front else functools.partial(self._changed, link)
+        # Of several processes, the repository of the front reports to the supervisor.
+        changed = noop if has_front and link is not None else functools.partial(self._changed, link)
         remote = RemoteModels(names, server, settings.poll_seconds, changed=changed)
         return FrontModels(self._repository(load, link), remote) if has_front else remote
 

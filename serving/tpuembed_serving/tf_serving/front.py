@@ -106,8 +106,8 @@ class FrontModels:
         """Yield a version that the front and all shards have.
 
         Raises:
-            StatusError: NOT_FOUND, there is no such version; INVALID_ARGUMENT, a label is given; FAILED_PRECONDITION, the front and
-                the shards do not fit together; UNAVAILABLE, they have no version in common.
+            StatusError: NOT_FOUND, there is no such version; INVALID_ARGUMENT, a label is given; UNAVAILABLE, the front and the
+                shards do not fit together, or have no version in common.
         """
         if label is not None:
             raise StatusError(Code.INVALID_ARGUMENT, f"Unrecognized servable version label: {label}")
@@ -170,7 +170,7 @@ def _servable(front: Servable, shards: RemoteServable) -> FrontServable:
     manifest = front.manifest if isinstance(front, SavedModelServable) else None
     if manifest is None or not manifest.front:
         text = "the front is an export of another kind. Take the one that `tpuembed export --model --shards` wrote"
-        raise StatusError(Code.FAILED_PRECONDITION, text)
+        raise StatusError(Code.UNAVAILABLE, text)
     definition = definition_of(manifest.front["inputs"], manifest.front["outputs"])
     signature = with_padding(signature_of(DEFAULT_SIGNATURE, definition, is_export=True), manifest)
     from_whole = {}
@@ -181,11 +181,11 @@ def _servable(front: Servable, shards: RemoteServable) -> FrontServable:
     theirs, own = shards.signatures[DEFAULT_SIGNATURE].export_id, manifest.source.get(EXPORT_ID, "")
     if theirs and theirs != own:
         text = f"the front is of the export {own or 'unknown'}, and the shards are of the export {theirs}"
-        raise StatusError(Code.FAILED_PRECONDITION, f"{text}. Take both from one export")
+        raise StatusError(Code.UNAVAILABLE, f"{text}. Take both from one export")
     asked = {info.alias for info in shards.signatures[DEFAULT_SIGNATURE].inputs}
     if asked != from_whole.keys():
         text = f"the shards take {', '.join(sorted(asked))}, and the front needs {', '.join(sorted(from_whole))}"
-        raise StatusError(Code.FAILED_PRECONDITION, f"{text}. Export both again, into one folder")
+        raise StatusError(Code.UNAVAILABLE, f"{text}. Export both again, into one folder")
     in_json = signature_json(definition)
     return FrontServable({DEFAULT_SIGNATURE: signature}, {DEFAULT_SIGNATURE: in_json}, front, shards, from_whole)
 

@@ -266,11 +266,11 @@ class RemoteModels:
                 elif error.code is not Code.NOT_FOUND:  # it has gone since, or another replica does not have it yet
                     raise
         if fault is not None:
-            if not loaded:
-                raise fault
+            if not loaded:  # it is not the client that has to change something
+                raise StatusError(Code.UNAVAILABLE, fault.message)
             logger.error("model %s: %s", name, fault.message, extra=ONCE)
         for number in loaded.keys() - before.loaded.keys():
-            logger.info("model %s version %d is served by %s", name, number, self._server.name, extra=ONCE)
+            logger.info("model %s version %d is available on %s", name, number, self._server.name, extra=ONCE)
         return _Model(statuses=statuses, loaded=loaded, labels=dict(self._labels(states, name, before)))
 
     def _labels(self, states: StatusSource, name: str, before: _Model) -> Iterator[tuple[str, int]]:

@@ -46,8 +46,13 @@ _OTHER_REPLICAS: Final = 20
 _BETWEEN_SECONDS: Final = 0.01
 _ZEROS_LOG_SECONDS: Final = 10.0
 """How long after a message that a shard's features are zeros further ones are only counted, in the metrics."""
-_KEEPALIVE: Final = (("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000))
-"""A replica that has a call and does not even answer pings gets no more calls."""
+_CONNECTIONS: Final = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+"""A replica that has a call and does not even answer pings gets no more calls. One that comes back gets calls after two seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +131,8 @@ class ShardedStates:
         text = _text(error, self._file)
         if error.code is Code.NOT_FOUND and shard.address:
             text = f"the server at {shard.address}: {text}. It may be another shard's server, or still loading"
-        return ReportedError(_code(error), f"shard {shard.name}: {text}")
+        code = Code.UNAVAILABLE if error.code is Code.NOT_FOUND else _code(error)
+        return ReportedError(code, f"shard {shard.name}: {text}")
 
     def _log(self, name: str, fault: StatusError | None, *, is_new: bool) -> None:
         """Log that a shard stops to answer, or answers again. While servers start, a shard that does not answer is no warning."""
@@ -387,13 +393,15 @@ class ShardedPredictions:
             for each in running:
                 each.cancel()
         text = f"shard {shard.name}: {error.message}"
+        if error.code is Code.DEADLINE_EXCEEDED and shard.address:
+            text = f"shard {shard.name}: has not answered within {seconds:.3g} seconds at {shard.address}"
         if error.code is Code.NOT_FOUND:
             raise VersionGoneError(text, max(self._routes.keys() - {version}, default=None))
         if route.shapes is None:
             raise StatusError(error.code, text)
         if loop.time() >= self._next_log.get(shard.name, 0):
             self._next_log[shard.name] = loop.time() + _ZEROS_LOG_SECONDS
-            logger.warning("the features of shard %s are zeros: %s", shard.name, error.message, extra=ONCE)
+            logger.warning("its features are zeros: %s", text, extra=ONCE)
         return None
 
     def close(self) -> None:
@@ -476,7 +484,7 @@ class Shards:
         balancing: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
         if checks_health:
             balancing["healthCheckConfig"] = {"serviceName": shard.name}
-        options: list[tuple[str, Any]] = [("grpc.service_config", json.dumps(balancing)), *_KEEPALIVE]
+        options: list[tuple[str, Any]] = [("grpc.service_config", json.dumps(balancing)), *_CONNECTIONS]
         credentials = None
         tls, key = self._file.tls, self._file.api_key
         if tls is not None:

@@ -131,6 +131,7 @@ def export_shards(
             `serving_root` is the folder of all shards as servers see it.
 
     Raises:
+        ExportError: an export of another checkpoint was interrupted. One more version would end the one that is served.
         TpuEmbedError: the export failed. Shards that have the version keep it.
     """
     target, chosen = _disk(folder), ExportOptions.of("export_shards", options, without=_WITHOUT)
@@ -451,6 +452,14 @@ def _version(folder: Path, plan: ShardingPlan, wanted: int | None, export_id: st
         return number, have
     if wanted is not None and have:
         raise ExportError(f"version {wanted}: {', '.join(sorted(have))} of {folder} have it. Give another number.")
+    has_newest = sorted(name for name, numbers in found.items() if newest in numbers)
+    if len(has_newest) < len(names) and set.intersection(*map(set, found.values())):
+        # Servers keep two versions. With one more, those of `has_newest` would not have the one that requests use now.
+        raise ExportError(
+            f"folder {folder}: version {newest} is on {', '.join(has_newest)} alone, of an export that was interrupted or still "
+            f"runs. End it with its own command, or remove {folder / has_newest[0] / str(newest)}"
+            f"{' and the others' if len(has_newest) > 1 else ''}."
+        )
     return (newest + 1 if wanted is None else wanted), set()
 
 

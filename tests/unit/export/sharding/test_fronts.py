@@ -16,7 +16,15 @@ from tests.support.export import whole_model
 from tests.support.export.fronts import Front, OutsideError, load, native
 from tests.support.export.in_process import exports_in_this_process
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model, export_shards
+from tpuembed import (
+    FeatureConfig,
+    TableConfig,
+    TPUEmbedding,
+    Vocabulary,
+    export_saved_model,
+    export_shards,
+    rollback_version,
+)
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.run import run_export
 from tpuembed.export.sharding import export as sharding
@@ -244,7 +252,7 @@ class Scores(keras.layers.Layer):
         return (shape[0], self.config.vocabulary_size)
 
 
-def small_model(feature: str = "y", policy: str = "error", *, reads_ids: bool = False) -> Any:
+def small_model(feature: str = "y", policy: str = "error", *, reads_ids: bool = False, reads_table: bool = True) -> Any:
     """Return a model that looks up in two tables, and reads one of them whole."""
     items, users = TableConfig(20, 3, "items"), TableConfig(30, 3, "users")
     inputs = {name: keras.Input((), dtype="int64", name=name) for name in ("x", "y")}
@@ -254,7 +262,7 @@ def small_model(feature: str = "y", policy: str = "error", *, reads_ids: bool = 
     query = keras.layers.Dense(3, name="query")(keras.ops.concatenate(list(found.values()), -1))
     if reads_ids:
         query = query + keras.ops.cast(inputs["x"], "float32")[:, None]
-    return keras.Model(inputs, {"scores": Scores(layer, items)(query)})
+    return keras.Model(inputs, {"scores": Scores(layer, items)(query) if reads_table else query})
 
 
 class Small:
@@ -302,6 +310,25 @@ def test_new_weights_keep_the_placement_and_an_interrupted_export_goes_on(
     inputs = {"x": np.array([1, 19]), "y": np.array([0, 29])}
     expected = load(export_saved_model(small.checkpoints[1], small.folder / "whole", model=small_model).path)(inputs)
     np.testing.assert_array_equal(Front(small.folder / "s", 2).run(inputs)["scores"], expected["scores"])
+
+
+@pytest.mark.parametrize("layout", ["mmap", "variables"])
+def test_a_front_without_tables_is_rolled_back(small: Small, tmp_path: Path, layout: str) -> None:
+    for checkpoint in small.checkpoints:
+        export_shards(
+            checkpoint,
+            tmp_path / "s",
+            model=lambda: small_model(reads_table=False),
+            shards=2,
+            layout=layout,
+            allow_unused_weights=True,
+        )
+    for name in ("shard-0", "shard-1", "front"):
+        assert rollback_version(tmp_path / "s" / name).version == 3
+    inputs = {"x": np.array([1, 19]), "y": np.array([0, 29])}
+    before, after, other = (Front(tmp_path / "s", version).run(inputs)["scores"] for version in (1, 3, 2))
+    np.testing.assert_array_equal(after, before)
+    assert not np.array_equal(before, other)
 
 
 def test_other_features_need_another_folder(small: Small) -> None:

@@ -15,7 +15,7 @@ from tests.support.export.fronts import Front, load
 from tests.support.export.in_process import exports_in_this_process
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model, export_shards
-from tpuembed.errors import ConfigError
+from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.run import run_export
 from tpuembed.export.sharding import export as sharding
 from tpuembed.export.sharding.export import plan_shards
@@ -198,6 +198,23 @@ def test_an_export_of_another_placement_is_no_part_of_this_one(tmp_path: Path) -
     shutil.rmtree(tmp_path / "s" / "shard-1")
     other = export_shards(checkpoint, tmp_path / "s", **options, shards=3, split={"a": 3})
     assert (other.version, list(other.reports)) == (2, ["shard-0", "shard-1", "shard-2"])
+
+
+def test_an_unfinished_version_of_another_export_is_not_passed_over(tmp_path: Path) -> None:
+    """Servers keep two versions: after a third one on a shard, no version was on all shards."""
+    first, second = (
+        tf.train.Checkpoint(a=tf.Variable(tf.fill([6, 2], float(one)))).write(str(tmp_path / f"ckpt{one}"))
+        for one in range(2)
+    )
+    options: dict[str, Any] = {"serving_config": {"features": {"x": {"table": "a", "input": "id"}}}}
+    for _ in range(2):
+        export_shards(first, tmp_path / "s", **options, shards=2, split={"a": 2})
+    shutil.rmtree(tmp_path / "s" / "shard-1" / "2")
+    for number in (None, 7):
+        with refused(ExportError):
+            export_shards(second, tmp_path / "s", **options, version=number)
+    shutil.rmtree(tmp_path / "s" / "shard-0" / "2")
+    assert export_shards(second, tmp_path / "s", **options).version == 2
 
 
 def test_an_export_of_other_names_is_no_part_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

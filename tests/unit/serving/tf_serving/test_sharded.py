@@ -104,7 +104,7 @@ def test_zeros_of_many_requests_are_logged_now_and_then(
 ) -> None:
     answers = {"a": lambda *_: ok("a"), "b": lambda *_: UNAVAILABLE}
     run(monkeypatch, answers, zeros="b", requests=5)
-    first = "the features of shard b are zeros: not reached"
+    first = "its features are zeros: shard b: not reached"
     assert [record.getMessage() for record in caplog.records] == [first]
     caplog.clear()
     monkeypatch.setattr(sharded, "_ZEROS_LOG_SECONDS", 0.0)
