@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 GOLDENS = Path(__file__).parents[1] / "golden" / "keras_rs"
 TARGETS = {
     ".weights.h5": [("subclassed_h5", "sub.weights.h5")],

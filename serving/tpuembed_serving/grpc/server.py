@@ -210,7 +210,7 @@ class GrpcServer:
         options: dict[str, int | str] = {  # of an argument that is given twice, gRPC uses the first
             "grpc.max_receive_message_length": max_request_bytes or _INT32_MAX,
             "grpc.max_send_message_length": _INT32_MAX,
-            "grpc.http2.min_recv_ping_interval_without_data_ms": _PING_MS,
+            "grpc.http2.min_ping_interval_without_data_ms": _PING_MS,
             **dict(channel_arguments),
         }
         unix = self._unix = None if socket_path is None else UnixSocket(socket_path)

@@ -44,6 +44,7 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
+@pytest.mark.slow
 def test_describe(prefix: Path) -> None:
     lines = ok("describe", prefix).splitlines()
     assert lines[0] == f"{prefix}: dense"

@@ -14,6 +14,8 @@ from tests.support.messages import refused
 from tpuembed import TPUEmbedding
 from tpuembed.errors import TrainingError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -15,6 +15,8 @@ from tests.support.messages import refused
 from tpuembed import SGD, Adagrad, Adam, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def _config() -> dict[str, Any]:
     items = TableConfig(9, 4, "items/v.1", combiner="sum", initializer="glorot_uniform")

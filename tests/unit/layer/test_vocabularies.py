@@ -13,6 +13,8 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, expor
 from tpuembed.errors import CheckpointMismatchError, ConfigError, TrainingError
 from tpuembed.testing import simulated_tpu
 
+pytestmark = pytest.mark.slow
+
 ROWS, DIM = 40, 3
 Array = np.ndarray[Any, Any]
 

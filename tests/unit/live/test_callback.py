@@ -12,6 +12,8 @@ from tests.support.messages import refused
 from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError, TpuEmbedError
 
+pytestmark = pytest.mark.slow
+
 X, Y = np.arange(12), np.linspace(0, 1, 12)
 
 

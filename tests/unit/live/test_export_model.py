@@ -17,6 +17,8 @@ from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 from tpuembed.testing import simulated_tpu
 
+pytestmark = pytest.mark.slow
+
 TABLES = {
     "user": TableConfig(50, 4, "users", combiner="sum"),
     "item": TableConfig(30, 8, "items"),

@@ -21,7 +21,10 @@ from tpuembed.manifest import Manifest
 from tpuembed.native_lookup import _LIBRARY, VARIANTS, NativeLookups, available, refusal, variant
 from tpuembed_serving.core.status import plain_message
 
-pytestmark = pytest.mark.skipif(bool(available()), reason=f"native/lookup.c is not compiled: {available()}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(available()), reason=f"native/lookup.c is not compiled: {available()}"),
+]
 
 Array = npt.NDArray[Any]
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)

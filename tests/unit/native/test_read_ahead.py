@@ -20,7 +20,10 @@ from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
 from tpuembed.native_lookup import NativeLookups, available
 
-pytestmark = pytest.mark.skipif(bool(available()), reason=f"native/lookup.c is not compiled: {available()}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(available()), reason=f"native/lookup.c is not compiled: {available()}"),
+]
 
 Array = npt.NDArray[Any]
 PAGE = 8

@@ -11,6 +11,8 @@ from tests.support.messages import refused
 from tpuembed import FactorizedTopK, in_batch_softmax
 from tpuembed.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 Array = np.ndarray[Any, Any]
 
 

@@ -19,6 +19,8 @@ from tpuembed import SGD, Adagrad, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.testing import simulated_tpu
 
+pytestmark = pytest.mark.slow
+
 REFUSED = {"ftrl from zero", "sgd, clipped and decayed", "adagrad, clipped and decayed", "adam, every row"}
 """Optimizers that SparseCores do not have."""
 

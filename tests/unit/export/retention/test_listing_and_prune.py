@@ -98,6 +98,7 @@ def test_a_version_that_appears_while_servers_are_asked_removes_none_of_theirs(t
     assert names(model_dir) == ["2", "3", "4"]
 
 
+@pytest.mark.slow
 def test_shared_files_are_not_freed_and_stay_whole(exported: Path, tmp_path: Path) -> None:
     model_dir = moved(exported, tmp_path / "rec")
     before = {info.version: info for info in list_versions(model_dir)}

@@ -20,6 +20,8 @@ from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.engines import choose_engine
 from tpuembed.export.stream.shard import Source
 
+pytestmark = pytest.mark.slow
+
 GOLDENS = ["sparse_cores_8_adam", "sparse_cores_2_adagrad_momentum", "partitioned_mod"]
 
 

@@ -212,6 +212,7 @@ def run(examples: int) -> collections.Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 def test_random_graphs() -> None:
     counts = run(120)
     assert counts["apart and proven"] > 20

@@ -26,6 +26,7 @@ from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.grpc import arrivals
 from tpuembed_serving.grpc.server import GrpcServer, truncated
 from tpuembed_serving.http.app import ServingApp
+from tpuembed_serving.tf_serving import sharded
 
 KEY = "k" * 32
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
@@ -201,6 +202,22 @@ def test_a_stop_lets_calls_finish_and_is_seen_by_health_checks(tmp_path: Path) -
             model.go_on.set()
             assert await call == [8]
             await stop
+
+    asyncio.run(check())
+
+
+@pytest.mark.long
+def test_an_idle_front_keeps_its_connection(tmp_path: Path) -> None:
+    """The server closed connections of `serve --shards` after three pings."""
+
+    async def check() -> None:
+        async with running(tmp_path, lambda _: DoublingServable()) as (_, server, _channel):
+            address = f"127.0.0.1:{server._port}"
+            async with grpc.aio.insecure_channel(address, options=sharded._CONNECTIONS) as channel:
+                watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="m"))
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(watch.read(), 150)
 
     asyncio.run(check())
 

@@ -269,6 +269,7 @@ def test_a_shard_is_logged_when_it_stops_to_answer_and_when_it_answers_again(
 def test_a_shard_that_never_answers_is_a_warning_after_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)  # other tests may have left another one
     polled = Polled(monkeypatch)
     polled.fault([1], UNAVAILABLE)
     monkeypatch.setattr(sharded, "_STARTING_SECONDS", 0.0)

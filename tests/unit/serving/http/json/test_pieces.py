@@ -29,6 +29,8 @@ from tpuembed_serving.http.json import (
     signature_name,
 )
 
+pytestmark = pytest.mark.slow
+
 ONE, PAIR, TEXT = {"x": "int64"}, {"a": "int64", "b": "float"}, {"x": "string"}
 
 
