@@ -182,4 +182,4 @@ def test_shards_of_two_exports_are_refused_under_one_number(trained: Trained, tm
         wait_until_logged(front, "version 1 of shard shard-0 is of the export ")
         assert json.loads(front.request("GET", "/readyz")[1])["status"] == "not ready"
         status, reply = front.predict({"inputs": {"one": inputs["one"].tolist()}})
-        assert (status, "of the export" in reply["error"]) == (400, True)
+        assert (status, "of the export" in reply["error"]) == (503, True)
