@@ -26,7 +26,7 @@ RUNS = {
     "overlay_soak": "overlay_soak.run()",
     "serve": "serve.run()",
     "serve_2": "serve.run(workers=2)",
-    "serve_grpc": "serve.run(only=('echo', serve.GRPC_ECHO))",
+    "serve_grpc": "serve.run(only=('echo', *serve.GRPC_PEERS))",
     "serve_plain": "serve.run_plain()",
     "read_checkpoint": "read_checkpoint.run()",
     "stats": "stats.run()",

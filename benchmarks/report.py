@@ -22,7 +22,7 @@ HEAD = """# Performance
 
 Row = Sequence[object]
 
-_GRPC = ("tpuembed, gRPC", "grpc.aio echo")
+_GRPC = ("tpuembed, gRPC", "grpc.aio echo", "grpc.aio model")
 _TRAINERS = ("tpuembed", "keras", "keras_rs")
 
 
@@ -92,7 +92,8 @@ def _bars() -> Iterator[tuple[str, float]]:
     if grpc:
         for connections in (16, 64):
             case = grpc[f"1 row, {connections} connections"]
-            yield f"server, gRPC, {connections} connections / grpc.aio echo", case["gRPC over grpc.aio echo"]
+            for peer in _GRPC[1:]:
+                yield f"server, gRPC, {connections} connections / {peer}", case[f"gRPC over {peer}"]
 
 
 def _best_cp(streams: Mapping[str, Any]) -> float:
@@ -448,7 +449,7 @@ def _tools() -> Iterator[str]:
         ratio = found["one page for each fault / read-ahead"]
         yield (
             f"One page for each fault / read-ahead: {ratio}. Before there was read-ahead, `--random-access` read one page for each "
-            "fault.\n"
+            f"fault. Read-ahead / the disk, whose pages 32 threads read without a lookup: {found['read-ahead / the disk']}.\n"
         )
     found = _result("stats")
     if found:
@@ -490,10 +491,11 @@ def _grpc() -> Iterator[str]:
         return
     yield "## gRPC, requests per second (`benchmarks/serve.py`)\n"
     yield (
-        "The limit is a bare grpc.aio server, which answers the same bytes without reading the request. The client of both is "
+        "The echo is a bare grpc.aio server, which answers the same bytes without reading the request. The model is the shortest "
+        "grpc.aio server that parses the request, runs the model and builds the answer, each call alone. The client of all is "
         "h2load. REST is the same server in the same run, with wrk.\n"
     )
-    names = ("gRPC over grpc.aio echo", "gRPC over REST")
+    names = tuple(f"gRPC over {peer}" for peer in (*_GRPC[1:], "REST"))
     yield _table(
         ("requests per second, ratio of the rounds", *names),
         [(case, *(f"{each[name]:.2f}" for name in names)) for case, each in cases.items()],

@@ -33,7 +33,7 @@ from benchmarks.serve_model import FEATURES, NAMES, ROWS, export
 
 OURS = "tpuembed"
 OVER_GRPC = "tpuembed, gRPC"
-GRPC_ECHO = "grpc.aio echo"
+GRPC_ECHO, GRPC_MODEL = GRPC_PEERS = ("grpc.aio echo", "grpc.aio model")
 PLAIN, NAIVE_PLAIN = "plain model, tpuembed", "plain model, naive"
 PLAIN_CASE = "a plain SavedModel, 1 row, 64 connections"
 PEERS = {"litserve": "litserve", "bentoml": "bentoml", "mlserver": "mlserver", "ray": "ray[serve]"}
@@ -190,9 +190,9 @@ class Bench:
         for name in [name for name in names if not only or name in only]:
             self._start(name, ECHO_BODY=echo).wait()
         self.answer_bytes = {rows: len(grpc_load.ask(self._grpc_port, grpc_load.request(rows))) for rows, _ in CASES}
-        if not only or GRPC_ECHO in only:
+        for name in [name for name in GRPC_PEERS if not only or name in only]:
             answer = grpc_load.ask(self._grpc_port, grpc_load.request(1))
-            self._start(GRPC_ECHO, ECHO_BODY=answer.hex()).wait()
+            self._start(name, ECHO_BODY=answer.hex()).wait()
         if not only or PLAIN in only:
             for name in (PLAIN, NAIVE_PLAIN):
                 self._start(name).wait()
@@ -202,7 +202,7 @@ class Bench:
     @property
     def of_one_model(self) -> list[str]:
         """The servers of the model that tpuembed exported, over HTTP/1."""
-        return [name for name in self.servers if name not in (PLAIN, NAIVE_PLAIN, GRPC_ECHO)]
+        return [name for name in self.servers if name not in (PLAIN, NAIVE_PLAIN, *GRPC_PEERS)]
 
     def _start(self, name: str, **environment: str) -> Server:
         port = free_port()
@@ -220,7 +220,7 @@ class Bench:
         else:
             python = environment_of(name, self._peers) if name in PEERS and self._peers else sys.executable
             command = [python, str(_SCRIPT), "naive" if name == NAIVE_PLAIN else name, *arguments]
-        form = {"mlserver": "v2", GRPC_ECHO: "grpc"}.get(name, "rows")
+        form = {"mlserver": "v2", **dict.fromkeys(GRPC_PEERS, "grpc")}.get(name, "rows")
         path = "/v2/models/rec/infer" if form == "v2" else "/v1/models/rec:predict"
         server = self.servers[name] = Server(command, port, path, form, environment)
         self._stack.callback(server.stop)
@@ -251,15 +251,15 @@ class Bench:
             return figures(wrk(server, self.script(server.form, rows), connections, seconds))
 
     def measure_grpc(self, rows: int, connections: int, seconds: int) -> dict[str, dict[str, float]]:
-        """Ours over gRPC, and the echo if it runs. The echo answers 1 row, however many it is asked for."""
+        """Ours over gRPC, and the peers that run. The echo answers 1 row, however many it is asked for."""
         found, body = {}, grpc_load.request(rows)
         with self.awake(OURS):
             size = self.answer_bytes[rows]
             found[OVER_GRPC] = grpc_load.load(self._grpc_port, body, size, connections, seconds)
-        if GRPC_ECHO in self.servers:
-            with self.awake(GRPC_ECHO) as server:
-                size = self.answer_bytes[1]
-                found[GRPC_ECHO] = grpc_load.load(server.port, body, size, connections, seconds)
+        for name in [name for name in GRPC_PEERS if name in self.servers]:
+            with self.awake(name) as server:
+                size = self.answer_bytes[1 if name == GRPC_ECHO else rows]
+                found[name] = grpc_load.load(server.port, body, size, connections, seconds)
         return found
 
     def beside_bad(self, seconds: int) -> dict[str, float]:
@@ -312,7 +312,7 @@ def run(
 
     Returns:
         {case: {server: {"requests_per_second", "p50_ms", "p99_ms"}, "over SERVER": ratio}}; the ratios are of requests per
-        second, ours to the peer's. Over gRPC they are "gRPC over grpc.aio echo" and "gRPC over REST". "best p99_ms" is ours of
+        second, ours to the peer's. Over gRPC they are "gRPC over PEER" and "gRPC over REST". "best p99_ms" is ours of
         the best round.
     """
     if shutil.which("wrk") is None or shutil.which("h2load") is None:
@@ -380,10 +380,10 @@ def _summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
         key = "requests_per_second"
         return statistics.median(each[ours][key] / each[peer][key] for each in rounds)
 
-    for name in [name for name in rounds[0] if name not in (OURS, OVER_GRPC, GRPC_ECHO)]:
+    for name in [name for name in rounds[0] if name not in (OURS, OVER_GRPC, *GRPC_PEERS)]:
         summary[f"over {name}"] = ratio(OURS, name)
-    if GRPC_ECHO in rounds[0]:
-        summary[f"gRPC over {GRPC_ECHO}"] = ratio(OVER_GRPC, GRPC_ECHO)
+    for name in [name for name in GRPC_PEERS if name in rounds[0]]:
+        summary[f"gRPC over {name}"] = ratio(OVER_GRPC, name)
     summary["gRPC over REST"] = ratio(OVER_GRPC, OURS)
     summary["best p99_ms"] = min(each[OURS]["p99_ms"] for each in rounds)
     return summary

@@ -57,6 +57,12 @@ def test_a_front_answers_as_one_server(served: Served, batch: int, hot: int) -> 
     served.check(batch + hot, batch, hot)
 
 
+def test_it_says_when_it_is_ready(served: Served) -> None:
+    """The lines came with the next version of the front."""
+    wait_for(lambda: "ready: " in served.cluster.front.log)
+    assert "docs: " in served.cluster.front.log
+
+
 def test_the_tables_are_on_the_shards_alone(served: Served) -> None:
     assert served.report.front is not None
     assert len(served.report.shards) == 2

@@ -20,6 +20,7 @@ from tpuembed.checkpoint.tools import find_export
 from tpuembed.errors import ConfigError, ExportError, reason
 from tpuembed.export.publish.folder import lock_folder
 from tpuembed.export.sharding.files import SHARDS_FILE
+from tpuembed.export.sharding.plan import FRONT
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, Manifest
 from tpuembed.row_store import ArrayRecord, PublishedModel, VersionRecord, connect
@@ -110,10 +111,10 @@ def publish_rows(
 
 def _check_no_shards(model_dir: FilePath) -> None:
     if isinstance(model_dir, Path) and (model_dir / SHARDS_FILE).is_file():
-        raise ConfigError(
-            f"MODEL_DIR {model_dir}: is a folder of shards, because it has {SHARDS_FILE}. Publish each shard by itself, such as "
-            f"{model_dir / 'shard-0'}."
-        )
+        remedy = f"Publish each shard by itself, such as {model_dir / 'shard-0'}."
+        if (model_dir / FRONT).is_dir():
+            remedy = "They look up for a whole model, and Redis has rows alone. Export lookups with a serving_config."
+        raise ConfigError(f"MODEL_DIR {model_dir}: is a folder of shards, because it has {SHARDS_FILE}. {remedy}")
 
 
 def _find(model_dir: FilePath, version: int | None) -> tuple[FilePath, Manifest]:

@@ -20,7 +20,7 @@ from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.status import Code
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.settings import TelemetrySettings
-from tpuembed_serving.telemetry.access_log import AccessLog
+from tpuembed_serving.telemetry.access_log import AccessLog, entry
 from tpuembed_serving.telemetry.observers import check_telemetry
 
 STAGES = ["read", "parse", "queue", "run", "encode"]
@@ -54,6 +54,13 @@ def test_a_line_says_what_was_asked_and_what_it_took(tmp_path: Path) -> None:
         "version": 7, "status": 200, "rows": 3, "bytes_in": len(body),
         "bytes_out": len('{\n    "predictions": [2, 4, 6\n    ]\n}'),
     }  # fmt: skip
+
+
+def test_a_degraded_answer_is_marked() -> None:
+    record = RequestRecord(GRPC, "POST", b"/service/Predict", [])
+    assert "degraded" not in entry(record, 0.0)
+    record.is_degraded = True
+    assert entry(record, 0.0)["degraded"] is True
 
 
 def test_errors_have_lines_too(tmp_path: Path) -> None:
