@@ -327,12 +327,14 @@ def test_exports_that_rows_cannot_answer_for(trained: Trained, tmp_path: Path) -
         publish_rows(tmp_path, "redis://127.0.0.1:1", version=7)
     with refused(ConfigError):
         publish_rows(tmp_path / "none", "redis://127.0.0.1:1")
-    for name in ("shard-0", "shard-1", "front"):
-        (tmp_path / "shop" / name / "1").mkdir(parents=True)
+    (tmp_path / "shop" / "shard-0" / "1").mkdir(parents=True)
     (tmp_path / "shop" / "shards.yaml").write_text("format: 1\n")
     for chosen in (None, 1):
         with refused(ConfigError):
             publish_rows(tmp_path / "shop", "redis://127.0.0.1:1", version=chosen)
+    (tmp_path / "shop" / "front").mkdir()
+    with refused(ConfigError):
+        publish_rows(tmp_path / "shop", "redis://127.0.0.1:1")
     with refused(ConfigError):
         publish_rows(trained.model_dir, "redis://127.0.0.1:1", keep=0)
     manifest.write(tmp_path / "8")
