@@ -11,6 +11,7 @@ from tpuembed.config.structure import flatten, map_leaves
 from tpuembed.config.tables import FeatureConfig, QuantizationConfig, TableConfig, checked_vocabulary
 from tpuembed.errors import ConfigError, reason
 from tpuembed.vocabulary import Vocabulary
+from tpuembed.vocabulary.saved import OPTIONS
 
 __all__ = ["dump_config", "feature_config_from_dict", "feature_config_to_dict", "load_mapping"]
 
@@ -120,14 +121,11 @@ def _features_from(
     if node.get("vocabulary") is not None:
         given = checked_vocabulary(path, node["vocabulary"])
         shared = vocabularies.setdefault(node["table"], given)
-        if given is not None and shared is not None and given.options() != shared.options():
-            own, its = given.options(), shared.options()
-            option = next(each for each in (*own, *its) if own.get(each) != its.get(each))
-            secret = option == "oov_key"  # no message has it
-            values = "another one" if secret else f"{own.get(option)!r}, and that of the other {its.get(option)!r}"
+        if given is not None and shared is not None and (unlike := given.unlike(shared, OPTIONS)):
+            option, own, its = unlike
             raise ConfigError(
-                f"{path}: its vocabulary is not that of another feature of table {node['table']!r}: its {option} is {values}. Make "
-                "them equal."
+                f"{path}: the {option} of its vocabulary is {own}, and that of another feature of table {node['table']!r} is "
+                f"{its}. Make them equal."
             )
         fields["vocabulary"] = shared
     return FeatureConfig(**fields)

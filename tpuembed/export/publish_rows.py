@@ -19,7 +19,7 @@ import numpy as np
 from tpuembed.checkpoint.tools import find_export
 from tpuembed.errors import ConfigError, ExportError, reason
 from tpuembed.export.publish.folder import lock_folder
-from tpuembed.export.sharding.files import SHARDS_FILE
+from tpuembed.export.sharding.files import refuse_shards
 from tpuembed.export.sharding.plan import FRONT
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, Manifest
@@ -110,11 +110,12 @@ def publish_rows(
 
 
 def _check_no_shards(model_dir: FilePath) -> None:
-    if isinstance(model_dir, Path) and (model_dir / SHARDS_FILE).is_file():
-        remedy = f"Publish each shard by itself, such as {model_dir / 'shard-0'}."
-        if (model_dir / FRONT).is_dir():
-            remedy = "They look up for a whole model, and Redis has rows alone. Export lookups with a serving_config."
-        raise ConfigError(f"MODEL_DIR {model_dir}: is a folder of shards, because it has {SHARDS_FILE}. {remedy}")
+    if not isinstance(model_dir, Path):
+        return
+    remedy = f"Publish each shard by itself, such as {model_dir / 'shard-0'}."
+    if (model_dir / FRONT).is_dir():
+        remedy = "They look up for a whole model, and Redis has rows alone. Export lookups with a serving_config."
+    refuse_shards(model_dir, remedy)
 
 
 def _find(model_dir: FilePath, version: int | None) -> tuple[FilePath, Manifest]:

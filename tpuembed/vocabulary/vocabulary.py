@@ -3,7 +3,7 @@
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
 
@@ -543,20 +543,22 @@ class Vocabulary:
         for follower, table in self._living():
             follower.names_changed(table, freed)
 
-    def unlike(self, other: "Vocabulary | VocabularyHeader") -> "tuple[str, str, str] | None":
-        """Return the first of IDENTITY in which `other` has another value, and both values for messages, or None.
+    def unlike(
+        self, other: "Vocabulary | VocabularyHeader", options: Sequence[str] = IDENTITY
+    ) -> tuple[str, str, str] | None:
+        """Return the first of `options` in which `other` has another value, and both values for messages, or None.
 
         A key is a secret, so no message has it.
         """
-        for option in IDENTITY:
+        for option in options:
             own, its = getattr(self, option), getattr(other, option)
-            if own != its:
-                is_secret = option == "oov_key"
-                return (
-                    option,
-                    _shown(own, "a key" * is_secret),
-                    _shown(its, ("another key" if own else "a key") * is_secret),
-                )
+            if own == its:
+                continue
+            if option != "oov_key":
+                return option, repr(own), repr(its)
+            if own is None:
+                return option, "None", "a key"
+            return option, "a key", "None" if its is None else "another key"
         return None
 
     def check_padding(self, where: str) -> None:
@@ -769,11 +771,6 @@ def _check_count(what: str, value: Any, least: int, most: int | None = None) -> 
         raise ConfigError(f"vocabulary: {what} must be an integer of {least} or more, got {value!r}.")
     if most is not None and value > most:
         raise ConfigError(f"vocabulary: {what} must be at most {most}, got {value}.")
-
-
-def _shown(value: Any, secret: str) -> str:
-    """Return a value of an option for a message, or `secret` in its place."""
-    return secret if secret and value is not None else repr(value)
 
 
 def _check_key(key: Any, dtype: str) -> None:

@@ -124,7 +124,8 @@ class ShardsFile:
             raise ConfigError(f"{where}: {_yaml_fault(error)}. Correct it.") from None
         if not isinstance(content, dict) or content.get("format") not in _FORMATS:
             found = content.get("format") if isinstance(content, dict) else content
-            raise ConfigError(f"{where}: format is {found!r}, and this release reads 1 and 2. Export the shards again.")
+            known = " and ".join(map(str, _FORMATS))
+            raise ConfigError(f"{where}: format is {found!r}, and this release reads {known}. Export the shards again.")
         _check_keys(where, content, _KEYS)
         model, entries, padding = content.get("model"), content.get("shards"), content.get("padding") or {}
         if not isinstance(model, str) or not model:

@@ -185,9 +185,8 @@ def _outputs(answer: bytes, signature: Signature, target: str) -> list[Array]:
 
 def _status_error(error: Any, target: str, server: str, remedy: str = "") -> StatusError:
     code = Code(error.code().value[0])
-    if (
-        code is Code.UNAVAILABLE and not error.initial_metadata() and not error.trailing_metadata()
-    ):  # no server answered
+    has_answered = error.initial_metadata() or error.trailing_metadata()
+    if code is Code.UNAVAILABLE and not has_answered:
         ending = f". {remedy}" if remedy and "DNS" not in error.details() else ""
         return StatusError(code, f"{server} at {target} cannot be reached: {error.details().rstrip('.')}{ending}")
     return StatusError(code, error.details())

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from tpuembed.errors import ConfigError, ExportError
+from tpuembed.errors import ExportError
 from tpuembed.export.formatting import format_bytes
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
@@ -44,7 +44,7 @@ from tpuembed.export.publish.version_writer import (
     versions_among,
 )
 from tpuembed.export.report import StreamReport
-from tpuembed.export.sharding.files import SHARDS_FILE
+from tpuembed.export.sharding.files import refuse_shards
 from tpuembed.export.stream.resume_log import Header, Recorder, flush, read_record, start_record
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 from tpuembed.files import FilePath
@@ -268,11 +268,10 @@ def check_free(model_dir: Path, version: int | None) -> None:
         ConfigError: the version is not a positive integer that a server can read, or `model_dir` has the MODEL_DIRs of shards.
     """
     check_version(version)
-    if (model_dir / SHARDS_FILE).is_file():
-        raise ConfigError(
-            f"MODEL_DIR {model_dir}: is a folder of shards, because it has {SHARDS_FILE}. To export their next version, call "
-            "export_shards. Choose another folder for a version of one server."
-        )
+    refuse_shards(
+        model_dir,
+        "To export their next version, call export_shards. Choose another folder for a version of one server.",
+    )
     if version is None and model_dir.is_dir():
         next_version(model_dir)
     if model_dir.is_dir() and version in _versions(model_dir):

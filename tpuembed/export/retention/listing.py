@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tpuembed.errors import ConfigError, reason
 from tpuembed.export.publish.version_writer import versions_among
-from tpuembed.export.sharding.files import SHARDS_FILE
+from tpuembed.export.sharding.files import refuse_shards
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import Manifest
 from tpuembed.saved_model import GRAPH_FILE, mapped_folders, size_faults
@@ -112,10 +112,7 @@ def local_model_dir(model_dir: str | FilePath, doing: str) -> Path:
         folders = version_folders(path)
     except OSError as error:
         raise ConfigError(f"MODEL_DIR {path}: cannot be listed: {reason(error)}.") from None
-    if (path / SHARDS_FILE).is_file():
-        raise ConfigError(
-            f"MODEL_DIR {path}: is a folder of shards, because it has {SHARDS_FILE}. Name one of them, such as {path / 'shard-0'}."
-        )
+    refuse_shards(path, f"Name one of them, such as {path / 'shard-0'}.")
     if not folders:
         raise ConfigError(
             f"MODEL_DIR {path}: has no version, which is a folder whose name is a number. Name the folder above them."
