@@ -121,7 +121,11 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     short_help="Serve models over HTTP and gRPC.",
     sections=_SECTIONS,
     variables=VARIABLES,
-    api_names={"health_route": "AIP_HEALTH_ROUTE", "predict_route": "AIP_PREDICT_ROUTE"},
+    api_names={
+        "health_route": "AIP_HEALTH_ROUTE",
+        "predict_route": "AIP_PREDICT_ROUTE",
+        "api_key_file": "api_key_file",  # a key of shards.yaml
+    },
     examples=(
         "tpuembed serve models/rec",
         "tpuembed serve models/rec --name rec --host 0.0.0.0 --workers 4 --log-format json",
@@ -502,8 +506,16 @@ def _read_shards(context: click.Context, model_dir: Path | UrlPath | None, path:
     from tpuembed_serving.core.shards_file import ShardsFile
 
     file = ShardsFile.read(path)
-    given = _OF_LOADING if file.front is None else {"config", "config_poll_seconds", "keep_versions", "prints"}
-    _check_loads_nothing(context, model_dir, "--shards", given)
+    if file.front is None:
+        _check_loads_nothing(context, model_dir, "--shards")
+    else:
+        _check_loads_nothing(
+            context,
+            model_dir,
+            "--shards",
+            {"config", "config_poll_seconds", "keep_versions", "prints"},
+            f"which names the front, {file.front}, and serves its newest two versions",
+        )
     return file
 
 
@@ -534,18 +546,20 @@ def _check_target(
 
 
 def _check_loads_nothing(
-    context: click.Context, model_dir: Path | UrlPath | None, option: str, of_loading: Container[str] = _OF_LOADING
+    context: click.Context,
+    model_dir: Path | UrlPath | None,
+    option: str,
+    of_loading: Container[str] = _OF_LOADING,
+    why: str = "where another server loads the models",
 ) -> None:
-    """Raise UsageError if an option `of_loading` models is given, which `option` leaves to other servers."""
+    """Raise UsageError if an option `of_loading` models is given, which has no meaning with `option`. `why` says why."""
     given = [] if model_dir is None else ["MODEL_DIR"]
     for parameter in context.command.params:
         is_given = context.get_parameter_source(parameter.name or "") in _GIVEN
         if is_given and parameter.name in of_loading:
             given.append(parameter.opts[0])
     if given:
-        raise click.UsageError(
-            f"{', '.join(given)}: not supported with {option}, where another server loads the models"
-        )
+        raise click.UsageError(f"{', '.join(given)}: not supported with {option}, {why}")
 
 
 def _check_extra(more: Sequence[str]) -> None:

@@ -1,5 +1,7 @@
 """Whole models whose lookups are on several servers answer as one server with everything does."""
 
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,8 +61,26 @@ def test_a_front_answers_as_one_server(served: Served, batch: int, hot: int) -> 
 
 def test_it_says_when_it_is_ready(served: Served) -> None:
     """The lines came with the next version of the front."""
-    wait_for(lambda: "ready: " in served.cluster.front.log)
-    assert "docs: " in served.cluster.front.log
+    wait_for(lambda: "docs: " in served.cluster.front.log)
+    assert "ready: " in served.cluster.front.log
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("served", ["ids"], indirect=True)
+def test_with_several_workers_it_is_ready_when_the_shards_are(served: Served) -> None:
+    with ExitStack() as stack:
+        for servers in served.cluster.servers.values():
+            servers[0].process.send_signal(signal.SIGSTOP)
+            stack.callback(servers[0].process.send_signal, signal.SIGCONT)
+        front = served.cluster.another_front(stack, "--workers", "2")
+        wait_for(lambda: " is available after " in front.log)
+        time.sleep(1)
+        assert "ready: " not in front.log
+        assert front.request("GET", "/readyz")[0] == 503
+        for servers in served.cluster.servers.values():
+            servers[0].process.send_signal(signal.SIGCONT)
+        wait_for(lambda: f"ready: {front.model_url}" in front.log)
+        assert front.request("GET", "/readyz")[0] == 200
 
 
 def test_the_tables_are_on_the_shards_alone(served: Served) -> None:

@@ -163,10 +163,15 @@ class ServingApp(FastAPI):
             return self._repository(load, link)
         has_front = settings.shards is not None and settings.shards.front is not None
         names = [model.name for model in settings.models]
-        # Of several processes, the repository of the front reports to the supervisor.
-        changed = noop if has_front and link is not None else functools.partial(self._changed, link)
-        remote = RemoteModels(names, server, settings.poll_seconds, changed=changed)
-        return FrontModels(self._repository(load, link), remote) if has_front else remote
+        if not has_front:
+            return RemoteModels(names, server, settings.poll_seconds, changed=functools.partial(self._changed, link))
+        front = self._repository(load, link)
+        changed = front.push if isinstance(front, WorkerRepository) else self._changed
+        needs = ". It is served once the front has it too"
+        remote = RemoteModels(names, server, settings.poll_seconds, changed=changed, needs=needs)
+        if isinstance(front, WorkerRepository):
+            front.needs = lambda: remote.ready
+        return FrontModels(front, remote)
 
     def _repository(self, load: Loader, link: WorkerLink | None) -> ModelRepository:
         settings = self.settings

@@ -57,13 +57,16 @@ def run_app(app: ServingApp, listener: socket.socket, stop: Stop, on_listening: 
 
 
 def prepare_tensorflow(log: LogSettings) -> None:
-    """Set TensorFlow's environment variables before its import. Silences its notes, and turns off oneDNN.
+    """Set the environment variables of TensorFlow and gRPC before their import. Silences their notes, and turns off oneDNN.
 
-    oneDNN costs more than it saves in batches of few rows.
+    oneDNN costs more than it saves in batches of few rows. What gRPC notes, such as a connection that is refused, each call's
+    own error says too.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if log.level <= logging.DEBUG:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
+    else:
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 

@@ -135,10 +135,24 @@ class RemoteModels:
     """The models of another server. Takes the place of a ModelRepository."""
 
     def __init__(
-        self, names: Sequence[str], server: RemoteServer, poll_seconds: float, *, changed: Callable[[], None] = noop
+        self,
+        names: Sequence[str],
+        server: RemoteServer,
+        poll_seconds: float,
+        *,
+        changed: Callable[[], None] = noop,
+        needs: str = "",
     ) -> None:
-        """Prepare the poll. `changed` is called after a poll that changes whether every model is available."""
-        self._changed, self._was_ready = changed, False
+        """Prepare the poll.
+
+        Args:
+            names: of the models.
+            server: the other server.
+            poll_seconds: time between polls.
+            changed: called after a poll that changes whether every model is available.
+            needs: a sentence for the log that says what a new version needs before it is served.
+        """
+        self._changed, self._was_ready, self._needs = changed, False, needs
         self._server, self._poll_seconds = server, poll_seconds
         self._states: StatusSource | None = None
         self._models = {name: _Model(fault=_not_polled(server.name)) for name in names}
@@ -270,7 +284,8 @@ class RemoteModels:
                 raise StatusError(Code.UNAVAILABLE, fault.message)
             logger.error("model %s: %s", name, fault.message, extra=ONCE)
         for number in loaded.keys() - before.loaded.keys():
-            logger.info("model %s version %d is available on %s", name, number, self._server.name, extra=ONCE)
+            text = f"is available on {self._server.name}{self._needs}"
+            logger.info("model %s version %d %s", name, number, text, extra=ONCE)
         return _Model(statuses=statuses, loaded=loaded, labels=dict(self._labels(states, name, before)))
 
     def _labels(self, states: StatusSource, name: str, before: _Model) -> Iterator[tuple[str, int]]:

@@ -103,12 +103,13 @@ class Cluster:
         self.front = stack.enter_context(ServerProcess(None, work / "front.log", *front))
         self.front.wait_for(1)
 
-    def another_front(self, stack: ExitStack, **more: Any) -> ServerProcess:
+    def another_front(self, stack: ExitStack, *options: str, **more: Any) -> ServerProcess:
         """Start one more front, with other keys of shards.yaml. It may get no version."""
         file = self.file.with_name("another.yaml")
         content = {**yaml.safe_load(self.file.read_text()), **more}
         file.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
-        return stack.enter_context(ServerProcess(None, self.file.with_name("another.log"), "--shards", str(file)))
+        log = self.file.with_name("another.log")
+        return stack.enter_context(ServerProcess(None, log, "--shards", str(file), *options))
 
     def ask(
         self, inputs: dict[str, Array], version: int | None = None, timeout: float = 60
