@@ -339,8 +339,13 @@ def _planned(folder: Path, exported: _Exported, wanted: _Wanted) -> ShardingPlan
     """Return the plan: with the placement that `folder` has, or a new one.
 
     Raises:
-        ConfigError: the folder has another one, or an argument is wrong.
+        ConfigError: the folder has another one, or is a MODEL_DIR, or an argument is wrong.
     """
+    content = read_shards(folder)
+    if content is None and folder.is_dir() and (found := version_folders(folder)):
+        raise ConfigError(
+            f"folder {folder}: is a MODEL_DIR, because it has version {found[-1][0]}. Export the shards into another folder."
+        )
     lookups, named = (
         _lookups(exported.features, wanted.ids_per_list),
         {one.table for one in exported.features if one.names},
@@ -349,7 +354,6 @@ def _planned(folder: Path, exported: _Exported, wanted: _Wanted) -> ShardingPlan
         name: TableLoad(exported.bytes[name], count, exported.rows[name], name in named)
         for name, count in lookups.items()
     }
-    content = read_shards(folder)
     if content is None:
         placed = place(loads, shards=wanted.shards, shard_bytes=wanted.shard_bytes, split=wanted.split)
     else:

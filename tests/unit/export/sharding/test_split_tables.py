@@ -153,6 +153,15 @@ def test_shards_have_the_rows_that_the_file_says(split: Split) -> None:
     assert split.front.content["format"] == 2
 
 
+def test_a_folder_of_versions_takes_no_shards(split: Split, tmp_path: Path) -> None:
+    for number in (2, 11):
+        (tmp_path / "m" / str(number)).mkdir(parents=True)
+    for export in (plan_shards, export_shards):
+        with refused(ConfigError):
+            export(split.checkpoint, tmp_path / "m", serving_config=split.config, shards=2)
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["11", "2"]
+
+
 def test_a_later_export_keeps_the_parts(split: Split, tmp_path: Path) -> None:
     options: dict[str, Any] = {"serving_config": split.config}
     plan = plan_shards(split.checkpoint, split.folder, **options)
