@@ -135,7 +135,11 @@ class TPUEmbedding(keras.layers.Layer):
             return
         check_names_can_arrive(vocabularies, self._parts.takes_rows)
         capacities = {table.name: table.vocabulary_size for table in self._parts.layer_options.tables}
-        self._vocabularies = LayerVocabularies(vocabularies, capacities, updates, self._reset_rows)
+        reserved: dict[str, list[int]] = {table: [] for table in vocabularies}
+        for _, feature in self._parts.layer_options.features:
+            if feature.vocabulary is not None and isinstance(feature.out_of_vocabulary, int):
+                reserved[feature.table.name].append(feature.out_of_vocabulary)
+        self._vocabularies = LayerVocabularies(vocabularies, capacities, reserved, updates, self._reset_rows)
 
     def _note_names(self) -> None:
         """Tell the exporter which tables need names, and which do not, before it makes a graph."""

@@ -111,6 +111,7 @@ class LayerVocabularies(SavedNode):
         self,
         vocabularies: Mapping[str, Vocabulary],
         capacities: Mapping[str, int],
+        reserved: Mapping[str, Collection[int]],
         updates: Any,
         reset: Callable[[str, _Array], None],
     ) -> None:
@@ -119,6 +120,7 @@ class LayerVocabularies(SavedNode):
         Args:
             vocabularies: table name -> its vocabulary.
             capacities: table name -> its rows.
+            reserved: table name -> the rows that features have for unknown names.
             updates: the variable that counts the layer's updates.
             reset: called with a table and rows of it, int64 [n], whose names were evicted. Gives them their initial values.
         """
@@ -128,7 +130,8 @@ class LayerVocabularies(SavedNode):
         }
         self._reset = reset
         for table, vocabulary in vocabularies.items():
-            vocabulary.watch(self, table, capacities[table])
+            vocabulary.watch(self, table, capacities[table], reserved[table])
+            self.copies[table].lacks_names()  # another layer may train meanwhile
 
     def names_changed(self, table: str, freed: _Array) -> None:
         """Follow a change of the names of `table` from outside of training. `freed` are rows, int64 [n], that lost their names."""
@@ -257,10 +260,11 @@ def _saved(copy: "_GraphCopy") -> Tensor:
 
 
 class _GraphCopy:
-    """The index of one vocabulary in a variable, int64 [buckets, 2 * WAYS]: the keys of a bucket, then their numbers.
+    """The index of one vocabulary in a variable, int64 [buckets + 1, 2 * WAYS]: the keys of a bucket, then their numbers.
 
-    One variable, so that a reader in another thread never sees new keys with old numbers. A second one has the number of the salt,
-    and 1 if the copy has all names.
+    The last row begins with the number of the salt. All is in one variable, and `_find` reads it once, because another thread may
+    assign a larger index meanwhile. A second variable is 1 if the copy has all names. It is assigned after the first and read
+    before it: so a 1 never belongs to a later index than the one that is read.
     """
 
     def __init__(self, table: str, vocabulary: Vocabulary, capacity: int, updates: Any) -> None:
@@ -269,18 +273,17 @@ class _GraphCopy:
         self._lock = threading.Lock()
         self.before: bytes | None = None
         self._names = len(vocabulary)
-        self._salt, keys, numbers = vocabulary.snapshot()
         with tf.init_scope():
             self._cells = tf.Variable(
-                _cells(keys, numbers), shape=[None, 2 * WAYS], trainable=False, name="vocabulary_cells"
+                _cells(vocabulary), shape=[None, 2 * WAYS], trainable=False, name="vocabulary_cells"
             )
-            self._state = tf.Variable(
-                [self._salt, 1], dtype=tf.int64, trainable=False, name="vocabulary_state"
-            )  # no string, and no bool: replicas cannot keep these
+            self._is_complete = tf.Variable(
+                1, dtype=tf.int64, trainable=False, name="vocabulary_is_complete"
+            )  # no bool: replicas cannot keep one
 
     @property
     def variables(self) -> dict[str, Any]:
-        return {"cells": self._cells, "state": self._state}
+        return {"cells": self._cells, "is_complete": self._is_complete}
 
     def refresh(self) -> None:
         """Copy the vocabulary anew: names were removed or replaced, or too many are not in the copy."""
@@ -294,7 +297,7 @@ class _GraphCopy:
             if waiting > max(_LEAST_WAITING, _WAITING * self._names):
                 self._refresh()
             elif waiting:
-                _assign(self._state, [self._salt, 0])
+                _assign(self._is_complete, 0)
 
     def to_bytes(self) -> bytes:
         """Return the names of the table's rows, as they are saved."""
@@ -330,7 +333,9 @@ class _GraphCopy:
                 "has them, or give them to the tpuembed.Vocabulary."
             )
         names = as_names(f"table {self._table!r}", names, vocabulary.dtype)
-        numbers = self._find(names)
+        is_complete = local(self._is_complete).read_value()
+        with tf.control_dependencies([is_complete]):
+            numbers = self._find(names)
         rows = row_numbers(names, numbers, vocabulary, padded)
         if not vocabulary.grows:
             return rows
@@ -346,7 +351,7 @@ class _GraphCopy:
             )
         else:
             found = tf.cond(
-                tf.equal(tf.size(asked), 0) | tf.equal(local(self._state)[1], 1),
+                tf.equal(tf.size(asked), 0) | tf.equal(is_complete, 1),
                 lambda: tf.gather(rows, missing),
                 lambda: tf.numpy_function(lambda asked: self._look_up(asked, padded), [asked], tf.int64),
             )
@@ -355,9 +360,9 @@ class _GraphCopy:
 
     def _find(self, names: Tensor) -> Tensor:
         """Return the number of each name in the copy; -1 for one that it lacks."""
-        cells = local(self._cells)
-        keys = name_keys(names, local(self._state)[0], self.vocabulary.oov_key)
-        buckets = tf.raw_ops.VariableShape(input=cells.handle, out_type=tf.int64)[0]
+        cells = local(self._cells).read_value()  # it copies nothing
+        keys = name_keys(names, cells[-1, 0], self.vocabulary.oov_key)
+        buckets = tf.shape(cells, tf.int64)[0] - 1
         found = tf.gather(cells, key_places(keys, buckets))
         is_hit = tf.equal(found[:, :, :WAYS], keys[:, None, None])
         return tf.reduce_max(tf.where(is_hit, found[:, :, WAYS:], tf.constant(-1, tf.int64)), [1, 2])
@@ -376,13 +381,16 @@ class _GraphCopy:
 
     def _refresh(self) -> None:
         self._names = len(self.vocabulary)
-        self._salt, keys, numbers = self.vocabulary.snapshot()
-        _assign(self._cells, _cells(keys, numbers))
-        _assign(self._state, [self._salt, int(self._names == len(self.vocabulary))])
+        _assign(self._cells, _cells(self.vocabulary))
+        _assign(self._is_complete, int(self._names == len(self.vocabulary)))
 
 
-def _cells(keys: _Array, numbers: _Array) -> _Array:
-    return np.concatenate([keys, numbers.astype(np.int64)], 1)
+def _cells(vocabulary: Vocabulary) -> _Array:
+    salt, keys, numbers = vocabulary.snapshot()
+    cells = np.concatenate([keys, numbers.astype(np.int64)], 1)
+    last = np.zeros((1, 2 * WAYS), np.int64)
+    last[0, 0] = salt
+    return np.concatenate([cells, last])
 
 
 def _assign(variable: Any, value: Any) -> None:

@@ -40,11 +40,16 @@ class Texts:
         """Return the names of an iterable of bytes or str, which is saved in UTF-8.
 
         Raises:
-            ConfigError: one is neither.
+            ConfigError: one is neither, or has no UTF-8.
         """
         given = names if isinstance(names, list) else list(names)
         if set(map(type, given)) - {bytes}:
-            given = [name.encode() if isinstance(name, str) else name for name in given]
+            try:
+                given = [name.encode() if isinstance(name, str) else name for name in given]
+            except UnicodeEncodeError as error:
+                raise ConfigError(
+                    f"vocabulary: name {error.object!r} cannot be saved in UTF-8. Give its bytes."
+                ) from None
             for name in given:
                 if not isinstance(name, bytes):
                     raise ConfigError(

@@ -1,11 +1,12 @@
 """`Vocabulary`: the names of a table's rows."""
 
+import contextlib
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol
+from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -120,9 +121,13 @@ class Vocabulary:
         self.grows = grows
         self.min_count = int(min_count)
         self._lock = threading.RLock()
-        self._followers: list[tuple[weakref.ref[Follower], str, int]] = []
+        self._followers: list[_Watch] = []
         self._sketch: Sketch | None = None
         self._clear()
+        if isinstance(names, str | bytes) or not isinstance(names, Iterable):
+            raise ConfigError(
+                f"vocabulary: names must be a list of names, got {names!r}. Vocabulary.from_file reads the names of a file."
+            )
         self._fill(self._names.store.batch(names))
 
     @classmethod
@@ -227,7 +232,8 @@ class Vocabulary:
         They get them in the order of their first place.
 
         Raises:
-            ConfigError: a name has another type, or the names are more than the rows of a layer's table. None is added then.
+            ConfigError: a name has another type, the names are more than the rows of a layer's table, or one would get a row that
+                a layer's `out_of_vocabulary` has for unknown names. None is added then.
         """
         shape, batch = self._names.store.flat(names)
         with self._lock:
@@ -243,6 +249,13 @@ class Vocabulary:
                 raise ConfigError(
                     f"vocabulary: {new} new names and {len(self)} others are more than the {room} rows that names can have in the "
                     "table. Make vocabulary_size larger, or evict names."
+                )
+            rows = self._names.unused(new, room) + self.oov_buckets
+            taken = [row for each in self._followers if each.follower() for row in each.reserved if row in rows]
+            if taken:
+                raise ConfigError(
+                    f"vocabulary: a new name would get row {taken[0]}, which unknown names have by out_of_vocabulary={taken[0]}. "
+                    "Build the vocabulary and the layer with oov_buckets=1 instead."
                 )
             self._admit(batch, keys, found, missing, room, 1)
         self._tell(np.zeros(0, np.int64))
@@ -334,10 +347,10 @@ class Vocabulary:
         """
         if not self.grows:
             return
-        rows = old.rows_in(self)
-        kept = np.flatnonzero(rows >= self.oov_buckets)
-        kept = kept[kept >= old.oov_buckets]
-        with self._lock:
+        with _locked(self, old):
+            rows = old.rows_in(self)
+            kept = np.flatnonzero(rows >= self.oov_buckets)
+            kept = kept[kept >= old.oov_buckets]
             self._sightings.start_at(max(int(update), old._sightings.update))
             if old.grows:
                 self._sightings.put(rows[kept] - self.oov_buckets, old.counts[kept], old.last_seen[kept])
@@ -396,7 +409,7 @@ class Vocabulary:
     def remove(self, names: Any) -> _Integers:
         """Remove `names`, which may be an array or nested lists. Returns their rows, int64, ascending.
 
-        What `evict` says of the rows, and of graphs that were made before, holds here too.
+        What `evict` says of the rows, of names without a row, and of graphs that were made before, holds here too.
 
         Raises:
             ConfigError: a name has another type, or is not in the vocabulary. None is removed then.
@@ -412,6 +425,7 @@ class Vocabulary:
                 )
             numbers = np.unique(found)
             self._drop(numbers)
+            self._sketch = None
         self._tell(numbers + self.oov_buckets)
         return numbers + self.oov_buckets
 
@@ -431,14 +445,13 @@ class Vocabulary:
         """
         if other.dtype != self.dtype:
             raise ConfigError(f"vocabulary: names of {self.dtype} are not in a vocabulary of {other.dtype}.")
-        with self._lock:
+        with _locked(self, other):
             rows, free = np.full(self.rows, UNKNOWN, np.int64), self.free_rows
             if (other.oov_buckets, other.oov_key) == (self.oov_buckets, self.oov_key):
                 rows[: self.oov_buckets] = np.arange(self.oov_buckets)
             for start in range(0, self._names.size, _NAMES_AT_ONCE):
                 batch = self._names.store.get(np.arange(start, min(start + _NAMES_AT_ONCE, self._names.size)))
-                with other._lock:
-                    found = other._names.find(batch, other._names.keys(batch))
+                found = other._names.find(batch, other._names.keys(batch))
                 piece = rows[self.oov_buckets + start :][: len(found)]
                 piece[...] = np.where(found == NONE, UNKNOWN, found + other.oov_buckets)
             rows[free] = UNKNOWN
@@ -479,9 +492,11 @@ class Vocabulary:
         """Return True if both have the same names at the same rows."""
         if other is self:
             return True
-        if other.unlike(self) or (self.rows, len(self)) != (other.rows, len(other)):
+        if other.unlike(self):
             return False
-        with self._lock, other._lock:
+        with _locked(self, other):
+            if (self.rows, len(self)) != (other.rows, len(other)):
+                return False
             if not np.array_equal(self.free_rows, other.free_rows):
                 return False
             for start in range(0, self._names.size, _NAMES_AT_ONCE):
@@ -521,22 +536,22 @@ class Vocabulary:
         with self._lock:
             return self._names.salt, self._names.index.keys.copy(), self._names.index.rows.copy()
 
-    def watch(self, follower: "Follower", table: str, rows: int) -> None:
+    def watch(self, follower: "Follower", table: str, rows: int, reserved: Collection[int] = ()) -> None:
         """Call `follower` after names were added, evicted or replaced. The vocabulary does not keep it in memory.
 
-        Names get no rows beyond the `rows` of its table.
+        Names get no rows beyond the `rows` of its table, and `add` gives them none of the `reserved` ones.
         """
         with self._lock:
-            self._followers = [each for each in self._followers if each[0]() is not None]
-            self._followers.append((weakref.ref(follower), table, rows))
+            self._followers = [each for each in self._followers if each.follower() is not None]
+            self._followers.append(_Watch(weakref.ref(follower), table, rows, tuple(reserved)))
 
     def _living(self) -> list[tuple[Follower, str]]:
-        found = [(ref(), table) for ref, table, _ in self._followers]
+        found = [(each.follower(), each.table) for each in self._followers]
         return [(follower, table) for follower, table in found if follower is not None]
 
     def _room(self, most: int) -> int:
         """Return how many names may have rows: `most`, or fewer, if a follower's table is smaller."""
-        rows = [rows - self.oov_buckets for ref, _, rows in self._followers if ref() is not None]
+        rows = [each.rows - self.oov_buckets for each in self._followers if each.follower() is not None]
         return min(most, MOST_NAMES, *rows)
 
     def _tell(self, freed: _Integers) -> None:
@@ -650,18 +665,24 @@ class Vocabulary:
                 tables have the rows of before, are told that.
 
         Raises:
-            ConfigError: `other` has names of another type, or other buckets.
+            ConfigError: `other` has names of another type, or other buckets; or, without `by`, a name would have another row, and
+                a layer's table has the rows of before. Nothing has changed then.
         """
         if unlike := self.unlike(other):
             option, own, its = unlike
             raise ConfigError(
                 f"vocabulary: its {option} is {own}, and that of the other {its}. Make both with the same {option}."
             )
-        with other._lock:
+        with _locked(self, other):
             saved = other._saved(copy=True)
-        others = [] if by is None else [each for each in self._living() if each[0] is not by]
-        with self._lock:
-            before = self.to_bytes() if others and self._moves_in(other) else None
+            others = [each for each in self._living() if each[0] is not by]
+            moves = bool(others) and self._moves_in(other)
+            if moves and by is None:
+                raise ConfigError(
+                    f"vocabulary: names would have other rows than in table {others[0][1]!r} of a layer that uses it. Build a "
+                    "layer with these names, and restore its tables with by='name'."
+                )
+            before = self.to_bytes() if moves else None
             self._clear()
             self._load(saved, is_own=False)
         if before is not None:
@@ -764,6 +785,24 @@ class Vocabulary:
     def _check_grows(self, method: str) -> None:
         if not self.grows:
             raise ConfigError(f"vocabulary: {method} is for a vocabulary that grows. Make it with grows=True.")
+
+
+class _Watch(NamedTuple):
+    """A follower, its table, and which rows of the table new names may get; see `Vocabulary.watch`."""
+
+    follower: "weakref.ref[Follower]"
+    table: str
+    rows: int
+    reserved: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def _locked(*vocabularies: Vocabulary) -> Iterator[None]:
+    """Hold the locks of vocabularies. Any two threads take them in the same order, so that none waits for the other."""
+    with contextlib.ExitStack() as stack:
+        for each in sorted(vocabularies, key=id):
+            stack.enter_context(each._lock)
+        yield
 
 
 def _check_count(what: str, value: Any, least: int, most: int | None = None) -> None:

@@ -1,5 +1,8 @@
 """Features of names: the layer against Keras' own lookups in front of a layer of ids, and against a dictionary of rows."""
 
+import gc
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,61 @@ def as_ids(inputs: dict[str, Any], lookup: Any) -> dict[str, Any]:
         else bag.with_values(rows)
     )
     return {"bag": bag, "one": tf.cast(lookup(inputs["one"]), tf.int64), "ids": inputs["ids"]}
+
+
+def test_a_graph_reads_the_index_at_once() -> None:
+    """Between two reads, another thread's training may assign a larger index. A known name was unknown in it."""
+    layer = make(Vocabulary(STRINGS, grows=True), takes_rows=True)
+    cells = layer._vocabularies.copies["named"].variables["cells"]
+    function = tf.function(
+        lambda names: layer.names_to_rows({"one": names, "bag": names[:, None], "ids": tf.size(names)})
+    )
+    graph = function.get_concrete_function(tf.TensorSpec([None], tf.string)).graph
+    [handle] = [inside for outside, inside in graph.captures if outside is cells.handle]
+    assert [reader.type for reader in handle.consumers()] == ["ReadVariableOp"] * 2  # of `one` and of `bag`
+
+
+@pytest.mark.long
+def test_known_names_keep_their_rows_while_another_thread_trains() -> None:
+    known = [b"k%d" % number for number in range(200)]
+    wanted, ends = np.arange(1, 201), time.monotonic() + 60
+    while time.monotonic() < ends:
+        vocabulary = Vocabulary(known, oov_buckets=1, grows=True)
+        feature = FeatureConfig(TableConfig(50_001, 1, "t"), vocabulary=vocabulary)
+        layer = TPUEmbedding({"f": feature}, "sgd", takes_rows=True)
+        new = tf.data.Dataset.range(24).map(
+            lambda i: {"f": tf.strings.as_string(i * 2000 + tf.range(2000, dtype=tf.int64))}
+        )
+        old = tf.data.Dataset.from_tensors({"f": tf.constant(known)}).repeat()
+        training = new.map(lambda names, layer=layer: layer.names_to_rows(names, training=True)).prefetch(4)
+        validation = iter(old.map(layer.names_to_rows, num_parallel_calls=2).prefetch(2))
+        thread = threading.Thread(target=lambda batches=training: [None for _ in batches])
+        thread.start()
+        while thread.is_alive():
+            np.testing.assert_array_equal(next(validation)["f"], wanted)
+        thread.join()
+
+
+def test_names_get_no_row_of_unknown_names() -> None:
+    vocabulary = Vocabulary(["ann", "bob"])
+    layer = make(vocabulary, policy=2)
+    with refused(ConfigError):
+        vocabulary.add(["ann", "cid"])
+    assert len(vocabulary) == 2
+    assert vocabulary.add(["bob"]).tolist() == [1]
+    del layer
+
+
+def test_names_of_a_layer_do_not_move_under_it() -> None:
+    vocabulary = Vocabulary(STRINGS)
+    layer = make(vocabulary)
+    vocabulary.assign(Vocabulary([*STRINGS, "more"]))
+    with refused(ConfigError):
+        vocabulary.assign(Vocabulary([*STRINGS[::-1], "more"]))
+    assert vocabulary.lookup(["more"]).tolist() == [len(STRINGS)]
+    del layer
+    gc.collect()
+    vocabulary.assign(Vocabulary(STRINGS[::-1]))
 
 
 @pytest.mark.parametrize("in_graph", [False, True])

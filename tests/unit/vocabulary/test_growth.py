@@ -373,6 +373,33 @@ def test_threads_share_a_vocabulary() -> None:
     assert int(mine.counts.sum()) == 6 * (60 + 3) * 200
 
 
+@pytest.mark.parametrize("method", ["same_names", "rows_in", "continue_counts", "assign"])
+def test_two_vocabularies_in_two_threads_never_wait_for_each_other(method: str) -> None:
+    names = [b"%d" % number for number in range(3000)]
+    two = [Vocabulary(names, grows=True) for _ in range(2)]
+    more = (0,) if method == "continue_counts" else ()
+
+    def work(own: Vocabulary, other: Vocabulary) -> None:
+        for _ in range(40):
+            getattr(own, method)(other, *more)
+
+    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in (two, two[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("method", ["remove", "evict"])
+def test_a_name_that_left_is_counted_from_zero(method: str) -> None:
+    mine = Vocabulary(grows=True, min_count=3, oov_buckets=1)
+    for _ in range(3):
+        mine.grow([b"ann"], room=9, update=1)
+    mine.remove([b"ann"]) if method == "remove" else mine.evict(min_count=9)
+    assert mine.grow([b"ann"], room=9, update=2).tolist() == [0]
+
+
 def test_copies_are_independent() -> None:
     mine = Vocabulary(["a"], grows=True)
     for other in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):

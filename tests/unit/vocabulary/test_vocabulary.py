@@ -218,6 +218,9 @@ def test_refusals(tmp_path: Path) -> None:
         lambda: Vocabulary(["a", "b", "a"]),
         lambda: Vocabulary([3, 3], dtype="int64"),
         lambda: Vocabulary(["a", 3]),
+        lambda: Vocabulary("item"),
+        lambda: Vocabulary(None),  # type: ignore[arg-type]
+        lambda: Vocabulary(["\ud800"]),
         lambda: Vocabulary([3.5], dtype="int64"),
         lambda: Vocabulary([2**63], dtype="int64"),
         lambda: Vocabulary(dtype="float"),  # type: ignore[arg-type]

@@ -170,7 +170,7 @@ WITH: dict[str, Callable[[], Any]] = {
     "rows of names": lambda: subclassed(
         lambda layers, inputs: layers[0](inputs),
         ONE,
-        embedding({"x": FeatureConfig(table(), vocabulary=Vocabulary("abc"))}, takes_rows=True),
+        embedding({"x": FeatureConfig(table(), vocabulary=Vocabulary([*"abc"]))}, takes_rows=True),
     ),
     "one feature": lambda: subclassed(
         lambda layers, inputs: layers[0](inputs["x"]), ONE, embedding(FeatureConfig(table(), name="x"))

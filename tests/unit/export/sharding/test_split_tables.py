@@ -188,7 +188,7 @@ def test_a_later_export_keeps_the_parts(split: Split, tmp_path: Path) -> None:
 
 def test_rows_of_a_table_with_names_stay_together(tmp_path: Path) -> None:
     table = TableConfig(20, 4, "users")
-    layer = TPUEmbedding(FeatureConfig(table, name="user", vocabulary=Vocabulary("abc")), optimizer="sgd")
+    layer = TPUEmbedding(FeatureConfig(table, name="user", vocabulary=Vocabulary([*"abc"])), optimizer="sgd")
     checkpoint = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
     for options in ({"shards": 2, "split": {"users": 2}}, {"shard_bytes": 100}):
         with refused(ConfigError):
