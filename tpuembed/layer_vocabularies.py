@@ -135,11 +135,14 @@ class LayerVocabularies(SavedNode):
 
     def names_changed(self, table: str, freed: _Array) -> None:
         """Follow a change of the names of `table` from outside of training. `freed` are rows, int64 [n], that lost their names."""
-        if self.copies[table].before is not None:
-            return
-        self.copies[table].refresh()
-        if len(freed):
-            self._reset(table, freed)
+        copy = self.copies[table]
+        if copy.before is None:
+            copy.refresh()
+            if len(freed):
+                self._reset(table, freed)
+        elif Vocabulary.from_bytes(copy.before).same_names(copy.vocabulary):
+            copy.before = None
+            copy.refresh()
 
     def names_replaced(self, table: str, before: bytes) -> None:
         """Note that another layer was restored, and names have other rows than those of `table`, whose names are `before`.

@@ -65,6 +65,115 @@ def test_names_for_a_model_that_was_trained_with_a_lookup_layer(tmp_path: Path, 
     np.testing.assert_array_equal(next(iter(found.values())), wanted)
 
 
+TRAINED: dict[str, Any] = {
+    "plain": (["ann", "bob", "eve"], {"num_oov_indices": 3}),
+    "salted": (["ann", "bob", "eve"], {"num_oov_indices": 3, "salt": [1, 2]}),
+    "token": (["ann", "bob", "eve"], {"oov_token": "<unk>"}),
+    "integers": ([7, 5, 6], {"num_oov_indices": 3}),
+    "hashed": ([7, 5, 6], {"num_oov_indices": 3, "oov_method": "farmhash"}),
+}
+GIVEN: dict[str, dict[str, Any]] = {"plain": {}, "salted": {"oov_key": (1, 2)}, "other salt": {"oov_key": (1, 3)}}
+
+
+@pytest.mark.parametrize(
+    ("trained", "given", "fits"),
+    [
+        ("plain", "plain", True),
+        ("plain", "salted", False),
+        ("salted", "plain", False),
+        ("salted", "salted", True),
+        ("salted", "other salt", False),
+        ("token", "plain", True),
+        ("integers", "plain", True),
+        ("hashed", "plain", False),
+        ("hashed", "lookup", False),
+        ("salted", "lookup", False),
+    ],
+)
+def test_unknown_names_have_the_rows_of_the_trained_lookup(
+    tmp_path: Path, trained: str, given: str, fits: bool
+) -> None:
+    """Names of one order may choose the row of an unknown name in another way. "lookup" is the trained one without options."""
+    names, options = TRAINED[trained]
+    dtype = "string" if isinstance(names[0], str) else "int64"
+    kind: Any = keras.layers.StringLookup if dtype == "string" else keras.layers.IntegerLookup
+
+    def build(how: str) -> keras.Model:
+        inputs, buckets = keras.Input((), dtype=dtype, name="user"), options.get("num_oov_indices", 1)
+        vocabulary = Vocabulary(names, dtype=dtype, oov_buckets=buckets, **GIVEN[how]) if how in GIVEN else None  # type: ignore[arg-type]
+        config = FeatureConfig(TableConfig(8, 2, "users"), vocabulary=vocabulary)
+        lookup = kind(vocabulary=names, **({"num_oov_indices": buckets} if how == "lookup" else options), name="lookup")
+        ids = lookup(inputs) if vocabulary is None else inputs
+        return keras.Model(
+            {"user": inputs}, TPUEmbedding({"user": config}, optimizer="sgd", name="e")({"user": ids})["user"]
+        )
+
+    model = build("trained")
+    model.get_layer("e").assign_rows("users", 0, np.arange(16, dtype=np.float32).reshape(8, 2))
+    model.save(tmp_path / "m.keras")
+    if not fits:
+        with refused(CheckpointMismatchError):
+            export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(given))
+        return
+    version = export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(given)).path
+    unknown = [f"x{number}" for number in range(20)] if dtype == "string" else range(100, 120)
+    users = tf.constant([*names, *unknown], dtype)
+    found = tf.saved_model.load(str(version)).signatures["serving_default"](user=users)
+    np.testing.assert_array_equal(next(iter(found.values())), model({"user": users}))
+
+
+@keras.saving.register_keras_serializable("tests")
+class Hidden(keras.layers.Layer):
+    """A lookup that no config has."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.lookup = keras.layers.StringLookup(vocabulary=["ann", "bob", "eve"])
+
+    def call(self, names: Any) -> Any:
+        return self.lookup(names)
+
+    def compute_output_spec(self, names: Any) -> Any:
+        return keras.KerasTensor(names.shape, "int64")
+
+
+@pytest.mark.parametrize("case", ["kept for another feature", "hidden", "two tables"])
+def test_names_that_the_file_may_not_say_are_warned_of(tmp_path: Path, case: str) -> None:
+    names, other = ["ann", "bob", "eve"], ["bob", "ann", "eve"]
+
+    def build(given: Any) -> keras.Model:
+        inputs = {name: keras.Input((), dtype="string", name=name) for name in ("user", "friend")}
+        one = TableConfig(4, 2, "users")
+        tables = {"user": one, "friend": TableConfig(4, 2, "friends") if case == "two tables" else one}
+        kept = case == "kept for another feature"
+        lists = {"user": names, "friend": other if case == "two tables" else names}
+        lookup = keras.layers.StringLookup(vocabulary=names, name="lookup")
+        lookups = {
+            name: Hidden(name=f"of_{name}")
+            if case == "hidden"
+            else keras.layers.StringLookup(vocabulary=words, name=f"of_{name}")
+            for name, words in lists.items()
+        }
+        ids = {name: (lookup if kept else lookups[name])(names) for name, names in inputs.items()}
+        vocabularies = {}
+        if given is not None:
+            shared = Vocabulary(given[0], oov_buckets=1)
+            vocabularies = {
+                "user": shared,
+                "friend": shared if case == "hidden" else Vocabulary(given[1], oov_buckets=1),
+            }
+            if kept:
+                del vocabularies["friend"]
+            ids |= {name: inputs[name] for name in vocabularies}
+        features = {name: FeatureConfig(table, vocabulary=vocabularies.get(name)) for name, table in tables.items()}
+        found = TPUEmbedding(features, optimizer="sgd", name="e")(ids)
+        return keras.Model(inputs, keras.layers.Concatenate()([found["user"], found["friend"]]))
+
+    build(None).save(tmp_path / "m.keras")
+    with pytest.warns(UserWarning, match="the names that the factory gives cannot be compared"):
+        export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build((other, names)))
+
+
 @pytest.mark.parametrize("kind", ["lookup", "names"])
 @pytest.mark.parametrize("of", ["query", "candidates"])
 def test_a_tower_of_another_order_than_the_trained_one_is_refused(tmp_path: Path, of: str, kind: str) -> None:
@@ -111,27 +220,24 @@ def test_a_feature_takes_row_numbers_beside_names_if_it_did_in_training(tmp_path
     """Row numbers of a lookup layer may be of another order than the names."""
     trained = ["ann", "bob", "eve"]
 
-    def build(names: list[str], numbered: bool) -> keras.Model:
+    def build(names: list[str], numbered: str | None) -> keras.Model:
         inputs = {name: keras.Input((), dtype="string", name=name) for name in ("user", "friend")}
         table, vocabulary = TableConfig(3, 4, "users"), Vocabulary(names)
-        features = {
-            "user": FeatureConfig(table, vocabulary=vocabulary),
-            "friend": FeatureConfig(table, vocabulary=None if numbered else vocabulary),
-        }
         lookup = keras.layers.StringLookup(vocabulary=["eve", "bob", "ann"], num_oov_indices=0, name="lookup")
-        given = {"user": inputs["user"], "friend": lookup(inputs["friend"]) if numbered else inputs["friend"]}
+        features = {name: FeatureConfig(table, vocabulary=None if name == numbered else vocabulary) for name in inputs}
+        given = {name: lookup(ids) if name == numbered else ids for name, ids in inputs.items()}
         found = TPUEmbedding(features, optimizer="sgd", name="e")(given)
         return keras.Model(inputs, keras.layers.Concatenate()([found["user"], found["friend"]]))
 
-    model = build(trained, numbered=trained_with == "both")
+    model = build(trained, numbered="friend" if trained_with == "both" else None)
     prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    with refused(ConfigError):
+        export_saved_model(prefix, tmp_path / "m", model=lambda: build([], numbered="user"))
     if trained_with == "names":
-        with refused(ConfigError):
-            export_saved_model(prefix, tmp_path / "m", model=lambda: build([], numbered=True))
         return
     users = {"user": tf.constant(["eve", "ann"]), "friend": tf.constant(["ann", "bob"])}
     for version in (
-        export_saved_model(prefix, tmp_path / "m", model=lambda: build([], numbered=True)).path,
+        export_saved_model(prefix, tmp_path / "m", model=lambda: build([], numbered="friend")).path,
         export_model(model, tmp_path / "live").path,
     ):
         found = tf.saved_model.load(str(version)).signatures["serving_default"](**users)

@@ -7,14 +7,14 @@ from typing import Any
 
 import keras
 
-from tpuembed.backends.checkpoint_keys import children_of, saved_keys
+from tpuembed.backends.checkpoint_keys import children_of, saved_attributes, saved_keys
 from tpuembed.backends.tf_config import local
 from tpuembed.backends.tf_tpu import LAYOUTS, saved_layouts
 from tpuembed.backends.training import wait_for_lookups
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
-from tpuembed.errors import UnknownTableError
+from tpuembed.errors import CheckpointMismatchError, UnknownTableError
 from tpuembed.files import FilePath
 from tpuembed.layer import TPUEmbedding
 from tpuembed.restore import RestoreReport, restore_saved, restore_tables
@@ -26,7 +26,7 @@ from tpuembed.runtime.weight_files import (
     save_vocabularies,
 )
 from tpuembed.table_access import LiveTables
-from tpuembed.vocabulary import Vocabulary
+from tpuembed.vocabulary import Vocabulary, attribute_of
 
 __all__ = ["PartitionedEmbedding", "Places", "place_features"]
 
@@ -212,8 +212,22 @@ class PartitionedEmbedding(keras.layers.Layer):
         return table
 
     def _checkpoint_adapter(self, path: str) -> None:
-        """Restore the tables that the checkpoint has in another place, before TensorFlow restores the other variables."""
+        """Restore the tables that the checkpoint has in another place, before TensorFlow restores the other variables.
+
+        Raises:
+            CheckpointMismatchError: names of a place are in the checkpoint for some of its tables alone, which TensorFlow cannot
+                restore. Nothing has changed then.
+        """
         keys = saved_keys(path)
+        for place, layer in self._parts:
+            node = f"_{place}/_vocabularies"
+            lacking = [table for table in layer.vocabularies if not saved_attributes(keys, node, attribute_of(table))]
+            if lacking and any(f"{node}/.ATTRIBUTES/" in key for key in keys):
+                raise CheckpointMismatchError(
+                    f"checkpoint {path}: table {lacking[0]!r} has names, and was saved in another part of layer {self.name!r}, "
+                    "with another size_threshold. Build the layer with the trained size_threshold, or restore the tables with "
+                    "restore_tables."
+                )
         saved = {place: children_of(keys, f"_{place}/_tpu_embedding") for place in self.PLACES}
         elsewhere = {place: _missing(layer, saved[place]) for place, layer in self._parts}
         if not any(elsewhere.values()):

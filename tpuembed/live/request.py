@@ -55,7 +55,7 @@ class _LiveModelRequest:
         self._model = wrap_model(model, "export_model", output_names)
         self._layers = embedding_layers(self._model.model)
         tables = checkpoint.tables()
-        self._sources = StackedTables(tables, checkpoint.vocabulary, with_rows=tables)
+        self._sources = StackedTables(tables, checkpoint.vocabulary, with_rows=None)
         stated = check_model_config(self._model, checkpoint, serving_config)
         with self._redirected():
             if self._model.may_read_tables():

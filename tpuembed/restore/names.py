@@ -7,7 +7,7 @@ import numpy as np
 
 from tpuembed.backends.tf_config import local
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.checkpoint.unknown_rows import check_unknown_row
+from tpuembed.checkpoint.moved_rows import check_rows_can_move
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.layer_vocabularies import check_shared
 from tpuembed.table_access import LiveTables
@@ -134,8 +134,8 @@ def plan_names(
                 f"{where} has {len(saved)} names. The vocabulary of table {table!r} of layer {layer!r} has none, so all of them "
                 "would be dropped. Leave by='name' out to take the checkpoint's names, or give the vocabulary the names to keep."
             )
-        check_unknown_row(checkpoint, source, saved.oov_buckets)
         found[table] = NamesPlan.of(saved, own)
+        check_rows_can_move(checkpoint, source, found[table])
     if not found:
         raise CheckpointMismatchError(
             f"checkpoint {checkpoint.path}: none of the tables to restore has a vocabulary there and in layer {layer!r}. "

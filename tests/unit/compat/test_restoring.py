@@ -12,7 +12,15 @@ import tensorflow as tf
 
 from tests.support.goldens import read_golden
 from tests.support.messages import refused
-from tpuembed import Adagrad, FeatureConfig, TableConfig, TPUEmbedding, export_saved_model, open_checkpoint
+from tpuembed import (
+    Adagrad,
+    FeatureConfig,
+    TableConfig,
+    TPUEmbedding,
+    Vocabulary,
+    export_saved_model,
+    open_checkpoint,
+)
 from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, UnknownTableError
 from tpuembed.testing import simulated_tpu
@@ -366,3 +374,29 @@ def test_weight_files_of_other_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the file holds .*'t': \(9, 2\).* The layer .*\(8, 2\).*restore_tables"):
         model.load_weights(tmp_path / "m.weights.h5")
     assert_same(parts(model.layers[0]), before)
+
+
+@pytest.mark.parametrize("other", [35, None, -1])
+def test_names_saved_with_another_threshold_are_refused_before_a_row_is_written(
+    other: int | None, tmp_path: Path
+) -> None:
+    """TensorFlow failed with NotFoundError after rows were written. `restore_tables` restores them."""
+
+    def make(threshold: int | None) -> Any:
+        features = {
+            name: FeatureConfig(TableConfig(rows, 2, name), vocabulary=Vocabulary(["x", "y"], oov_buckets=1))
+            for name, rows in (("a", 20), ("b", 30), ("c", 40))
+        }
+        return tfrs.PartialTPUEmbedding(features, "sgd", size_threshold=threshold)
+
+    trained, layer = make(25), make(other)
+    path = tf.train.Checkpoint(layer=trained).write(str(tmp_path / "ckpt"))
+    before = {name: tf.convert_to_tensor(rows).numpy() for name, rows in layer.table_variables().items()}
+    with refused(CheckpointMismatchError):
+        tf.train.Checkpoint(layer=layer).restore(path)
+    for name, rows in layer.table_variables().items():
+        np.testing.assert_array_equal(tf.convert_to_tensor(rows), before[name])
+    layer.restore_tables(path)
+    for name, rows in layer.table_variables().items():
+        np.testing.assert_array_equal(tf.convert_to_tensor(rows), tf.convert_to_tensor(trained.table_variables()[name]))
+    tf.train.Checkpoint(layer=make(25)).restore(path).assert_consumed()

@@ -95,6 +95,7 @@ def as_ids(inputs: dict[str, Any], lookup: Any) -> dict[str, Any]:
 def test_a_graph_reads_the_index_at_once() -> None:
     """Between two reads, another thread's training may assign a larger index. A known name was unknown in it."""
     layer = make(Vocabulary(STRINGS, grows=True), takes_rows=True)
+    assert layer._vocabularies is not None
     cells = layer._vocabularies.copies["named"].variables["cells"]
     function = tf.function(
         lambda names: layer.names_to_rows({"one": names, "bag": names[:, None], "ids": tf.size(names)})
@@ -544,6 +545,11 @@ def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, grows: b
     ):
         with refused(ConfigError):
             use()
+    restore(model, first)
+    assert second(names)[:, 0].numpy().tolist() == [0, 1], "the names are those of its rows again"
+    restore(model, other)
+    with refused(ConfigError):
+        second(names)
     again = Model(Vocabulary(grows=grows))
     restore(again, save(second, "again"))
     assert again(names)[:, 0].numpy().tolist() == [0, 1], "a save has the names of the rows"

@@ -346,6 +346,42 @@ def test_a_row_for_unknown_names_cannot_move(tmp_path: Path, row: int, how: str)
     assert not list(tmp_path.glob("new*"))
 
 
+@pytest.mark.parametrize("how", ["restore", "carry"])
+def test_a_bucket_for_unknown_names_stays_one(tmp_path: Path, how: str) -> None:
+    """With fewer buckets, a name got the row that unknown names have."""
+    table = TableConfig(6, 3, "films", out_of_vocabulary=1)
+    vocabulary = Vocabulary(["a", "b", "c"], oov_buckets=2)
+    trained = TPUEmbedding({"f": FeatureConfig(table, vocabulary=vocabulary)}, optimizer="sgd")
+    path = tf.train.Checkpoint(layer=trained).write(str(tmp_path / "ckpt"))
+
+    def move(new: Vocabulary) -> None:
+        if how == "carry":
+            carry_checkpoint(path, new, tmp_path / "new")
+        else:
+            _layer(new, 6).restore_tables(path, by="name", slots=False)
+
+    with refused(ConfigError):
+        move(Vocabulary(["b", "a", "c"]))
+    move(Vocabulary(["b", "a", "c"], oov_buckets=2))
+
+
+@pytest.mark.parametrize("how", ["restore", "carry"])
+def test_features_of_row_numbers_are_named_when_rows_move(tmp_path: Path, how: str) -> None:
+    table = TableConfig(6, 3, "films")
+    features = {"f": FeatureConfig(table, vocabulary=Vocabulary(["a", "b", "c"])), "g": FeatureConfig(table)}
+    path = tf.train.Checkpoint(layer=TPUEmbedding(features, optimizer="sgd")).write(str(tmp_path / "ckpt"))
+
+    def move(names: list[str], out: str) -> None:
+        new = Vocabulary(names)
+        _layer(new, 6).restore_tables(path, by="name", slots=False) if how == "restore" else carry_checkpoint(
+            path, new, tmp_path / out
+        )
+
+    move(["a", "b", "c", "d"], "grown")
+    with pytest.warns(UserWarning, match="takes row numbers, and rows get other numbers"):
+        move(["b", "a", "c"], "moved")
+
+
 def test_a_bucket_for_unknown_names_stays(tmp_path: Path) -> None:
     table = TableConfig(6, 3, "films", out_of_vocabulary=0)
     vocabulary = Vocabulary(["a", "b", "c"], oov_buckets=1)

@@ -16,8 +16,8 @@ import numpy as np
 
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
+from tpuembed.checkpoint.moved_rows import check_rows_can_move, features_of, takes_names
 from tpuembed.checkpoint.types import Array
-from tpuembed.checkpoint.unknown_rows import check_unknown_row, features_of
 from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.config.optimizers import optimizer_from
 from tpuembed.errors import (
@@ -116,9 +116,10 @@ def carry_checkpoint(
                 f"checkpoint {checkpoint.path}: names of table {name!r} are {old.dtype}, and those of the new vocabulary are "
                 f"{new.dtype}. Give names of one dtype."
             )
-        check_unknown_row(checkpoint, name, old.oov_buckets)
+        names = NamesPlan.of(old, new)
+        check_rows_can_move(checkpoint, name, names)
         new.continue_counts(old, checkpoint.update_counts().get(name, 0))
-        carried = _Carried(checkpoint, name, NamesPlan.of(old, new), new, initializer)
+        carried = _Carried(checkpoint, name, names, new, initializer)
         target.parent.mkdir(parents=True, exist_ok=True)
         _write(carried, target, on_progress)
         return CarryReport(path=str(target), table=name, rows=(carried.info.rows, carried.rows), names=carried.names)
@@ -201,7 +202,7 @@ class _Carried:
         self._options: dict[str, Any] = config["tables"][table]
         self._check_places(keys.rows.mod_sharding is not None)
         self._options["vocabulary_size"] = self.rows
-        for feature in features_of(config.get("features"), table):
+        for feature in filter(takes_names, features_of(config.get("features"), table)):
             identity = {key: value for key, value in new.options().items() if key in IDENTITY}
             feature["vocabulary"] = {k: v for k, v in feature["vocabulary"].items() if k not in IDENTITY} | identity
         self.replaced = {

@@ -29,7 +29,8 @@ def with_names(
         trained_with_rows: name and table of the layer's features that took row numbers.
 
     Raises:
-        ConfigError: a vocabulary is none of its table, or two of one table differ.
+        ConfigError: a vocabulary is none of its table, or two of one table differ, or out_of_vocabulary is a row that a name may
+            get.
     """
     saved = functools.cache(saved)
     found: dict[str, Vocabulary] = {}
@@ -42,6 +43,12 @@ def with_names(
             continue
         chosen = vocabulary_of(where, given, table, feature.rows, found.get if table in found else saved)
         found[table] = chosen
+        policy = feature.spec.out_of_vocabulary
+        if chosen.grows and isinstance(policy, int) and policy >= chosen.oov_buckets:
+            raise ConfigError(
+                f"{where}: out_of_vocabulary={policy} is a row that training may give to a name of table {table!r}, because its "
+                "vocabulary grows. Train with oov_buckets=1, or use zeros or error."
+            )
         padding = b"" if chosen.dtype == "string" else -1
         if feature.spec.input == "ids" and chosen.has(padding):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -10,11 +11,12 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpuembed.checkpoint import Checkpoint, TableInfo
-from tpuembed.config import QuantizationConfig, TableConfig
+from tpuembed.config import QuantizationConfig, TableConfig, feature_config_from_dict
+from tpuembed.config.structure import flatten
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
 from tpuembed.export.graph.given_names import Saved, vocabulary_of
 from tpuembed.export.graph.overlay import gather_overlaid
-from tpuembed.export.graph.signature import find_table, trained_with_rows
+from tpuembed.export.graph.signature import find_table
 from tpuembed.export.graph.table_names import TableNames, constant_names, stand_in_names
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.formats import STORAGES
@@ -25,7 +27,7 @@ from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["AnyTables", "StackedTables", "ran_without_rows", "span_of", "tables_with_rows"]
+__all__ = ["AnyTables", "StackedTables", "ran_without_rows", "span_of", "trained_with_rows"]
 
 Tensor = Any
 Answer = Callable[[Sequence[Ids], Callable[[], list[Tensor]]], list[Tensor]]
@@ -45,14 +47,18 @@ class StackedTables:
     """
 
     def __init__(
-        self, available: Mapping[str, TableInfo], saved: Saved = lambda _: None, with_rows: Container[str] = ()
+        self,
+        available: Mapping[str, TableInfo],
+        saved: Saved = lambda _: None,
+        with_rows: Container[tuple[str, str]] | None = (),
     ) -> None:
         """Read the tables `available` in a checkpoint.
 
         Args:
             available: the tables by name.
             saved: returns the checkpoint's vocabulary of a table, or None.
-            with_rows: those of them whose features may take row numbers beside names, because in training some did.
+            with_rows: path and table of the features that may take row numbers beside names, because in training they did;
+                None for all, in the trained model itself.
         """
         self.required: list[str] = []
         self.read_whole: list[str] = []
@@ -75,7 +81,7 @@ class StackedTables:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "StackedTables":
         """Return the tables and the names of a checkpoint."""
-        return cls(checkpoint.tables(), checkpoint.vocabulary, tables_with_rows(checkpoint))
+        return cls(checkpoint.tables(), checkpoint.vocabulary, trained_with_rows(checkpoint))
 
     def register(self, table: TableConfig) -> None:
         """Record that a layer needs `table`.
@@ -142,10 +148,10 @@ class StackedTables:
                 "features the vocabulary that the table was trained with. If clients send row numbers, build the layer with "
                 "takes_rows=True too."
             )
-        if table not in self._with_rows:
+        if self._with_rows is not None and (feature, table) not in self._with_rows:
             raise ConfigError(
-                f"feature {feature!r}: the model takes row numbers of table {table!r} for it, and in training all features of that "
-                "table took names. Give the feature the table's vocabulary."
+                f"feature {feature!r}: the model takes row numbers of table {table!r} for it, and in training no feature of that "
+                "name did. Give the feature the table's vocabulary, or the name that it had in training."
             )
 
     def name_arrays(self, table: str, given: Vocabulary | None = None) -> TableNames:
@@ -361,9 +367,13 @@ for _operator in sorted(tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"})
     setattr(_WholeTable, _operator, _as_tensors_do(_operator))
 
 
-def tables_with_rows(checkpoint: Checkpoint) -> set[str]:
-    """Return the tables of which a feature took row numbers in training, in a layer that also took names."""
-    return {table for _, table in trained_with_rows(checkpoint.layer_config)}
+def trained_with_rows(checkpoint: Checkpoint) -> set[tuple[str, str]]:
+    """Return path and table of the features that took row numbers in training, in a layer that also took names."""
+    config = checkpoint.layer_config
+    if config is None or '"vocabulary"' not in json.dumps(config):
+        return set()
+    features = flatten(feature_config_from_dict(config))
+    return {(path, feature.table.name) for path, feature in features if feature.vocabulary is None}
 
 
 def span_of(place: Placement) -> Span:

@@ -50,12 +50,15 @@ class _Vocabulary:
         kind: its class, in snake case.
         entries: gives them as UTF-8, in the order of their numbers; None where they are not known.
         entries_of: of a layer of the factory: the entries that it would have if it were given a list.
+        hashing: how an unknown word gets one of several entries, "" if there are not several; None where it is not known. It has
+            the salt, which no message shows.
     """
 
     layer: str
     kind: str
     entries: Callable[[], Iterable[bytes]] | None
     entries_of: Callable[[list[Any]], list[bytes]] | None = None
+    hashing: str | None = None
 
     @functools.cached_property
     def described(self) -> VocabularyEntry:
@@ -110,9 +113,8 @@ def _of_model(model: Any) -> list[_Vocabulary]:
             _check_is_there(node, owner)
             special = _special(node.mask_token, node.oov_token, node.num_oov_indices, node.output_mode)
             given = functools.partial(_given, special)
-            found.append(
-                _Vocabulary(owner.name, snake_case(type(owner).__name__), functools.partial(_entries, node), given)
-            )
+            kind, hashing = snake_case(type(owner).__name__), _hashing(vars(node), node.vocabulary_dtype == "string")
+            found.append(_Vocabulary(owner.name, kind, functools.partial(_entries, node), given, hashing))
         elif isinstance(node, keras.layers.Discretization) and node.bin_boundaries is not None:
             bounds = functools.partial(_boundaries, list(node.bin_boundaries))
             found.append(_Vocabulary(node.name, snake_case(type(node).__name__), bounds, _boundaries))
@@ -150,6 +152,29 @@ def _special(mask: Any, oov: Any, count: int, mode: str) -> list[bytes]:
     return masks + [str(oov).encode()] * count
 
 
+def _hashing(settings: Mapping[str, Any], is_text: bool) -> str:
+    """Return how a layer with these settings chooses the entry of an unknown word, if it has several for them.
+
+    Source: keras/src/layers/preprocessing/index_lookup.py, `_lookup_dense`.
+    """
+    if int(settings.get("num_oov_indices") or 0) <= 1:
+        return ""
+    salt = settings.get("salt")
+    salted = "without a salt" if salt is None else f"with salt {[salt, salt] if isinstance(salt, int) else list(salt)}"
+    return f"hash of text {salted}" if is_text else f"{settings.get('oov_method') or 'floormod'} of integers {salted}"
+
+
+def _hashing_of(vocabulary: Vocabulary) -> str:
+    settings = {"num_oov_indices": vocabulary.oov_buckets, "salt": vocabulary.oov_key}
+    return _hashing(settings, vocabulary.dtype == "string")
+
+
+def _shown_hashings(mine: str | None, saved: str | None) -> str:
+    """Return both for a message, without the salts, which are secrets."""
+    here, there = (re.sub(r"with salt .*", "with a salt", one or "no hash") for one in (mine, saved))
+    return f"by {here} in the factory, and by {there if here != there else 'one with another salt'} in the file"
+
+
 def _given(special: list[bytes], words: Iterable[Any]) -> list[bytes]:
     """The entries of a layer that is given `words`; Keras takes them with the special ones or without."""
     entries = [str(word).encode() for word in words]
@@ -175,7 +200,8 @@ def compare_vocabularies(
         model: of the factory.
         source: the checkpoint.
         given: table -> its names, where the factory gives them and the checkpoint has none. If the file has vocabularies of layers
-            that the factory lacks, the names must be those of one of them, in the same order.
+            that the factory lacks, the names must be those of one of the file's, in the same order. A warning names the tables
+            whose names the file may have for another table, or not at all.
 
     Raises:
         CheckpointMismatchError: a vocabulary differs; the message says where.
@@ -193,7 +219,7 @@ def compare_vocabularies(
         one for one, other in pairs if other.entries is not None and (one.number is not None or one not in unclear)
     }
     left = [other for other in saved if other.entries is not None and other not in taken]
-    _check_given(given or {}, left, source)
+    _check_given(given or {}, saved, left, source)
     if left:  # of a layer that was renamed, if it can be no other
         equal |= {one for one in mine if one not in paired and all(_is_same(one, other) for other in left)}
     equal |= _equal_in_configs([one for one in mine if one not in equal], model, config, source)
@@ -203,19 +229,67 @@ def compare_vocabularies(
     return tuple(dataclasses.replace(one.described, compared=one in equal) for one in mine)
 
 
-def _check_given(given: Mapping[str, Vocabulary], left: Sequence[_Vocabulary], source: str | FilePath) -> None:
-    if not left:  # all names are read below
-        return
+def _check_given(
+    given: Mapping[str, Vocabulary],
+    saved: Sequence[_Vocabulary],
+    left: Sequence[_Vocabulary],
+    source: str | FilePath,
+) -> None:
+    """Compare names that the factory gives with all `saved` vocabularies, of which the factory's layers lack those in `left`.
+
+    Which table a saved vocabulary is of, the file does not say. So there is a warning where that matters.
+
+    Raises:
+        CheckpointMismatchError: names are none of the file's, and the factory lacks some of these.
+    """
+    lookups = [other for other in saved if other.kind != "discretization"]
+    known = [other for other in lookups if other.entries is not None]
+    found = {}
     for table, vocabulary in given.items():
-        names = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows))
-        special = [b"[UNK]" if vocabulary.dtype == "string" else b"-1"] * vocabulary.oov_buckets
-        digest, size = _digest(special + [name if isinstance(name, bytes) else str(name).encode() for name in names])
-        if all(digest != other.described.sha256 for other in left):
+        own, size = _of_names(vocabulary), len(vocabulary)
+        same = [other for other in known if _has_names(other, vocabulary, own)]
+        hashing = _hashing_of(vocabulary)
+        found[table] = [other for other in same if other.hashing in (None, hashing)]
+        if same and not found[table]:
+            raise CheckpointMismatchError(
+                f"model file {source}: unknown names of table {table!r} get rows {_shown_hashings(hashing, same[0].hashing)}, of "
+                f"layer {same[0].layer!r}. Take the vocabulary from there with read_vocabulary."
+            )
+        if not same and left:
             others = ", ".join(f"{one.layer!r} ({one.described.size} entries)" for one in left)
             raise CheckpointMismatchError(
-                f"model file {source}: the factory gives the names of table {table!r}, {size} entries, and the file has others, "
+                f"model file {source}: the factory gives the names of table {table!r}, {size} names, and the file has others, "
                 f"of layer {others}. Take them from there with read_vocabulary."
             )
+    lists = {other.described.sha256 for other in known}
+    unsure = [table for table, same in found.items() if not same or len(lists) > 1]
+    if unsure and lookups:
+        shown = "; ".join(
+            f"those of table {table!r} are the names of layer {', '.join(repr(one.layer) for one in found[table])}"
+            if found[table]
+            else f"those of table {table!r} are in no layer of the file whose names are known"
+            for table in unsure
+        )
+        warn(
+            f"model file {source}: the names that the factory gives cannot be compared with the training, because the file does "
+            f"not say of which table its vocabularies are: {shown}. If they differ, the export answers with the rows of other "
+            "names. Make sure that they are the same"
+        )
+
+
+def _of_names(vocabulary: Vocabulary) -> list[bytes]:
+    names = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows))
+    return [name if isinstance(name, bytes) else str(name).encode() for name in names]
+
+
+def _has_names(saved: _Vocabulary, vocabulary: Vocabulary, names: list[bytes]) -> bool:
+    """Return True if `saved` gives each of `names` the row that `vocabulary` does. What it calls its buckets is its own."""
+    assert saved.entries is not None
+    buckets = vocabulary.oov_buckets
+    if saved.described.size != buckets + len(names):
+        return False
+    entries = list(saved.entries())
+    return entries[buckets:] == names and len(set(entries[:buckets])) <= 1
 
 
 def _not_compared(unknown: Sequence[_Vocabulary], left: Sequence[_Vocabulary], source: str | FilePath) -> str:
@@ -231,7 +305,9 @@ def _not_compared(unknown: Sequence[_Vocabulary], left: Sequence[_Vocabulary], s
 
 def _is_same(mine: _Vocabulary, saved: _Vocabulary) -> bool:
     """Returns True if they are equal, as far as the file has the entries."""
-    return saved.entries is None or mine.described.sha256 == saved.described.sha256
+    if saved.entries is not None and mine.described.sha256 != saved.described.sha256:
+        return False
+    return None in (mine.hashing, saved.hashing) or mine.hashing == saved.hashing
 
 
 def _pairs(
@@ -315,6 +391,11 @@ def _differs(mine: _Vocabulary, saved: _Vocabulary, source: str | FilePath, wher
     if mine.entries is None or saved.entries is None:
         return CheckpointMismatchError(f"{begin}They are made in another order than in the file. {end}")
     here, there = mine.described, saved.described
+    if here.sha256 == there.sha256:
+        return CheckpointMismatchError(
+            f"{begin}Unknown words get their entries {_shown_hashings(mine.hashing, saved.hashing)}. Give the layer the salt and "
+            "oov_method that it was trained with."
+        )
     pairs = enumerate(zip_longest(mine.entries(), saved.entries()))
     number, (one, other) = next(((n, pair) for n, pair in pairs if pair[0] != pair[1]), (0, (None, None)))
     return CheckpointMismatchError(
@@ -368,11 +449,13 @@ def _of_file(path: FilePath, layers: Iterable[str]) -> tuple[Any, list[_Vocabula
 
 def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tuple[Any, list[_Vocabulary]]:
     config = json.loads(archive.read(_CONFIG))
-    found = [
-        vocabulary
-        for described, fields in _described(config)
-        for vocabulary in _of_config(described["class_name"], fields)
-    ]
+    objects = [(str(described["class_name"]), fields) for described, fields in _described(config)]
+    found = [vocabulary for class_name, fields in objects for vocabulary in _of_config(class_name, fields)]
+    hashing = {
+        str(fields.get("name")): _hashing(fields, class_name == "StringLookup")
+        for class_name, fields in objects
+        if "num_oov_indices" in fields
+    }
     names = _names_by_place(archive)
     for name in archive.namelist():
         place = PurePosixPath(name).parent
@@ -382,7 +465,7 @@ def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tu
             layer = names.get(str(place.relative_to("assets")), "")
             # In a list of layers the place is called by the class, else by an attribute.
             kind = _without_number(place.name) if place.parent.name == "layers" else _kind_of(layer)
-            found.append(_Vocabulary(layer, kind, functools.partial(iter, entries)))
+            found.append(_Vocabulary(layer, kind, functools.partial(iter, entries), hashing=hashing.get(layer)))
     # A layer that two of the config's models share is in it twice.
     kept = {(one.layer or str(number), one.kind, one.described.sha256): one for number, one in enumerate(found)}
     known = {vocabulary.layer for vocabulary in found}
@@ -423,7 +506,8 @@ def _of_config(class_name: str, fields: Mapping[str, Any]) -> Iterator[_Vocabula
             ("", "[UNK]", 1) if is_text else [fields.get(k) for k in ("mask_token", "oov_token", "num_oov_indices")]
         )
         special = _special(mask, oov, int(count or 0), str(fields.get("output_mode") or "int"))
-        yield _Vocabulary(name, kind, functools.partial(_given, special, words))
+        hashing = "" if is_text else _hashing(fields, class_name == "StringLookup")
+        yield _Vocabulary(name, kind, functools.partial(_given, special, words), hashing=hashing)
     bounds = fields.get("bin_boundaries")
     if isinstance(bounds, list) and bounds:
         yield _Vocabulary(name, kind, functools.partial(_boundaries, bounds))
