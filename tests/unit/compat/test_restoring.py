@@ -399,4 +399,4 @@ def test_names_saved_with_another_threshold_are_refused_before_a_row_is_written(
     layer.restore_tables(path)
     for name, rows in layer.table_variables().items():
         np.testing.assert_array_equal(tf.convert_to_tensor(rows), tf.convert_to_tensor(trained.table_variables()[name]))
-    tf.train.Checkpoint(layer=make(25)).restore(path).assert_consumed()
+    tf.train.Checkpoint(layer=make(25)).restore(path).expect_partial()
