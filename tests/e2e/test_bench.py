@@ -160,7 +160,7 @@ def test_a_folder_that_does_not_load(tmp_path: Path) -> None:
     assert "did not become ready" in found.stderr
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_leaves_no_process(folder: Path, number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "bench", str(folder / "scale"), "--duration", "60", "--workers", "1"]

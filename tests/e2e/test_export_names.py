@@ -153,7 +153,7 @@ def export(folder: Path, values: Array, served: ServingConfig, name: str = "m", 
     return path
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_a_key_chooses_the_buckets_of_an_export(tmp_path: Path, layout: str) -> None:
     key, values = (133, 137), random_table(ROWS, DIM)

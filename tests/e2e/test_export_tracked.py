@@ -57,7 +57,7 @@ def assert_same(report: ExportReport, full: ExportReport) -> None:
     assert not verify_files(report.path).damaged
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "storage"), COMBINATIONS)
 def test_of_a_model_in_memory(tmp_path: Path, layout: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that were touched are read, and no others."""

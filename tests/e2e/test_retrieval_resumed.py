@@ -98,7 +98,7 @@ def _killed(prefix: str, folder: str, after: int) -> None:
     export(prefix, Path(folder), Films(after, kills=True))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [False, True])
 def test_what_was_made_is_used_again(prefixes: list[str], tmp_path: Path, made: list[int], kills: bool) -> None:
     whole = export(prefixes[0], tmp_path / "whole", Films())

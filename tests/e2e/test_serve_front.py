@@ -47,7 +47,7 @@ class Served:
             np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["ids", pytest.param("names", marks=pytest.mark.long)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with ExitStack() as stack:
         yield Served(KINDS[request.param], tmp_path_factory.mktemp("served"), stack, shards=2)
@@ -175,7 +175,7 @@ def weights_by_name(**_: Any) -> Any:
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("sharding", [{"shards": 1}, {"shards": 2, "split": {"of_x": 2}}])
 def test_a_feature_that_is_called_as_weights_is_none(tmp_path: Path, sharding: dict[str, Any]) -> None:
     with ExitStack() as stack:

@@ -102,6 +102,7 @@ def test_a_large_answer_to_a_small_body_stalls_nobody(server: ServerProcess) -> 
     assert len(probe.seconds) > 10
 
 
+@pytest.mark.long
 def test_a_large_body_stalls_nobody(server: ServerProcess) -> None:
     """20 MiB of rows that the model refuses, so that only the parsing and decoding take long. It took 700 ms in one call."""
     body = b'{"instances": [' + b'{"x": 1.25}, ' * 1_600_000 + b'{"x": true}]}'

@@ -234,6 +234,7 @@ def test_requests_share_runs(folder: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize("lookups", ["native", "auto", "tensorflow"])
+@pytest.mark.sampled(1)
 def test_integers_that_are_names_are_never_rows(tmp_path: Path, lookups: Any) -> None:
     """Names that are row numbers of other names: a lookup of rows would answer, and wrongly."""
     names = [*range(1, ROWS), 0]

@@ -150,7 +150,7 @@ def test_an_overlay_and_the_largest_requests(layer: TPUEmbedding, tmp_path: Path
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
-@pytest.mark.sampled(1)
+@pytest.mark.long
 def test_a_call_needs_no_thread_that_cannot_be_started(
     layer: TPUEmbedding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
 ) -> None:
@@ -217,6 +217,7 @@ def test_tables_larger_than_the_memory_are_read_ahead(
     theirs.close()
 
 
+@pytest.mark.long
 def test_small_requests_stay_in_tensorflow(
     layer: TPUEmbedding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +235,7 @@ def test_small_requests_stay_in_tensorflow(
     assert calls == [5000]  # of the last one: 2 ids, and 4 lists of 2
 
 
+@pytest.mark.long
 def test_what_is_not_run_natively_says_so(
     layer: TPUEmbedding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -211,6 +211,7 @@ def test_odd_inputs_are_answered_by_the_graph(pair: Pair, name: str, monkeypatch
     assert counts.native <= 2
 
 
+@pytest.mark.long
 def test_ragged_lists_may_have_padding_before_an_id(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counts(monkeypatch)
     inputs = PLAIN | {"ragged": np.array([[-1, 1, -1, 2], [-1, -1, -1, -1]]), "sparse": IDS[:, ::-1]}
@@ -223,6 +224,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_model(whole_model.build(), tmp_path_factory.mktemp("whole") / "m", layout="mmap").path
 
 
+@pytest.mark.long
 def test_the_dense_part_is_run_by_tensorflow(whole: Path) -> None:
     """Two loaders and native lookups agree, also for a large request, on several threads."""
     module = tf.saved_model.load(str(whole))  # its tables live as long as it
@@ -235,7 +237,7 @@ def test_the_dense_part_is_run_by_tensorflow(whole: Path) -> None:
             assert_same(run(theirs, inputs), expected)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
 def test_weights_that_add_up_to_nothing(tmp_path: Path, combiner: str, kind: str) -> None:
@@ -284,6 +286,7 @@ def test_weights_and_rows_of_any_size(combiner: str, tmp_path: Path, monkeypatch
     assert counts.refused == 0
 
 
+@pytest.mark.long
 def test_requests_still_share_runs(tmp_path: Path) -> None:
     names = [name for name, spec in whole_model.FEATURES.items() if "weights" not in spec]  # those are not proven
     version = export_model(whole_model.build(names=names), tmp_path / "m", layout="mmap").path
@@ -334,6 +337,7 @@ class Subclassed(keras.Model):
         return self.function(self.embedding, inputs)
 
 
+@pytest.mark.long
 def test_an_error_of_the_dense_part_is_that_of_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = {"x": tf.TensorSpec([None], tf.int64), "y": tf.TensorSpec([None], tf.float32)}
     model = (Subclassed(checked), specs)
@@ -348,7 +352,7 @@ def test_an_error_of_the_dense_part_is_that_of_the_graph(tmp_path: Path, monkeyp
     assert (counts.native, counts.refused) == (3, 0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("forced", [False, True])
 def test_tables_larger_than_the_memory_are_read_ahead(
     whole: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forced: bool
@@ -396,6 +400,7 @@ def test_a_compacted_overlay_has_the_signature_too(tmp_path: Path, monkeypatch: 
     assert_same(found[2], found[1])
 
 
+@pytest.mark.long
 def test_an_older_export_is_served_as_before(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +444,7 @@ def assert_same_of_names(found: Any, expected: Any) -> None:
 
 @given(seed=st.integers(0, 2**32), batch=st.integers(0, 6), hot=st.sampled_from([0, 1, 2, 5, 30]))
 @SETTINGS
+@pytest.mark.long
 def test_names_are_found_as_tensorflow_finds_them(names: tuple[Any, Any], seed: int, batch: int, hot: int) -> None:
     inputs = named_model.draw(np.random.default_rng(seed), batch, hot)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -450,6 +456,7 @@ def test_names_are_found_as_tensorflow_finds_them(names: tuple[Any, Any], seed: 
 
 @given(seed=st.integers(0, 2**32), batch=st.integers(1, 4), hot=st.integers(1, 4))
 @SETTINGS
+@pytest.mark.long
 def test_unknown_names_and_odd_requests_are_answered_by_the_graph(
     names: tuple[Any, Any], seed: int, batch: int, hot: int
 ) -> None:

@@ -50,7 +50,7 @@ def expected(folder: Path) -> dict[int, Any]:
     return {version: lambda *inputs, version=version: run(version, *inputs) for version in (1, 2)}
 
 
-@pytest.fixture(scope="module", params=["--workers=1", "--workers=2"])
+@pytest.fixture(scope="module", params=["--workers=1", pytest.param("--workers=2", marks=pytest.mark.long)])
 def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     options = ("--config", str(folder / "models.config"), "--grpc-port", "0", "--rest-timeout-ms", "20000", "--metrics")
     with ServerProcess(None, folder / f"log{request.param}", *options, request.param) as running:

@@ -169,6 +169,7 @@ def can_be_a_container() -> bool:
 
 
 @pytest.mark.skipif(not can_be_a_container(), reason="needs root, unshare, ip and curl")
+@pytest.mark.long
 def test_sagemaker_in_its_folder_and_at_its_port(model: Path, expected: Any, tmp_path: Path) -> None:
     """`docker run IMAGE serve` without any variable, with mounts and ports as a container has them."""
     command = ["unshare", "--mount", "--net", "bash", "-ec", _CONTAINER, "container", str(SCRIPT), str(model)]

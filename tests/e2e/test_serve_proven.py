@@ -147,7 +147,7 @@ def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, cap
     assert "are not batched" not in caplog.text
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "layout"),
     [

@@ -172,6 +172,7 @@ def test_the_placement_of_a_folder_stays(trained: Trained, tmp_path: Path) -> No
         export_shards(trained.paths[1], tmp_path / "s", serving_config=config, version=1)
 
 
+@pytest.mark.long
 def test_an_interrupted_export_goes_on(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"features": FEATURES}
     made: list[str] = []

@@ -39,6 +39,7 @@ def wait_until_logged(server: ServerProcess, text: str) -> None:
     wait_for(lambda: text in server.log)
 
 
+@pytest.mark.long
 def test_shards_behind_tls_and_keys_answer_the_front_alone(trained: Trained, tmp_path: Path) -> None:
     config = {"features": FEATURES}
     export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=2)
@@ -165,6 +166,7 @@ def test_a_replica_that_hangs_gets_no_more_requests_after_a_while(trained: Train
             os.kill(hanging, signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_shards_of_two_exports_are_refused_under_one_number(trained: Trained, tmp_path: Path) -> None:
     config = {"features": FEATURES}
     for number, path in enumerate(trained.paths):

@@ -155,6 +155,7 @@ def test_a_stop_in_the_middle_of_the_load(model_dir: Path, tmp_path: Path, worke
 
 
 @pytest.mark.parametrize("workers", [2])
+@pytest.mark.long
 def test_a_server_starts_again_at_once_on_the_same_ports(tmp_path: Path, workers: int) -> None:
     """Connections of the first are in TIME_WAIT."""
     (tmp_path / "empty").mkdir()

@@ -244,6 +244,7 @@ def test_a_server_that_is_killed_in_a_pull(proxy: S3Proxy, store: S3, bucket: st
         assert cached(tmp_path) == {"1"}
 
 
+@pytest.mark.long
 def test_a_killed_worker_does_not_lose_the_version(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
     tables = export(tmp_path, 1)
     publish(store, bucket, tmp_path, 1)
@@ -267,6 +268,7 @@ def test_models_of_others(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path
         assert server.predict({"instances": [1.0, 2.0]}) == (200, {"predictions": [2.5, 3.0]})
 
 
+@pytest.mark.long
 def test_policies_and_labels_of_a_config(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
     tables = {}
     for version in (1, 2, 3):

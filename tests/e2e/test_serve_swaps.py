@@ -69,6 +69,7 @@ def test_a_few_swaps_under_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("swaps", "values"), [(20, 10), pytest.param(100, 2_000_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
+@pytest.mark.long
 def test_swaps_under_load_over_grpc(tmp_path: Path, swaps: int, values: int) -> None:
     load, resident = swap(tmp_path / "scale", tmp_path, swaps, 16, values, make_load=GrpcLoad)
     print(f"{len(load.asked)} calls; MiB after swaps 1, 10 and {swaps}: {[resident[n - 1] for n in (1, 10, swaps)]}")

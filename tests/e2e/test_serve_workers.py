@@ -133,6 +133,7 @@ def check_lost(load: Load, dead_at: float) -> None:
     print(f"{len(load.failed)} of {len(load.asked)} requests lost")
 
 
+@pytest.mark.long
 def test_one_that_is_killed_under_load_over_grpc(server: ServerProcess) -> None:
     killed, _ = workers(server)
     again = server.log.count(" answers again")

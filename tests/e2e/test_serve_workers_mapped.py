@@ -86,6 +86,7 @@ def touch_every_page(server: ServerProcess, version: int) -> None:
     wait_for(touched)
 
 
+@pytest.mark.long
 def test_each_worker_has_half_of_the_pages_that_both_use(server: ServerProcess) -> None:
     touch_every_page(server, 1)
     found = {pid: mapped_bytes(pid, base_path(server)) for pid in workers(server)}

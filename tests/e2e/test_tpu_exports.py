@@ -42,6 +42,7 @@ def command(*arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(run, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_the_command_is_told_what_the_files_do_not_say(tmp_path: Path) -> None:
     prefix = partitioned(tmp_path, "0,4:-", "4,4:-", "8,3:-")
     config = tmp_path / "serving.yaml"

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[3]
 
 # Replicas, and how many optimizers they train with: one of each kind, or all.
 KINDS, ALL = 5, len(OPTIMIZERS)
-RUNS = [*((n, KINDS) for n in (1, 2, 4)), *(pytest.param((n, ALL), marks=pytest.mark.long) for n in (1, 2, 4))]
+LONG = [(1, KINDS), (4, KINDS), (1, ALL), (2, ALL), (4, ALL)]
+RUNS = [(2, KINDS), *(pytest.param(run, marks=pytest.mark.long) for run in LONG)]
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=str)

@@ -185,7 +185,7 @@ def _live(kind: str) -> Any:
     return keras.optimizers.Adagrad(0.25) if kind == "optimizer" else SGD(learning_rate=lambda: rate)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "saved"),
     [

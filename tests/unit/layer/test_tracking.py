@@ -147,6 +147,7 @@ def test_a_step_whose_gradients_overflow_stamps_no_row() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_replicas_stamp_the_rows_of_all_of_them(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.layer.tracked", "2", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

@@ -29,7 +29,7 @@ def _score(path: Path) -> Any:
     return tf.saved_model.load(str(path)).signatures["serving_default"](item=tf.constant(X, tf.int64))["score"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("every", "at_end", "versions"), [(1, False, 3), (2, False, 1), (2, True, 2), (3, True, 1), (4, False, 0)]
 )
@@ -56,6 +56,7 @@ def test_each_version_has_its_epochs_tables(tmp_path: Path) -> None:
     assert np.abs(seen[0] - seen[1]).max() > 1e-5
 
 
+@pytest.mark.long
 def test_every_so_many_seconds(tmp_path: Path) -> None:
     """0 seconds: after every batch. An overlay of the first version after that."""
     callback, model = ExportCallback(tmp_path, every_seconds=0, base="latest", max_overlay=9), _model()

@@ -144,6 +144,7 @@ def test_models_of_the_other_libraries_names(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("feature", ["V2", "UNSUPPORTED"])
+@pytest.mark.sampled(1)
 def test_tables_on_simulated_tpus(tmp_path: Path, feature: str) -> None:
     with simulated_tpu(feature, replicas=2) as strategy:
         with strategy.scope():
@@ -169,6 +170,7 @@ def test_mirrored_tables(tmp_path: Path) -> None:
 # ---- refusals: nothing is published
 
 
+@pytest.mark.long
 def test_training_meanwhile_is_noticed(tmp_path: Path) -> None:
     layer = _layer()
     model = _trained(_functional(layer))

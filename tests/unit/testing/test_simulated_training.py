@@ -51,6 +51,7 @@ def assert_same(found: Mapping[str, Array], truth: Mapping[str, Array]) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "sparse_cores"), [(1, 4), (2, 2), pytest.param(4, 4, marks=pytest.mark.long)])
+@pytest.mark.sampled(1)
 def test_every_optimizer_trains_as_on_the_host(replicas: int, sparse_cores: int) -> None:
     features = tables()
     ids = batches(features, replicas)

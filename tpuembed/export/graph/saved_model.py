@@ -274,7 +274,9 @@ def _functions(model: ExportableModel, *, has_more: bool) -> dict[str, Any]:
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="examples")], autograph=False)
     def serving_examples(examples: Tensor) -> dict[str, Tensor]:
-        return model(parse_examples(examples, specs, weighted, model.padding()))
+        # The function, not the model: its graph is traced and saved once.
+        found: dict[str, Tensor] = serving_default(parse_examples(examples, specs, weighted, model.padding()))
+        return found
 
     functions = {"serving_default": serving_default}
     if not has_more:

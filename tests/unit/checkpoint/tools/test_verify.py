@@ -82,6 +82,7 @@ def test_goldens_are_sound(golden: str) -> None:
     assert verify_files(index.with_suffix("")).damaged == ()
 
 
+@pytest.mark.long
 def test_every_bit_of_the_data(prefix: Path) -> None:
     """A single flipped bit anywhere in a data file: found, and the tensor and the file named."""
     paths = sorted(prefix.parent.glob("*.data-*"))
@@ -307,6 +308,7 @@ def test_a_relocated_export_is_whole(export: Path) -> None:
 
 
 @pytest.mark.parametrize("layout_export", ["mmap"], indirect=True)
+@pytest.mark.long
 def test_one_bit_of_the_folder_that_tables_are_mapped_from(layout_export: Path) -> None:
     """`relocate` changes the folder, so the checksum of the graph does not hold it. All tables have the same one."""
     path = layout_export / "saved_model.pb"

@@ -250,6 +250,7 @@ def test_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
+@pytest.mark.sampled(1)
 def test_features_that_take_names(layout: str, tmp_path: Path) -> None:
     model = named_model.build()
     path, found = exported(model, tmp_path, layout=layout)

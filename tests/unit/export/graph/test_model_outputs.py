@@ -385,6 +385,7 @@ def test_both_exporters_and_both_readers(tmp_path: Path) -> None:
                 np.testing.assert_allclose(found[name], values, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_a_command_and_a_callback_rename(tmp_path: Path) -> None:
     checkpoint = tf.train.Checkpoint(model=ranker()).write(str(tmp_path / "ckpt"))
     arguments = ["export", checkpoint, str(tmp_path / "m"), "--model", f"{__name__}:ranker", "--json"]

@@ -620,6 +620,7 @@ def _recurrent() -> Any:
 
 @pytest.mark.parametrize("form", ["model", "h5", "keras"])
 @pytest.mark.parametrize("make", [Prefixed, _recurrent])
+@pytest.mark.long
 def test_names_made_of_names_that_keras_makes_up_are_no_evidence(tmp_path: Path, make: Any, form: str) -> None:
     def train() -> Any:
         ids, x = _inputs()

@@ -108,7 +108,7 @@ class Split:
         self.front = Front(self.folder)
 
 
-@pytest.fixture(scope="module", params=[0, 1])
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.long)])
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Split:
     return Split(tmp_path_factory.mktemp("split"), request.param)
 

@@ -78,6 +78,7 @@ def stream(
 
 
 @pytest.mark.parametrize(("name", "storage"), list(zip(GOLDENS, ("float32", "int8", "float32"), strict=True)))
+@pytest.mark.long
 def test_files_of_dealt_rows_are_read_once(tmp_path: Path, name: str, storage: str) -> None:
     golden = read_golden(f"tpu/{name}")
     stream(golden, tmp_path / "all", "open_not_read_twice", storage=storage)
