@@ -13,11 +13,12 @@ import dataclasses
 import functools
 import hashlib
 import json
+import operator
 import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import PurePosixPath
 from typing import IO, Any, Final
 
@@ -288,8 +289,8 @@ def _has_names(saved: _Vocabulary, vocabulary: Vocabulary, names: list[bytes]) -
     buckets = vocabulary.oov_buckets
     if saved.described.size != buckets + len(names):
         return False
-    entries = list(saved.entries())
-    return entries[buckets:] == names and len(set(entries[:buckets])) <= 1
+    entries = iter(saved.entries())
+    return len(set(islice(entries, buckets))) <= 1 and all(map(operator.eq, entries, names))
 
 
 def _not_compared(unknown: Sequence[_Vocabulary], left: Sequence[_Vocabulary], source: str | FilePath) -> str:
