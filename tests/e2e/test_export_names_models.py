@@ -137,41 +137,45 @@ class Hidden(keras.layers.Layer):
         return keras.KerasTensor(names.shape, "int64")
 
 
-@pytest.mark.parametrize("case", ["kept for another feature", "hidden", "two tables"])
-def test_names_that_the_file_may_not_say_are_warned_of(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize("case", ["kept for another feature", "two tables", "hidden", "in between"])
+def test_names_are_those_of_the_lookup_of_their_table(tmp_path: Path, case: str) -> None:
+    """The file says which lookup is of which table if the layer takes its output itself. Otherwise there is a warning."""
     names, other = ["ann", "bob", "eve"], ["bob", "ann", "eve"]
 
     def build(given: Any) -> keras.Model:
         inputs = {name: keras.Input((), dtype="string", name=name) for name in ("user", "friend")}
-        one = TableConfig(4, 2, "users")
-        tables = {"user": one, "friend": TableConfig(4, 2, "friends") if case == "two tables" else one}
-        kept = case == "kept for another feature"
-        lists = {"user": names, "friend": other if case == "two tables" else names}
-        lookup = keras.layers.StringLookup(vocabulary=names, name="lookup")
-        lookups = {
-            name: Hidden(name=f"of_{name}")
-            if case == "hidden"
-            else keras.layers.StringLookup(vocabulary=words, name=f"of_{name}")
-            for name, words in lists.items()
-        }
-        ids = {name: (lookup if kept else lookups[name])(names) for name, names in inputs.items()}
-        vocabularies = {}
-        if given is not None:
-            shared = Vocabulary(given[0], oov_buckets=1)
-            vocabularies = {
-                "user": shared,
-                "friend": shared if case == "hidden" else Vocabulary(given[1], oov_buckets=1),
-            }
-            if kept:
-                del vocabularies["friend"]
-            ids |= {name: inputs[name] for name in vocabularies}
+        is_one, one = case in ("kept for another feature", "hidden"), TableConfig(4, 2, "users")
+        tables = {"user": one, "friend": one if is_one else TableConfig(4, 2, "friends")}
+        kept = keras.layers.StringLookup(vocabulary=names, name="lookup")
+        ids, vocabularies, shared = {}, {}, None if given is None else Vocabulary(given[0], oov_buckets=1)
+        for name, words in {"user": names, "friend": names if is_one else other}.items():
+            if given is not None and (case != "kept for another feature" or name == "user"):
+                ids[name] = inputs[name]
+                vocabularies[name] = shared if is_one else Vocabulary(given[name == "friend"], oov_buckets=1)
+                continue
+            lookup = keras.layers.StringLookup(vocabulary=words, name=f"of_{name}")
+            lookup = {"kept for another feature": kept, "hidden": Hidden(name=f"of_{name}")}.get(case, lookup)
+            found = lookup(inputs[name])
+            ids[name] = keras.layers.Reshape((), name=f"after_{name}")(found) if case == "in between" else found
         features = {name: FeatureConfig(table, vocabulary=vocabularies.get(name)) for name, table in tables.items()}
-        found = TPUEmbedding(features, optimizer="sgd", name="e")(ids)
-        return keras.Model(inputs, keras.layers.Concatenate()([found["user"], found["friend"]]))
+        activations = TPUEmbedding(features, optimizer="sgd", name="e")(ids)
+        return keras.Model(inputs, keras.layers.Concatenate()([activations["user"], activations["friend"]]))
 
-    build(None).save(tmp_path / "m.keras")
-    with pytest.warns(UserWarning, match="the names that the factory gives cannot be compared"):
+    model = build(None)
+    layer = model.get_layer("e")
+    for table in layer.embedding_tables:
+        layer.assign_rows(table.name, 0, np.arange(8, dtype=np.float32).reshape(4, 2))
+    model.save(tmp_path / "m.keras")
+    if case in ("hidden", "in between"):
+        with pytest.warns(UserWarning, match="the names that the factory gives cannot be compared"):
+            export_saved_model(tmp_path / "m.keras", tmp_path / "w", model=lambda: build((other, names)))
+        return
+    with refused(CheckpointMismatchError):
         export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build((other, names)))
+    version = export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build((names, other))).path
+    users = {"user": tf.constant(["ann", "zoe"]), "friend": tf.constant(["ann", "bob"])}
+    found = tf.saved_model.load(str(version)).signatures["serving_default"](**users)
+    np.testing.assert_array_equal(next(iter(found.values())), model(users))
 
 
 @pytest.mark.parametrize("kind", ["lookup", "names"])

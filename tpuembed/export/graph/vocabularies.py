@@ -220,7 +220,8 @@ def compare_vocabularies(
         one for one, other in pairs if other.entries is not None and (one.number is not None or one not in unclear)
     }
     left = [other for other in saved if other.entries is not None and other not in taken]
-    _check_given(given or {}, saved, left, source)
+    if given:
+        _check_given(given, saved, left, _lookups_of_tables(config, saved), source)
     if left:  # of a layer that was renamed, if it can be no other
         equal |= {one for one in mine if one not in paired and all(_is_same(one, other) for other in left)}
     equal |= _equal_in_configs([one for one in mine if one not in equal], model, config, source)
@@ -234,48 +235,82 @@ def _check_given(
     given: Mapping[str, Vocabulary],
     saved: Sequence[_Vocabulary],
     left: Sequence[_Vocabulary],
+    of_tables: Mapping[str, Sequence[_Vocabulary]],
     source: str | FilePath,
 ) -> None:
-    """Compare names that the factory gives with all `saved` vocabularies, of which the factory's layers lack those in `left`.
+    """Compare names that the factory gives with the `saved` vocabularies: with those of their table, if `of_tables` says them.
 
-    Which table a saved vocabulary is of, the file does not say. So there is a warning where that matters.
+    Otherwise there is a warning, if the file has several or does not have all, because it may be another one.
+
+    Args:
+        given, source: see `compare_vocabularies`.
+        saved: the file's.
+        left: those of them that the factory's layers lack.
+        of_tables: see `_lookups_of_tables`.
 
     Raises:
-        CheckpointMismatchError: names are none of the file's, and the factory lacks some of these.
+        CheckpointMismatchError: names are not those of their table, or none of the file's while the factory lacks some of these.
     """
-    lookups = [other for other in saved if other.kind != "discretization"]
-    known = [other for other in lookups if other.entries is not None]
-    found = {}
+    known = [other for other in saved if other.entries is not None and other.kind != "discretization"]
+    lists, unsure = {other.described.sha256 for other in known}, []
     for table, vocabulary in given.items():
-        own, size = _of_names(vocabulary), len(vocabulary)
-        same = [other for other in known if _has_names(other, vocabulary, own)]
-        hashing = _hashing_of(vocabulary)
-        found[table] = [other for other in same if other.hashing in (None, hashing)]
-        if same and not found[table]:
+        own, hashing, linked = _of_names(vocabulary), _hashing_of(vocabulary), of_tables.get(table, ())
+        same = [other for other in linked or known if _has_names(other, vocabulary, own)]
+        fits = [other for other in same if other.hashing in (None, hashing)]
+        others = linked or left
+        if same and not fits:
             raise CheckpointMismatchError(
                 f"model file {source}: unknown names of table {table!r} get rows {_shown_hashings(hashing, same[0].hashing)}, of "
                 f"layer {same[0].layer!r}. Take the vocabulary from there with read_vocabulary."
             )
-        if not same and left:
-            others = ", ".join(f"{one.layer!r} ({one.described.size} entries)" for one in left)
+        if others and not same:
+            shown = ", ".join(f"{one.layer!r} ({one.described.size} entries)" for one in others)
             raise CheckpointMismatchError(
-                f"model file {source}: the factory gives the names of table {table!r}, {size} names, and the file has others, "
-                f"of layer {others}. Take them from there with read_vocabulary."
+                f"model file {source}: the factory gives the names of table {table!r}, {len(own)} names, and the file has others, "
+                f"of layer {shown}. Take them from there with read_vocabulary."
             )
-    lists = {other.described.sha256 for other in known}
-    unsure = [table for table, same in found.items() if not same or len(lists) > 1]
-    if unsure and lookups:
-        shown = "; ".join(
-            f"those of table {table!r} are the names of layer {', '.join(repr(one.layer) for one in found[table])}"
-            if found[table]
-            else f"those of table {table!r} are in no layer of the file whose names are known"
-            for table in unsure
-        )
+        if (not linked and (len(lists) > 1 or not fits)) or len(fits) < len(linked):
+            layers = " and ".join(repr(one.layer) for one in fits)
+            unsure.append(
+                f"those of table {table!r} are those of {f'layer {layers}' if fits else 'no layer with known names'}"
+            )
+    if unsure and any(other.kind != "discretization" for other in saved):
         warn(
             f"model file {source}: the names that the factory gives cannot be compared with the training, because the file does "
-            f"not say of which table its vocabularies are: {shown}. If they differ, the export answers with the rows of other "
-            "names. Make sure that they are the same"
+            f"not say of which table its vocabularies are: {'; '.join(unsure)}. If they differ, the export answers with the rows "
+            "of other names. Make sure that they are the same"
         )
+
+
+def _lookups_of_tables(config: Any, saved: Sequence[_Vocabulary]) -> dict[str, list[_Vocabulary]]:
+    """Return table -> the vocabularies of layers whose outputs are ids of its features, as far as the config says it.
+
+    It does where an embedding layer of a functional model takes their outputs themselves.
+    """
+    found: dict[str, list[_Vocabulary]] = {}
+    for described, fields in _described(config):
+        features = fields.get("feature_config")
+        for node in described.get("inbound_nodes") or ():
+            arguments = node.get("args") if isinstance(node, Mapping) else None
+            if isinstance(features, Mapping) and arguments:
+                for table, layer in _links(features.get("features"), arguments[0]):
+                    named = [one for one in saved if one.layer == layer and one.entries is not None]
+                    if len(named) == 1 and named[0] not in found.setdefault(table, []):
+                        found[table] += named
+    return {table: lookups for table, lookups in found.items() if lookups}
+
+
+def _links(features: Any, argument: Any) -> Iterator[tuple[str, str]]:
+    """Yield the table of each saved feature, and the layer whose output the argument of the same structure has for it."""
+    if isinstance(features, Mapping) and isinstance(features.get("table"), str):
+        if isinstance(argument, Mapping) and argument.get("class_name") == "__keras_tensor__":
+            yield features["table"], str(argument["config"]["keras_history"][0])
+    elif isinstance(features, Mapping) and isinstance(argument, Mapping):
+        for key in features.keys() & argument.keys():
+            yield from _links(features[key], argument[key])
+    elif isinstance(features, list) and isinstance(argument, list):
+        for one, other in zip(features, argument, strict=False):
+            yield from _links(one, other)
 
 
 def _of_names(vocabulary: Vocabulary) -> list[bytes]:
