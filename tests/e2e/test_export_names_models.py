@@ -71,8 +71,15 @@ TRAINED: dict[str, Any] = {
     "token": (["ann", "bob", "eve"], {"oov_token": "<unk>"}),
     "integers": ([7, 5, 6], {"num_oov_indices": 3}),
     "hashed": ([7, 5, 6], {"num_oov_indices": 3, "oov_method": "farmhash"}),
+    "subclass": (["ann", "bob", "eve"], {"num_oov_indices": 3, "salt": [1, 2]}),
+    "masked": (["ann", "bob", "eve"], {"mask_token": ""}),
 }
 GIVEN: dict[str, dict[str, Any]] = {"plain": {}, "salted": {"oov_key": (1, 2)}, "other salt": {"oov_key": (1, 3)}}
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnLookup(keras.layers.StringLookup):
+    """A user's subclass."""
 
 
 @pytest.mark.parametrize(
@@ -88,6 +95,10 @@ GIVEN: dict[str, dict[str, Any]] = {"plain": {}, "salted": {"oov_key": (1, 2)}, 
         ("hashed", "plain", False),
         ("hashed", "lookup", False),
         ("salted", "lookup", False),
+        ("subclass", "salted", True),
+        ("subclass", "plain", False),
+        ("subclass", "trained", True),
+        ("masked", "unknown is a name", False),
     ],
 )
 def test_unknown_names_have_the_rows_of_the_trained_lookup(
@@ -97,10 +108,14 @@ def test_unknown_names_have_the_rows_of_the_trained_lookup(
     names, options = TRAINED[trained]
     dtype = "string" if isinstance(names[0], str) else "int64"
     kind: Any = keras.layers.StringLookup if dtype == "string" else keras.layers.IntegerLookup
+    if trained == "subclass":
+        kind = OwnLookup
 
     def build(how: str) -> keras.Model:
         inputs, buckets = keras.Input((), dtype=dtype, name="user"), options.get("num_oov_indices", 1)
         vocabulary = Vocabulary(names, dtype=dtype, oov_buckets=buckets, **GIVEN[how]) if how in GIVEN else None  # type: ignore[arg-type]
+        if how == "unknown is a name":
+            vocabulary = Vocabulary(["[UNK]", *names], oov_buckets=buckets)
         config = FeatureConfig(TableConfig(8, 2, "users"), vocabulary=vocabulary)
         lookup = kind(vocabulary=names, **({"num_oov_indices": buckets} if how == "lookup" else options), name="lookup")
         ids = lookup(inputs) if vocabulary is None else inputs

@@ -32,8 +32,8 @@ def check_rows_can_move(checkpoint: Checkpoint, table: str, names: NamesPlan) ->
                 "that row is another one. Restore the table by number, and use oov_buckets=1 in the place of a row for unknown "
                 "names."
             )
-    moves = not np.array_equal(names.numbers, np.arange(len(names.numbers)))
-    if moves and any(map(takes_names, saved)) and not all(map(takes_names, saved)):
+    moved = (names.numbers >= 0) & (names.numbers != np.arange(len(names.numbers)))
+    if (moved.any() or names.dropped) and any(map(takes_names, saved)) and not all(map(takes_names, saved)):
         warn(
             f"checkpoint {checkpoint.path}: a feature of table {table!r} takes row numbers, and rows get other numbers. Make sure "
             "that what numbers its ids does so by the new names"

@@ -222,7 +222,8 @@ class PartitionedEmbedding(keras.layers.Layer):
         for place, layer in self._parts:
             node = f"_{place}/_vocabularies"
             lacking = [table for table in layer.vocabularies if not saved_attributes(keys, node, attribute_of(table))]
-            if lacking and any(f"{node}/.ATTRIBUTES/" in key for key in keys):
+            places = {key.partition(f"{node}/.ATTRIBUTES/")[0] for key in keys if f"{node}/.ATTRIBUTES/" in key}
+            if lacking and len(places) == 1:  # of several layers, TensorFlow alone knows which is this one
                 raise CheckpointMismatchError(
                     f"checkpoint {path}: table {lacking[0]!r} has names, and was saved in another part of layer {self.name!r}, "
                     "with another size_threshold. Build the layer with the trained size_threshold, or restore the tables with "

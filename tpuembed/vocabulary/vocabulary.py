@@ -124,7 +124,11 @@ class Vocabulary:
         self._followers: list[_Watch] = []
         self._sketch: Sketch | None = None
         self._clear()
-        if isinstance(names, str | bytes) or not isinstance(names, Iterable):
+        try:
+            is_list = not isinstance(names, str | bytes) and iter(names) is not None
+        except TypeError:
+            is_list = False
+        if not is_list:
             raise ConfigError(
                 f"vocabulary: names must be a list of names, got {names!r}. Vocabulary.from_file reads the names of a file."
             )
@@ -665,8 +669,8 @@ class Vocabulary:
                 tables have the rows of before, are told that.
 
         Raises:
-            ConfigError: `other` has names of another type, or other buckets; or, without `by`, a name would have another row, and
-                a layer's table has the rows of before. Nothing has changed then.
+            ConfigError: `other` has names of another type, or other buckets; or, without `by`, a layer's table has the rows of
+                before and a name would have another one, or a row that `add` would refuse. Nothing has changed then.
         """
         if unlike := self.unlike(other):
             option, own, its = unlike
@@ -677,6 +681,8 @@ class Vocabulary:
             saved = other._saved(copy=True)
             others = [each for each in self._living() if each[0] is not by]
             moves = bool(others) and self._moves_in(other)
+            if by is None:
+                self._check_rows_of(other)
             if moves and by is None:
                 raise ConfigError(
                     f"vocabulary: names would have other rows than in table {others[0][1]!r} of a layer that uses it. Build a "
@@ -689,6 +695,24 @@ class Vocabulary:
             for follower, table in others:
                 follower.names_replaced(table, before)
         self._tell(np.zeros(0, np.int64))
+
+    def _check_rows_of(self, other: "Vocabulary") -> None:
+        """Raise ConfigError if a layer's table lacks a row that a name has in `other`, or has it for unknown names."""
+        for each in self._followers:
+            if each.follower() is None:
+                continue
+            if other.rows > each.rows:
+                raise ConfigError(
+                    f"vocabulary: the other one needs {other.rows} rows, and table {each.table!r} of a layer has {each.rows}. Make "
+                    "vocabulary_size larger."
+                )
+            for row in each.reserved:
+                was_free = row >= self.rows or self.names([row])[0] is None
+                if was_free and row < other.rows and other.names([row])[0] is not None:
+                    raise ConfigError(
+                        f"vocabulary: a name would get row {row}, which unknown names have by out_of_vocabulary={row}. Build the "
+                        "vocabulary and the layer with oov_buckets=1 instead."
+                    )
 
     def _moves_in(self, other: "Vocabulary") -> bool:
         """Return True if a name has another row in `other`, or none."""

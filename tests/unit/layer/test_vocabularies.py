@@ -136,6 +136,17 @@ def test_names_get_no_row_of_unknown_names() -> None:
     del layer
 
 
+@pytest.mark.parametrize("count", [4, ROWS + 1])
+def test_no_assigned_name_has_the_row_of_unknown_names(count: int) -> None:
+    vocabulary = Vocabulary(["a", "b"])
+    layer = make(vocabulary, policy=3)
+    other = Vocabulary([*"ab", *(f"n{number}" for number in range(2, count))])
+    with refused(ConfigError):
+        vocabulary.assign(other)
+    vocabulary.assign(Vocabulary([*"abc"]))
+    assert len(layer.vocabularies["named"]) == 3
+
+
 def test_names_of_a_layer_do_not_move_under_it() -> None:
     vocabulary = Vocabulary(STRINGS)
     layer = make(vocabulary)

@@ -53,6 +53,7 @@ class _Vocabulary:
         entries_of: of a layer of the factory: the entries that it would have if it were given a list.
         hashing: how an unknown word gets one of several entries, "" if there are not several; None where it is not known. It has
             the salt, which no message shows.
+        buckets: how many entries of unknown words it begins with; -1 if a mask is before them; None where it is not known.
     """
 
     layer: str
@@ -60,6 +61,7 @@ class _Vocabulary:
     entries: Callable[[], Iterable[bytes]] | None
     entries_of: Callable[[list[Any]], list[bytes]] | None = None
     hashing: str | None = None
+    buckets: int | None = None
 
     @functools.cached_property
     def described(self) -> VocabularyEntry:
@@ -165,6 +167,17 @@ def _hashing(settings: Mapping[str, Any], is_text: bool) -> str:
     return f"hash of text {salted}" if is_text else f"{settings.get('oov_method') or 'floormod'} of integers {salted}"
 
 
+def _is_text(fields: Mapping[str, Any]) -> bool:
+    """Return True if the config of a lookup layer, of Keras' class or a subclass, is that of one of strings."""
+    return bool(fields.get("vocabulary_dtype", "string") == "string")
+
+
+def _buckets(fields: Mapping[str, Any]) -> int:
+    """Return `_Vocabulary.buckets` of a lookup layer's config."""
+    has_mask = fields.get("mask_token") is not None and (fields.get("output_mode") or "int") == "int"
+    return -1 if has_mask else int(fields.get("num_oov_indices") or 0)
+
+
 def _hashing_of(vocabulary: Vocabulary) -> str:
     settings = {"num_oov_indices": vocabulary.oov_buckets, "salt": vocabulary.oov_key}
     return _hashing(settings, vocabulary.dtype == "string")
@@ -252,12 +265,17 @@ def _check_given(
         CheckpointMismatchError: names are not those of their table, or none of the file's while the factory lacks some of these.
     """
     known = [other for other in saved if other.entries is not None and other.kind != "discretization"]
-    lists, unsure = {other.described.sha256 for other in known}, []
+    unsure = []
     for table, vocabulary in given.items():
         own, hashing, linked = _of_names(vocabulary), _hashing_of(vocabulary), of_tables.get(table, ())
-        same = [other for other in linked or known if _has_names(other, vocabulary, own)]
+        elsewhere = [
+            one for other, lookups in of_tables.items() if other != table for one in lookups if one not in linked
+        ]
+        possible = linked or [other for other in known if other not in elsewhere]
+        same = [other for other in possible if _has_names(other, vocabulary, own)]
         fits = [other for other in same if other.hashing in (None, hashing)]
-        others = linked or left
+        others = linked or [other for other in left if other in possible]
+        lists = {(other.described.sha256, other.hashing) for other in possible}
         if same and not fits:
             raise CheckpointMismatchError(
                 f"model file {source}: unknown names of table {table!r} get rows {_shown_hashings(hashing, same[0].hashing)}, of "
@@ -274,7 +292,7 @@ def _check_given(
             unsure.append(
                 f"those of table {table!r} are those of {f'layer {layers}' if fits else 'no layer with known names'}"
             )
-    if unsure and any(other.kind != "discretization" for other in saved):
+    if unsure:
         warn(
             f"model file {source}: the names that the factory gives cannot be compared with the training, because the file does "
             f"not say of which table its vocabularies are: {'; '.join(unsure)}. If they differ, the export answers with the rows "
@@ -322,7 +340,7 @@ def _has_names(saved: _Vocabulary, vocabulary: Vocabulary, names: list[bytes]) -
     """Return True if `saved` gives each of `names` the row that `vocabulary` does. What it calls its buckets is its own."""
     assert saved.entries is not None
     buckets = vocabulary.oov_buckets
-    if saved.described.size != buckets + len(names):
+    if saved.buckets not in (None, buckets) or saved.described.size != buckets + len(names):
         return False
     entries = iter(saved.entries())
     return len(set(islice(entries, buckets))) <= 1 and all(map(operator.eq, entries, names))
@@ -487,11 +505,12 @@ def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tu
     config = json.loads(archive.read(_CONFIG))
     objects = [(str(described["class_name"]), fields) for described, fields in _described(config)]
     found = [vocabulary for class_name, fields in objects for vocabulary in _of_config(class_name, fields)]
-    hashing = {
-        str(fields.get("name")): _hashing(fields, class_name == "StringLookup")
-        for class_name, fields in objects
-        if "num_oov_indices" in fields
-    }
+    adapted: dict[str, set[tuple[str, int]]] = {}
+    for _, fields in objects:
+        if "num_oov_indices" in fields:
+            adapted.setdefault(str(fields.get("name")), set()).add(
+                (_hashing(fields, _is_text(fields)), _buckets(fields))
+            )
     names = _names_by_place(archive)
     for name in archive.namelist():
         place = PurePosixPath(name).parent
@@ -501,9 +520,15 @@ def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tu
             layer = names.get(str(place.relative_to("assets")), "")
             # In a list of layers the place is called by the class, else by an attribute.
             kind = _without_number(place.name) if place.parent.name == "layers" else _kind_of(layer)
-            found.append(_Vocabulary(layer, kind, functools.partial(iter, entries), hashing=hashing.get(layer)))
+            options = adapted.get(layer, set())
+            hashing, buckets = (
+                options.pop() if len(options) == 1 else (None, -1 if kind == "text_vectorization" else None)
+            )
+            found.append(_Vocabulary(layer, kind, functools.partial(iter, entries), hashing=hashing, buckets=buckets))
     # A layer that two of the config's models share is in it twice.
-    kept = {(one.layer or str(number), one.kind, one.described.sha256): one for number, one in enumerate(found)}
+    kept = {
+        (one.layer or str(number), one.kind, one.described.sha256, one.hashing): one for number, one in enumerate(found)
+    }
     known = {vocabulary.layer for vocabulary in found}
     others = {name for place, name in names.items() if name not in known and not place.endswith("/_lookup_layer")}
     nameless = [name for name in sorted(others) if _kind_of(name) or name in layers]
@@ -542,8 +567,8 @@ def _of_config(class_name: str, fields: Mapping[str, Any]) -> Iterator[_Vocabula
             ("", "[UNK]", 1) if is_text else [fields.get(k) for k in ("mask_token", "oov_token", "num_oov_indices")]
         )
         special = _special(mask, oov, int(count or 0), str(fields.get("output_mode") or "int"))
-        hashing = "" if is_text else _hashing(fields, class_name == "StringLookup")
-        yield _Vocabulary(name, kind, functools.partial(_given, special, words), hashing=hashing)
+        hashing, buckets = ("", -1) if is_text else (_hashing(fields, _is_text(fields)), _buckets(fields))
+        yield _Vocabulary(name, kind, functools.partial(_given, special, words), hashing=hashing, buckets=buckets)
     bounds = fields.get("bin_boundaries")
     if isinstance(bounds, list) and bounds:
         yield _Vocabulary(name, kind, functools.partial(_boundaries, bounds))
