@@ -1,5 +1,6 @@
 """Whole models that find rows by names of the exporter's tables, through `TableSource.name_arrays`."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ TRAINED: dict[str, Any] = {
     "hashed": ([7, 5, 6], {"num_oov_indices": 3, "oov_method": "farmhash"}),
     "subclass": (["ann", "bob", "eve"], {"num_oov_indices": 3, "salt": [1, 2]}),
     "masked": (["ann", "bob", "eve"], {"mask_token": ""}),
+    "shifted": (["ann", "bob", "eve"], {"mask_token": ""}),
 }
 GIVEN: dict[str, dict[str, Any]] = {"plain": {}, "salted": {"oov_key": (1, 2)}, "other salt": {"oov_key": (1, 3)}}
 
@@ -99,6 +101,7 @@ class OwnLookup(keras.layers.StringLookup):
         ("subclass", "plain", False),
         ("subclass", "trained", True),
         ("masked", "unknown is a name", False),
+        ("shifted", "plain", True),
     ],
 )
 def test_unknown_names_have_the_rows_of_the_trained_lookup(
@@ -119,6 +122,8 @@ def test_unknown_names_have_the_rows_of_the_trained_lookup(
         config = FeatureConfig(TableConfig(8, 2, "users"), vocabulary=vocabulary)
         lookup = kind(vocabulary=names, **({"num_oov_indices": buckets} if how == "lookup" else options), name="lookup")
         ids = lookup(inputs) if vocabulary is None else inputs
+        if vocabulary is None and trained == "shifted":
+            ids = ids - 1  # the table has no row of the mask
         return keras.Model(
             {"user": inputs}, TPUEmbedding({"user": config}, optimizer="sgd", name="e")({"user": ids})["user"]
         )
@@ -130,7 +135,11 @@ def test_unknown_names_have_the_rows_of_the_trained_lookup(
         with refused(CheckpointMismatchError):
             export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(given))
         return
-    version = export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(given)).path
+    unclear = (
+        pytest.warns(UserWarning, match="cannot be compared") if trained == "shifted" else contextlib.nullcontext()
+    )
+    with unclear:
+        version = export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build(given)).path
     unknown = [f"x{number}" for number in range(20)] if dtype == "string" else range(100, 120)
     users = tf.constant([*names, *unknown], dtype)
     found = tf.saved_model.load(str(version)).signatures["serving_default"](user=users)

@@ -281,7 +281,7 @@ def _check_given(
                 f"model file {source}: unknown names of table {table!r} get rows {_shown_hashings(hashing, same[0].hashing)}, of "
                 f"layer {same[0].layer!r}. Take the vocabulary from there with read_vocabulary."
             )
-        if others and not same:
+        if others and not same and (linked or not any(_has_names_after_mask(other, own) for other in others)):
             shown = ", ".join(f"{one.layer!r} ({one.described.size} entries)" for one in others)
             raise CheckpointMismatchError(
                 f"model file {source}: the factory gives the names of table {table!r}, {len(own)} names, and the file has others, "
@@ -298,6 +298,13 @@ def _check_given(
             f"not say of which table its vocabularies are: {'; '.join(unsure)}. If they differ, the export answers with the rows "
             "of other names. Make sure that they are the same"
         )
+
+
+def _has_names_after_mask(saved: _Vocabulary, names: list[bytes]) -> bool:
+    """Return True if `saved` has a mask and these names: a model may subtract the mask's row from what the layer answers."""
+    assert saved.entries is not None
+    before = saved.described.size - len(names)
+    return saved.buckets == -1 and before > 0 and list(islice(saved.entries(), before, None)) == names
 
 
 def _lookups_of_tables(config: Any, saved: Sequence[_Vocabulary]) -> dict[str, list[_Vocabulary]]:
