@@ -1,4 +1,4 @@
-"""Files of names: one a line, or a .npy array. No Python object is made for a line."""
+"""Where names come from: files with one a line, .npy arrays, and elements of datasets. No Python object is made for a line."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +7,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from tpuembed.errors import ConfigError
 from tpuembed.vocabulary.text import SLACK, Texts
 
-__all__ = ["integers_in", "lines_of", "names_in"]
+__all__ = ["integers_in", "lines_of", "names_in", "names_of_element"]
 
 _PIECE_BYTES: Final = 64 << 20
 _LINES_AT_ONCE: Final = 1 << 20
@@ -107,3 +108,17 @@ def _read(path: Path) -> tuple[npt.NDArray[np.uint8], int]:
 def _pieces(data: npt.NDArray[np.uint8]) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
     for start in range(0, len(data), _PIECE_BYTES):
         yield start, data[start : start + _PIECE_BYTES]
+
+
+def names_of_element(element: Any) -> Any:
+    """Return the names of an element of a dataset. Raises ConfigError if it has several parts."""
+    if hasattr(element, "flat_values"):  # ragged
+        element = element.flat_values
+    elif hasattr(element, "dense_shape"):  # sparse
+        element = element.values
+    if isinstance(element, tuple | dict):
+        raise ConfigError(
+            f"vocabulary: adapt needs one array of names at a time, got a {type(element).__name__} of {len(element)} parts. Choose "
+            'the part with the names, as in dataset.map(lambda row: row["user"]).'
+        )
+    return element.numpy() if hasattr(element, "numpy") else element

@@ -3,16 +3,16 @@
 import contextlib
 import hashlib
 import threading
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, Protocol
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
-from tpuembed.vocabulary.files import integers_in, names_in
+from tpuembed.vocabulary.files import integers_in, names_in, names_of_element
+from tpuembed.vocabulary.followers import Follower, Followers
 from tpuembed.vocabulary.index import NONE
 from tpuembed.vocabulary.name_arrays import Batch, DType
 from tpuembed.vocabulary.numbered_names import NumberedNames, salt_text
@@ -40,22 +40,6 @@ PADDING: Final = -1
 UNKNOWN: Final = -2
 """The row of a name that is not in a vocabulary without buckets. It is outside of every table."""
 _NAMES_AT_ONCE: Final = 1 << 18
-
-
-class Follower(Protocol):
-    """What uses a vocabulary, such as a layer."""
-
-    def names_changed(self, table: str, freed: _Integers) -> None:
-        """Follow a change of the names of `table`. `freed` are rows, int64 [n], whose names were evicted."""
-
-    def names_replaced(self, table: str, before: bytes) -> None:
-        """Follow the restore of another follower, by which names have other rows than those of `table`.
-
-        `before` are the names until then, as `to_bytes` returns them.
-        """
-
-    def names_grew(self, table: str) -> None:
-        """Follow training that gave names of `table` rows."""
 
 
 class Vocabulary:
@@ -121,7 +105,7 @@ class Vocabulary:
         self.grows = grows
         self.min_count = int(min_count)
         self._lock = threading.RLock()
-        self._followers: list[_Watch] = []
+        self._followers = Followers()
         self._sketch: Sketch | None = None
         self._clear()
         try:
@@ -188,7 +172,7 @@ class Vocabulary:
         _check_count("min_count", min_count, 1)
         seen, counts = cls(dtype=dtype), GrowingArray(np.int64)
         for names in data:
-            rows = seen.add(_names_in(names)).ravel()
+            rows = seen.add(names_of_element(names)).ravel()
             counts.extend(len(seen), 0)
             np.add.at(counts.values, rows, 1)
         chosen = np.argsort(-counts.values, kind="stable")
@@ -254,15 +238,9 @@ class Vocabulary:
                     f"vocabulary: {new} new names and {len(self)} others are more than the {room} rows that names can have in the "
                     "table. Make vocabulary_size larger, or evict names."
                 )
-            rows = self._names.unused(new, room) + self.oov_buckets
-            taken = [row for each in self._followers if each.follower() for row in each.reserved if row in rows]
-            if taken:
-                raise ConfigError(
-                    f"vocabulary: a new name would get row {taken[0]}, which unknown names have by out_of_vocabulary={taken[0]}. "
-                    "Build the vocabulary and the layer with oov_buckets=1 instead."
-                )
+            self._followers.check_new(self._names.unused(new, room) + self.oov_buckets)
             self._admit(batch, keys, found, missing, room, 1)
-        self._tell(np.zeros(0, np.int64))
+        self._followers.tell(np.zeros(0, np.int64))
         return (found + self.oov_buckets).reshape(shape)
 
     def grow(self, names: Any, *, room: int, update: int, padded: bool = False) -> _Integers:
@@ -294,7 +272,7 @@ class Vocabulary:
             self._sightings.mark(found[is_name & (found != NONE)], update)
             has_grown = len(self) > before
         if has_grown:
-            for follower, table in self._living():
+            for follower, table in self._followers.living():
                 follower.names_grew(table)
         return self._rows(batch, found, padded).reshape(shape)
 
@@ -407,7 +385,7 @@ class Vocabulary:
             numbers = self._sightings.chosen(not_seen_for, min_count, update)
             self._drop(numbers)
             self._sketch = None
-        self._tell(numbers + self.oov_buckets)
+        self._followers.tell(numbers + self.oov_buckets)
         return numbers + self.oov_buckets
 
     def remove(self, names: Any) -> _Integers:
@@ -430,7 +408,7 @@ class Vocabulary:
             numbers = np.unique(found)
             self._drop(numbers)
             self._sketch = None
-        self._tell(numbers + self.oov_buckets)
+        self._followers.tell(numbers + self.oov_buckets)
         return numbers + self.oov_buckets
 
     def _drop(self, numbers: _Integers) -> None:
@@ -546,21 +524,11 @@ class Vocabulary:
         Names get no rows beyond the `rows` of its table, and `add` gives them none of the `reserved` ones.
         """
         with self._lock:
-            self._followers = [each for each in self._followers if each.follower() is not None]
-            self._followers.append(_Watch(weakref.ref(follower), table, rows, tuple(reserved)))
-
-    def _living(self) -> list[tuple[Follower, str]]:
-        found = [(each.follower(), each.table) for each in self._followers]
-        return [(follower, table) for follower, table in found if follower is not None]
+            self._followers.add(follower, table, rows, reserved)
 
     def _room(self, most: int) -> int:
         """Return how many names may have rows: `most`, or fewer, if a follower's table is smaller."""
-        rows = [each.rows - self.oov_buckets for each in self._followers if each.follower() is not None]
-        return min(most, MOST_NAMES, *rows)
-
-    def _tell(self, freed: _Integers) -> None:
-        for follower, table in self._living():
-            follower.names_changed(table, freed)
+        return min(most, MOST_NAMES, self._followers.least_rows(self.oov_buckets + MOST_NAMES) - self.oov_buckets)
 
     def unlike(
         self, other: "Vocabulary | VocabularyHeader", options: Sequence[str] = IDENTITY
@@ -679,10 +647,14 @@ class Vocabulary:
             )
         with _locked(self, other):
             saved = other._saved(copy=True)
-            others = [each for each in self._living() if each[0] is not by]
+            others = [each for each in self._followers.living() if each[0] is not by]
             moves = bool(others) and self._moves_in(other)
             if by is None:
-                self._check_rows_of(other)
+                self._followers.check_size(other.rows)
+                reserved = [row for row in self._followers.reserved() if row < other.rows]
+                self._followers.check_new(
+                    [row for row in reserved if other._has_name_at(row) and not self._has_name_at(row)]
+                )
             if moves and by is None:
                 raise ConfigError(
                     f"vocabulary: names would have other rows than in table {others[0][1]!r} of a layer that uses it. Build a "
@@ -694,25 +666,10 @@ class Vocabulary:
         if before is not None:
             for follower, table in others:
                 follower.names_replaced(table, before)
-        self._tell(np.zeros(0, np.int64))
+        self._followers.tell(np.zeros(0, np.int64))
 
-    def _check_rows_of(self, other: "Vocabulary") -> None:
-        """Raise ConfigError if a layer's table lacks a row that a name has in `other`, or has it for unknown names."""
-        for each in self._followers:
-            if each.follower() is None:
-                continue
-            if other.rows > each.rows:
-                raise ConfigError(
-                    f"vocabulary: the other one needs {other.rows} rows, and table {each.table!r} of a layer has {each.rows}. Make "
-                    "vocabulary_size larger."
-                )
-            for row in each.reserved:
-                was_free = row >= self.rows or self.names([row])[0] is None
-                if was_free and row < other.rows and other.names([row])[0] is not None:
-                    raise ConfigError(
-                        f"vocabulary: a name would get row {row}, which unknown names have by out_of_vocabulary={row}. Build the "
-                        "vocabulary and the layer with oov_buckets=1 instead."
-                    )
+    def _has_name_at(self, row: int) -> bool:
+        return self.oov_buckets <= row < self.rows and self.names([row])[0] is not None
 
     def _moves_in(self, other: "Vocabulary") -> bool:
         """Return True if a name has another row in `other`, or none."""
@@ -747,7 +704,7 @@ class Vocabulary:
             return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_followers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock(), _followers=[])
+        self.__dict__.update(state, _lock=threading.RLock(), _followers=Followers())
 
     # ---- numbers and rows
 
@@ -811,15 +768,6 @@ class Vocabulary:
             raise ConfigError(f"vocabulary: {method} is for a vocabulary that grows. Make it with grows=True.")
 
 
-class _Watch(NamedTuple):
-    """A follower, its table, and which rows of the table new names may get; see `Vocabulary.watch`."""
-
-    follower: "weakref.ref[Follower]"
-    table: str
-    rows: int
-    reserved: tuple[int, ...]
-
-
 @contextlib.contextmanager
 def _locked(*vocabularies: Vocabulary) -> Iterator[None]:
     """Hold the locks of vocabularies. Any two threads take them in the same order, so that none waits for the other."""
@@ -844,20 +792,6 @@ def _check_key(key: Any, dtype: str) -> None:
         )
     if dtype != "string":
         raise ConfigError(f"vocabulary: oov_key is for strings, and this one has {dtype} names. Leave oov_key out.")
-
-
-def _names_in(element: Any) -> Any:
-    """Return the names of an element of a dataset. Raises ConfigError if it has several parts."""
-    if hasattr(element, "flat_values"):  # ragged
-        element = element.flat_values
-    elif hasattr(element, "dense_shape"):  # sparse
-        element = element.values
-    if isinstance(element, tuple | dict):
-        raise ConfigError(
-            f"vocabulary: adapt needs one array of names at a time, got a {type(element).__name__} of {len(element)} parts. Choose "
-            'the part with the names, as in dataset.map(lambda row: row["user"]).'
-        )
-    return element.numpy() if hasattr(element, "numpy") else element
 
 
 def _text(name: Any) -> Any:
