@@ -17,8 +17,8 @@ from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.graph.dense_weights import restore_dense_weights
 from tpuembed.export.graph.keras_model import Factory, build_model
-from tpuembed.export.graph.signature import quantization_of
-from tpuembed.export.graph.stacked_tables import StackedTables, trained_with_rows
+from tpuembed.export.graph.signature import quantization_of, trained_with_rows
+from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.graph.table_names import TableNames, constant_names
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.encoders import quantize
@@ -40,7 +40,7 @@ class _CheckpointTables(StackedTables):
     """Tables whose rows are read from a checkpoint when they are looked up."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint.tables(), checkpoint.vocabulary, trained_with_rows(checkpoint))
+        super().__init__(checkpoint.tables(), checkpoint.vocabulary, trained_with_rows(checkpoint.layer_config))
         self._checkpoint = checkpoint
         self._constant_names: dict[str, TableNames] = {}
 
@@ -203,9 +203,7 @@ class Tower:
         values = list(chosen) if vocabulary is None else [one for one in vocabulary.names(chosen) if one is not None]
         if not values or spec.shape.rank not in (1, 2) or isinstance(values[0], bytes) != (spec.dtype == tf.string):
             return None
-        array = np.array(
-            values, object if vocabulary is not None and vocabulary.dtype == "string" else None
-        )  # NULs at ends stay
+        array = np.array(values, object if isinstance(values[0], bytes) else None)  # NULs at the ends of names stay
         return {name: array.reshape([-1, 1] if spec.shape.rank == 2 else [-1])}
 
 

@@ -651,15 +651,15 @@ class Vocabulary:
             moves = bool(others) and self._moves_in(other)
             if by is None:
                 self._followers.check_size(other.rows)
-                reserved = [row for row in self._followers.reserved() if row < other.rows]
+                reserved = self._followers.reserved()
                 self._followers.check_new(
                     [row for row in reserved if other._has_name_at(row) and not self._has_name_at(row)]
                 )
-            if moves and by is None:
-                raise ConfigError(
-                    f"vocabulary: names would have other rows than in table {others[0][1]!r} of a layer that uses it. Build a "
-                    "layer with these names, and restore its tables with by='name'."
-                )
+                if moves:
+                    raise ConfigError(
+                        f"vocabulary: names would have other rows than in table {others[0][1]!r} of a layer that uses it. Build a "
+                        "layer with these names, and restore its tables with by='name'."
+                    )
             before = self.to_bytes() if moves else None
             self._clear()
             self._load(saved, is_own=False)

@@ -132,7 +132,7 @@ def served_features(
 
 
 def trained_with_rows(own: Mapping[str, Any] | None) -> set[tuple[str, str]]:
-    """Return name and table of the features that took row numbers in training, if others took names.
+    """Return name and table of the features that took row numbers in training, if others took names. A name is a path.
 
     Args:
         own: the checkpoint's `layer_config`, or None.

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -11,12 +10,11 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpuembed.checkpoint import Checkpoint, TableInfo
-from tpuembed.config import QuantizationConfig, TableConfig, feature_config_from_dict
-from tpuembed.config.structure import flatten
+from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
 from tpuembed.export.graph.given_names import Saved, vocabulary_of
 from tpuembed.export.graph.overlay import gather_overlaid
-from tpuembed.export.graph.signature import find_table
+from tpuembed.export.graph.signature import find_table, trained_with_rows
 from tpuembed.export.graph.table_names import TableNames, constant_names, stand_in_names
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.formats import STORAGES
@@ -27,7 +25,7 @@ from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["AnyTables", "StackedTables", "ran_without_rows", "span_of", "trained_with_rows"]
+__all__ = ["AnyTables", "StackedTables", "ran_without_rows", "span_of"]
 
 Tensor = Any
 Answer = Callable[[Sequence[Ids], Callable[[], list[Tensor]]], list[Tensor]]
@@ -81,7 +79,7 @@ class StackedTables:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "StackedTables":
         """Return the tables and the names of a checkpoint."""
-        return cls(checkpoint.tables(), checkpoint.vocabulary, trained_with_rows(checkpoint))
+        return cls(checkpoint.tables(), checkpoint.vocabulary, trained_with_rows(checkpoint.layer_config))
 
     def register(self, table: TableConfig) -> None:
         """Record that a layer needs `table`.
@@ -365,15 +363,6 @@ def _as_tensors_do(operator: str) -> Any:
 
 for _operator in sorted(tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}):
     setattr(_WholeTable, _operator, _as_tensors_do(_operator))
-
-
-def trained_with_rows(checkpoint: Checkpoint) -> set[tuple[str, str]]:
-    """Return path and table of the features that took row numbers in training, in a layer that also took names."""
-    config = checkpoint.layer_config
-    if config is None or '"vocabulary"' not in json.dumps(config):
-        return set()
-    features = flatten(feature_config_from_dict(config))
-    return {(path, feature.table.name) for path, feature in features if feature.vocabulary is None}
 
 
 def span_of(place: Placement) -> Span:

@@ -116,7 +116,7 @@ def _of_model(model: Any) -> list[_Vocabulary]:
             _check_is_there(node, owner)
             special = _special(node.mask_token, node.oov_token, node.num_oov_indices, node.output_mode)
             given = functools.partial(_given, special)
-            kind, hashing = snake_case(type(owner).__name__), _hashing(vars(node), node.vocabulary_dtype == "string")
+            kind, hashing = snake_case(type(owner).__name__), _hashing(vars(node))
             found.append(_Vocabulary(owner.name, kind, functools.partial(_entries, node), given, hashing))
         elif isinstance(node, keras.layers.Discretization) and node.bin_boundaries is not None:
             bounds = functools.partial(_boundaries, list(node.bin_boundaries))
@@ -155,7 +155,7 @@ def _special(mask: Any, oov: Any, count: int, mode: str) -> list[bytes]:
     return masks + [str(oov).encode()] * count
 
 
-def _hashing(settings: Mapping[str, Any], is_text: bool) -> str:
+def _hashing(settings: Mapping[str, Any]) -> str:
     """Return how a layer with these settings chooses the entry of an unknown word, if it has several for them.
 
     Source: keras/src/layers/preprocessing/index_lookup.py, `_lookup_dense`.
@@ -164,12 +164,8 @@ def _hashing(settings: Mapping[str, Any], is_text: bool) -> str:
         return ""
     salt = settings.get("salt")
     salted = "without a salt" if salt is None else f"with salt {[salt, salt] if isinstance(salt, int) else list(salt)}"
+    is_text = settings.get("vocabulary_dtype", "string") == "string"  # configs of StringLookup have none
     return f"hash of text {salted}" if is_text else f"{settings.get('oov_method') or 'floormod'} of integers {salted}"
-
-
-def _is_text(fields: Mapping[str, Any]) -> bool:
-    """Return True if the config of a lookup layer, of Keras' class or a subclass, is that of one of strings."""
-    return bool(fields.get("vocabulary_dtype", "string") == "string")
 
 
 def _buckets(fields: Mapping[str, Any]) -> int:
@@ -179,8 +175,8 @@ def _buckets(fields: Mapping[str, Any]) -> int:
 
 
 def _hashing_of(vocabulary: Vocabulary) -> str:
-    settings = {"num_oov_indices": vocabulary.oov_buckets, "salt": vocabulary.oov_key}
-    return _hashing(settings, vocabulary.dtype == "string")
+    names = {"num_oov_indices": vocabulary.oov_buckets, "vocabulary_dtype": vocabulary.dtype}
+    return _hashing({**names, "salt": vocabulary.oov_key})
 
 
 def _shown_hashings(mine: str | None, saved: str | None) -> str:
@@ -515,9 +511,7 @@ def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tu
     adapted: dict[str, set[tuple[str, int]]] = {}
     for _, fields in objects:
         if "num_oov_indices" in fields:
-            adapted.setdefault(str(fields.get("name")), set()).add(
-                (_hashing(fields, _is_text(fields)), _buckets(fields))
-            )
+            adapted.setdefault(str(fields.get("name")), set()).add((_hashing(fields), _buckets(fields)))
     names = _names_by_place(archive)
     for name in archive.namelist():
         place = PurePosixPath(name).parent
@@ -527,10 +521,9 @@ def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tu
             layer = names.get(str(place.relative_to("assets")), "")
             # In a list of layers the place is called by the class, else by an attribute.
             kind = _without_number(place.name) if place.parent.name == "layers" else _kind_of(layer)
-            options = adapted.get(layer, set())
-            hashing, buckets = (
-                options.pop() if len(options) == 1 else (None, -1 if kind == "text_vectorization" else None)
-            )
+            options = list(adapted.get(layer, ()))  # several, if layers in several models have this name
+            unknown = None, -1 if kind == "text_vectorization" else None
+            hashing, buckets = options[0] if len(options) == 1 else unknown
             found.append(_Vocabulary(layer, kind, functools.partial(iter, entries), hashing=hashing, buckets=buckets))
     # A layer that two of the config's models share is in it twice.
     kept = {
@@ -574,7 +567,7 @@ def _of_config(class_name: str, fields: Mapping[str, Any]) -> Iterator[_Vocabula
             ("", "[UNK]", 1) if is_text else [fields.get(k) for k in ("mask_token", "oov_token", "num_oov_indices")]
         )
         special = _special(mask, oov, int(count or 0), str(fields.get("output_mode") or "int"))
-        hashing, buckets = ("", -1) if is_text else (_hashing(fields, _is_text(fields)), _buckets(fields))
+        hashing, buckets = ("", -1) if is_text else (_hashing(fields), _buckets(fields))
         yield _Vocabulary(name, kind, functools.partial(_given, special, words), hashing=hashing, buckets=buckets)
     bounds = fields.get("bin_boundaries")
     if isinstance(bounds, list) and bounds:
