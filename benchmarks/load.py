@@ -1,4 +1,4 @@
-"""Load and first lookup of one export: mapped tables beside loaded ones, and the memory of two processes that share them.
+"""Load and first lookup of exports: mapped tables beside loaded ones, many features, and two processes that share a table.
 
     python -m benchmarks.load [--gib N] [--rounds N] [--folder DIR]
 
@@ -26,6 +26,8 @@ from benchmarks.export import write_table
 LAYOUTS = ("variables", "mmap")
 BATCH = 256
 SWEEP_ROWS = 1 << 16
+FEATURES, LIST_ROWS, LIST_IDS = 26, 1000, 10
+"""Small tables of features of lists: their graph is most of the load."""
 
 
 def run(rounds: int = 5, gib: float = 6, folder: str | None = None) -> dict[str, Any]:
@@ -36,11 +38,17 @@ def run(rounds: int = 5, gib: float = 6, folder: str | None = None) -> dict[str,
         versions = _versions(place)
         seconds = {loader: _rounds(loader, versions, rounds) for loader in LOADERS}
         shared = _two_processes(versions["mmap"])
+        lists = {"lists": _lists(place)}
+        of_lists = {loader: _rounds(loader, lists, rounds)["lists"] for loader in LOADERS}
     return {
         "bytes": size,
         "rounds": rounds,
         "seconds to the first answer": {loader: _medians(taken) for loader, taken in seconds.items()},
-        "variables / mmap": {loader: _ratio(taken) for loader, taken in seconds.items()},
+        "variables / mmap": {loader: _ratio(taken["variables"], taken["mmap"]) for loader, taken in seconds.items()},
+        f"{FEATURES} features of lists": {
+            **{loader: round(statistics.median(taken), 3) for loader, taken in of_lists.items()},
+            "server / C API": _ratio(of_lists["server"], of_lists["C API"]),
+        },
         "two processes": shared,
     }
 
@@ -57,10 +65,23 @@ def _versions(place: Path) -> dict[str, Path]:
     return {layout: place / "model" / str(number) for number, layout in enumerate(LAYOUTS, start=1)}
 
 
+def _lists(place: Path) -> Path:
+    """An export of FEATURES features of lists."""
+    code = (
+        "import sys, tensorflow as tf; from tpuembed import export_saved_model\n"
+        f"tables = {{f't{{number}}': tf.Variable(tf.ones(({LIST_ROWS}, 16))) for number in range({FEATURES})}}\n"
+        "path = tf.train.Checkpoint(**tables).write(sys.argv[1] + '/lists')\n"
+        "features = {f'f{number}': {'table': table, 'combiner': 'sum'} for number, table in enumerate(tables)}\n"
+        "export_saved_model(path, sys.argv[1] + '/of_lists', serving_config={'features': features}, layout='mmap')"
+    )
+    subprocess.run([sys.executable, "-c", code, str(place)], check=True, env=_quiet())
+    return place / "of_lists" / "1"
+
+
 def _rounds(loader: str, versions: dict[str, Path], rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+    seconds: dict[str, list[float]] = {layout: [] for layout in versions}
     for index in range(rounds + 1):
-        for layout in LAYOUTS if index % 2 else reversed(LAYOUTS):
+        for layout in versions if index % 2 else reversed(versions):
             took = seconds_to_answer(loader, versions[layout])
             if index:  # the first round warms up
                 seconds[layout].append(took)
@@ -103,9 +124,9 @@ def _medians(taken: dict[str, list[float]]) -> dict[str, float]:
     return {layout: round(statistics.median(values), 4) for layout, values in taken.items()}
 
 
-def _ratio(taken: dict[str, list[float]]) -> float:
-    ratios = [slow / fast for slow, fast in zip(taken["variables"], taken["mmap"], strict=True)]
-    return round(statistics.median(ratios), 1)
+def _ratio(one: list[float], other: list[float]) -> float:
+    """Return the median of the rounds' ratios."""
+    return float(f"{statistics.median(first / second for first, second in zip(one, other, strict=True)):.3g}")
 
 
 def _child(loader: str, version: Path) -> subprocess.Popen[str]:
@@ -136,7 +157,9 @@ def _quiet() -> dict[str, str]:
 
 
 def _ids(rows: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(1).integers(0, rows, BATCH)
+    """Some ids of each feature: one in each row, or the lists of one row."""
+    random = np.random.default_rng(1)
+    return random.integers(0, rows, (1, LIST_IDS) if rows == LIST_ROWS else BATCH)
 
 
 def _load_with_c_api(version: Path, rows: int) -> float:
@@ -148,16 +171,16 @@ def _load_with_c_api(version: Path, rows: int) -> float:
     assert found is not None
     assert found.submodule_search_locations
     session = Session(Path(found.submodule_search_locations[0]))
-    given, wanted = (_tensor_name(version, side) for side in (1, 2))
+    given, wanted = (_tensor_names(version, side) for side in (1, 2))
     ids = _ids(rows)
     started = time.monotonic()
     session.load(str(version))
-    session.run({given: ids}, [wanted])
+    session.run(dict.fromkeys(given, ids), wanted)
     return time.monotonic() - started
 
 
-def _tensor_name(version: Path, side: int) -> str:
-    """Of the one input (1) or output (2) of serving_default.
+def _tensor_names(version: Path, side: int) -> list[str]:
+    """Of the inputs (1) or outputs (2) of serving_default.
 
     Source: SavedModel.meta_graphs = 2, MetaGraphDef.signature_def = 5, a map of SignatureDef.inputs = 1 and .outputs = 2,
     maps of TensorInfo.name = 1.
@@ -166,8 +189,7 @@ def _tensor_name(version: Path, side: int) -> str:
 
     (meta,) = Message((version / "saved_model.pb").read_bytes()).messages(2)
     signatures = {entry.text(1): entry.message(2) for entry in meta.messages(5)}
-    (entry,) = signatures["serving_default"].messages(side)
-    return entry.message(2).text(1)
+    return [entry.message(2).text(1) for entry in signatures["serving_default"].messages(side)]
 
 
 def _load_with_server(version: Path, rows: int) -> float:
@@ -190,7 +212,8 @@ def _serve(version: Path, ids: Callable[[None], np.ndarray[Any, Any]]) -> float:
 
     started = time.monotonic()
     servable = _SERVABLES.get(version) or _SERVABLES.setdefault(version, runtime.load(version))
-    servable.run(servable.signatures["serving_default"], [ids(None)])
+    signature = servable.signatures["serving_default"]
+    servable.run(signature, [ids(None)] * len(signature.inputs))
     return time.monotonic() - started
 
 

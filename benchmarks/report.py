@@ -301,6 +301,11 @@ def _loads() -> Iterator[str]:
     times, ratios = found["seconds to the first answer"], found["variables / mmap"]
     rows = [(loader, each["variables"], each["mmap"], ratios[loader]) for loader, each in times.items()]
     yield _table(("", "variables, s", "mmap, s", "variables / mmap"), rows)
+    lists = found["26 features of lists"]
+    yield (
+        f"26 features of lists, whose graph is most of the load, layout mmap: C API {lists['C API']} s, server {lists['server']} s "
+        f"(ratio {lists['server / C API']}).\n"
+    )
     yield (
         "".join(f"Two serving processes: {name} {_number(value)}. " for name, value in found["two processes"].items())
         + "\n"
@@ -563,13 +568,16 @@ def _shards() -> Iterator[str]:
         head = ("rows x ids in a list", "", "p50, ms", "p99, ms", "CPU ms of the front", "CPU ms of all shards")
         yield _table(head, rows)
     if scatter := found.get("scatter"):
-        yield "The scatter of one row to 4 shards, beside as many calls of grpc.aio with the same bytes:\n"
+        yield (
+            "The scatter of one row to 4 shards, beside as many calls of grpc.aio with the same bytes, and with calls that return "
+            "the answers at once, without gRPC:\n"
+        )
         yield _table(
             ("", *_SCATTER), [(name, *(_number(one[key]) for key in _SCATTER)) for name, one in scatter.items()]
         )
 
 
-_SCATTER = ("CPU ms of a scatter", "CPU ms of bare calls", "ratio")
+_SCATTER = ("CPU ms of a scatter", "CPU ms of bare calls", "ratio", "CPU ms without gRPC")
 _SIMULATED = ("p50_ms", "p99_ms", "p99.9_ms")
 
 

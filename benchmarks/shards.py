@@ -8,7 +8,8 @@ latency is not that of real shards: the shards, the front and the client share 2
 without a front.
 
 The scatter is also measured alone, in a process that has nothing else to do, beside calls of grpc.aio with the same bytes: that is
-what a client in Python cannot go below.
+what a client in Python cannot go below. It is measured a third time with calls that return the shards' answers at once, without
+gRPC: that is the scatter's own part.
 
 Many requests at once share runs of a model, and a shard behind a front that shares its cores gets few. So one shard is also loaded
 alone, with its part of the request. The client is `h2load` (the Debian package nghttp2-client).
@@ -120,13 +121,13 @@ def scatter(file: Path, rounds: int) -> dict[str, Any]:
     content = ShardsFile.read(file)
     bodies = [_request(shard["name"], shard["features"], 1, 1) for shard in yaml.safe_load(file.read_text())["shards"]]
     shards = Shards(content)
-    states = shards.states("")
+    states = shards.states()
     version = states.versions(content.model)[0].version
     signature = states.definitions(content.model, version)[1][0][DEFAULT_SIGNATURE]
     ids = list(np.random.default_rng(1).integers(0, ROWS, (LISTS, 1, 1)))
 
     async def measure() -> dict[str, Any]:
-        predictions = shards.predictions("")
+        predictions = shards.predictions()
         channels = [grpc.aio.insecure_channel(shard.address) for shard in content.shards]
         calls = [channel.unary_unary(grpc_load.METHOD) for channel in channels]
 
@@ -135,6 +136,13 @@ def scatter(file: Path, rounds: int) -> dict[str, Any]:
 
         async def bare() -> None:
             await asyncio.gather(*[call(body, timeout=10.0) for call, body in zip(calls, bodies, strict=True)])
+
+        async def own() -> None:
+            await without_grpc.run(content.model, version, signature, ids, 10.0)
+
+        without_grpc = shards.predictions()
+        for each, call, body in zip(without_grpc._predictions, calls, bodies, strict=True):
+            each._predict = _returning(await call(body, timeout=10.0))
 
         async def cost(request: Any, at_once: int) -> float:
             async def repeat() -> None:
@@ -147,15 +155,17 @@ def scatter(file: Path, rounds: int) -> dict[str, Any]:
 
         found: dict[str, Any] = {}
         for at_once in AT_ONCE:
-            turns = [[await cost(request, at_once) for request in (ours, bare)] for _ in range(rounds + 1)][1:]
+            turns = [[await cost(request, at_once) for request in (ours, bare, own)] for _ in range(rounds + 1)][1:]
             medians = [statistics.median(column) for column in zip(*turns, strict=True)]
-            ratio = statistics.median(own / limit for own, limit in turns)
+            ratio = statistics.median(turn[0] / turn[1] for turn in turns)
             found[f"{at_once} at once"] = {
                 "CPU ms of a scatter": round(medians[0], 3),
                 "CPU ms of bare calls": round(medians[1], 3),
+                "CPU ms without gRPC": round(medians[2], 3),
                 "ratio": round(ratio, 2),
             }
         predictions.close()
+        without_grpc.close()
         for channel in channels:
             await channel.close()
         return found
@@ -164,6 +174,13 @@ def scatter(file: Path, rounds: int) -> dict[str, Any]:
         return uvloop.run(measure())
     finally:
         states.close()
+
+
+def _returning(answer: bytes) -> Any:
+    async def call(_: bytes, **options: Any) -> bytes:  # noqa: ARG001
+        return answer
+
+    return call
 
 
 def write(folder: str) -> None:

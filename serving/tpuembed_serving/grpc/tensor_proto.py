@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
-from tensorflow.core.framework import tensor_pb2, types_pb2
+from tensorflow.core.framework import tensor_pb2, tensor_shape_pb2, types_pb2
 
 from tpuembed.protobuf import MalformedError, read_varint, varint
 from tpuembed_serving.core.servable import Array
@@ -26,6 +26,8 @@ _STRING_BYTES: Final = 64
 """The memory of a short string: in the array, in TensorFlow and in an answer."""
 _MAX_RANK: Final = 64
 """The limit of a numpy array; TensorFlow's own limit is 254."""
+_SHORT_SHAPE: Final = 64
+"""The bytes of the serialized shapes that are kept: requests repeat few."""
 _PIECE: Final = 2**16
 """Elements converted from or to Python objects at once. The objects take much memory, and other threads wait."""
 _MAX_ELEMENTS: Final = 2**58
@@ -106,12 +108,21 @@ class _MalformedTensorError(Exception):
 
 
 def _shape(proto: Any) -> tuple[int, ...]:
+    serialized = proto.SerializeToString()
+    return _known_shape(serialized) if len(serialized) <= _SHORT_SHAPE else _parsed_shape(serialized)
+
+
+def _parsed_shape(serialized: bytes) -> tuple[int, ...]:
+    proto = tensor_shape_pb2.TensorShapeProto.FromString(serialized)
     shape = tuple([dim.size for dim in proto.dim])
     if proto.unknown_rank or len(shape) > _MAX_RANK or min(shape, default=0) < 0:
         raise _MalformedTensorError
     if math.prod(filter(None, shape)) > _MAX_ELEMENTS:
         raise _MalformedTensorError
     return shape
+
+
+_known_shape = functools.lru_cache(maxsize=1024)(_parsed_shape)
 
 
 def _numbers(proto: Any, field: _Field, shape: tuple[int, ...]) -> Array:

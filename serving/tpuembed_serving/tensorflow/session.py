@@ -367,6 +367,10 @@ def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) 
         intra_op_parallelism_threads=1,
         use_per_session_threads=not on_caller,  # with True, -1 would create another pool
     )
+    # The exporter writes lookups and searches as they run. TensorFlow's graph optimizer takes most of their load time, and requests
+    # are as fast without it (measured: benchmarks/load.py).
+    is_plain = manifest is not None and (bool(manifest.features) or manifest.retrieval is not None)
+    config.graph_options.rewrite_options.disable_meta_optimizer = is_plain
     session = tf.compat.v1.Session(graph=tf.Graph(), config=config)
     try:
         with session.graph.as_default():
