@@ -1,6 +1,7 @@
 """`Vocabulary`: the names of a table's rows."""
 
 import contextlib
+import copy
 import hashlib
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -702,6 +703,10 @@ class Vocabulary:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_followers")}
+
+    def __copy__(self) -> "Vocabulary":
+        """Return one whose names change apart from these, as `copy.deepcopy` does."""
+        return copy.deepcopy(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock(), _followers=Followers())

@@ -402,7 +402,7 @@ def test_a_name_that_left_is_counted_from_zero(method: str) -> None:
 
 def test_copies_are_independent() -> None:
     mine = Vocabulary(["a"], grows=True)
-    for other in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+    for other in (copy.copy(mine), copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
         other.add(["b"])
         assert other.lookup(["a", "b"]).tolist() == [0, 1]
     assert len(mine) == 1

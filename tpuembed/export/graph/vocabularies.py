@@ -209,9 +209,8 @@ def compare_vocabularies(
     Args:
         model: of the factory.
         source: the checkpoint.
-        given: table -> its names, where the factory gives them and the checkpoint has none. If the file has vocabularies of layers
-            that the factory lacks, the names must be those of one of the file's, in the same order. A warning names the tables
-            whose names the file may have for another table, or not at all.
+        given: table -> its names, where the factory gives them and the checkpoint has none. If the file says which lookup's outputs
+            are the table's ids, the names must be those of the lookup, in the same order. A warning names the other tables.
 
     Raises:
         CheckpointMismatchError: a vocabulary differs; the message says where.
@@ -230,7 +229,7 @@ def compare_vocabularies(
     }
     left = [other for other in saved if other.entries is not None and other not in taken]
     if given:
-        _check_given(given, saved, left, _lookups_of_tables(config, saved), source)
+        _check_given(given, config, saved, source)
     if left:  # of a layer that was renamed, if it can be no other
         equal |= {one for one in mine if one not in paired and all(_is_same(one, other) for other in left)}
     equal |= _equal_in_configs([one for one in mine if one not in equal], model, config, source)
@@ -241,97 +240,127 @@ def compare_vocabularies(
 
 
 def _check_given(
-    given: Mapping[str, Vocabulary],
-    saved: Sequence[_Vocabulary],
-    left: Sequence[_Vocabulary],
-    of_tables: Mapping[str, Sequence[_Vocabulary]],
-    source: str | FilePath,
+    given: Mapping[str, Vocabulary], config: Any, saved: Sequence[_Vocabulary], source: str | FilePath
 ) -> None:
-    """Compare names that the factory gives with the `saved` vocabularies: with those of their table, if `of_tables` says them.
-
-    Otherwise there is a warning, if the file has several or does not have all, because it may be another one.
+    """Compare names that the factory gives with the trained model's lookups. A warning names the tables that this cannot prove.
 
     Args:
         given, source: see `compare_vocabularies`.
-        saved: the file's.
-        left: those of them that the factory's layers lack.
-        of_tables: see `_lookups_of_tables`.
+        config: the trained model's.
+        saved: the file's vocabularies.
 
     Raises:
-        CheckpointMismatchError: names are not those of their table, or none of the file's while the factory lacks some of these.
+        CheckpointMismatchError: the names of a table, or the rows of its unknown names, are those of none of its lookups.
     """
-    known = [other for other in saved if other.entries is not None and other.kind != "discretization"]
-    unsure = []
+    of_tables, unproven = _lookups_of_tables(config, saved), []
     for table, vocabulary in given.items():
-        own, hashing, linked = _of_names(vocabulary), _hashing_of(vocabulary), of_tables.get(table, ())
-        elsewhere = [
-            one for other, lookups in of_tables.items() if other != table for one in lookups if one not in linked
-        ]
-        possible = linked or [other for other in known if other not in elsewhere]
-        same = [other for other in possible if _has_names(other, vocabulary, own)]
-        fits = [other for other in same if other.hashing in (None, hashing)]
-        others = linked or [other for other in left if other in possible]
-        lists = {(other.described.sha256, other.hashing) for other in possible}
-        if same and not fits:
+        lookups = of_tables.get(table, [None])
+        known = [one for one in lookups if one is not None]
+        names, hashing = _of_names(vocabulary) if known else [], _hashing_of(vocabulary)
+        same = [one for one in known if _has_names(one, vocabulary, names)]
+        fits = [one for one in same if one.hashing == hashing]
+        if len(fits) == len(lookups):
+            continue
+        if fits or len(known) < len(lookups):
+            unproven.append(table)
+        elif same:
             raise CheckpointMismatchError(
                 f"model file {source}: unknown names of table {table!r} get rows {_shown_hashings(hashing, same[0].hashing)}, of "
                 f"layer {same[0].layer!r}. Take the vocabulary from there with read_vocabulary."
             )
-        if others and not same and (linked or not any(_has_names_after_mask(other, own) for other in others)):
-            shown = ", ".join(f"{one.layer!r} ({one.described.size} entries)" for one in others)
+        else:
+            shown = dict.fromkeys(f"{one.layer!r} ({one.described.size} entries)" for one in known)
             raise CheckpointMismatchError(
-                f"model file {source}: the factory gives the names of table {table!r}, {len(own)} names, and the file has others, "
-                f"of layer {shown}. Take them from there with read_vocabulary."
+                f"model file {source}: the factory gives the names of table {table!r}, {len(names)} names, and the file has "
+                f"others, of layer {', '.join(shown)}. Take them from there with read_vocabulary."
             )
-        if (not linked and (len(lists) > 1 or not fits)) or len(fits) < len(linked):
-            layers = " and ".join(repr(one.layer) for one in fits)
-            unsure.append(
-                f"those of table {table!r} are those of {f'layer {layers}' if fits else 'no layer with known names'}"
-            )
-    if unsure:
+    if unproven:
+        tables = ", ".join(map(repr, unproven))
         warn(
-            f"model file {source}: the names that the factory gives cannot be compared with the training, because the file does "
-            f"not say of which table its vocabularies are: {'; '.join(unsure)}. If they differ, the export answers with the rows "
-            "of other names. Make sure that they are the same"
+            f"model file {source}: the names that the factory gives cannot be compared with the training: the file does not say "
+            f"which names the rows of {f'table {tables}' if len(unproven) == 1 else f'tables {tables}'} had. If they differ, the "
+            "export answers with the rows of other names. Make sure that they are the same"
         )
 
 
-def _has_names_after_mask(saved: _Vocabulary, names: list[bytes]) -> bool:
-    """Return True if `saved` has a mask and these names: a model may subtract the mask's row from what the layer answers."""
-    assert saved.entries is not None
-    before = saved.described.size - len(names)
-    return saved.buckets == -1 and before > 0 and list(islice(saved.entries(), before, None)) == names
+def _lookups_of_tables(config: Any, saved: Sequence[_Vocabulary]) -> dict[str, list[_Vocabulary | None]]:
+    """Return table -> the lookups whose outputs are the ids of its features, in all calls of its layer.
 
-
-def _lookups_of_tables(config: Any, saved: Sequence[_Vocabulary]) -> dict[str, list[_Vocabulary]]:
-    """Return table -> the vocabularies of layers whose outputs are ids of its features, as far as the config says it.
-
-    It does where an embedding layer of a functional model takes their outputs themselves.
+    They are known where our layer takes the output of Keras' own StringLookup or IntegerLookup itself, in a functional or
+    sequential model. None stands for every other feature.
     """
-    found: dict[str, list[_Vocabulary]] = {}
+    calls: dict[int, list[Any]] = {}  # by the identity of a layer's config: the layers that its calls take
+    for described, fields in _described(config):
+        kind = described["class_name"] if _is_of_keras(described) else ""
+        if kind not in ("Functional", "Sequential"):
+            continue
+        layers = [layer for layer in fields["layers"] if isinstance(layer.get("config"), Mapping)]
+        by_name = {layer.get("name"): layer for layer in layers}
+        for before, layer in zip([None, *layers], layers, strict=False):
+            taken = [before] if kind == "Sequential" else _taken(layer["inbound_nodes"], by_name)
+            calls.setdefault(id(layer["config"]), []).extend(taken)
+    found: dict[str, list[_Vocabulary | None]] = {}
     for described, fields in _described(config):
         features = fields.get("feature_config")
-        for node in described.get("inbound_nodes") or ():
-            arguments = node.get("args") if isinstance(node, Mapping) else None
-            if isinstance(features, Mapping) and arguments:
-                for table, layer in _links(features.get("features"), arguments[0]):
-                    named = [one for one in saved if one.layer == layer and one.entries is not None]
-                    if len(named) == 1 and named[0] not in found.setdefault(table, []):
-                        found[table] += named
-    return {table: lookups for table, lookups in found.items() if lookups}
+        if not isinstance(features, Mapping):
+            continue
+        is_ours = str(described.get("registered_name")).startswith("tpuembed>")
+        for call in (calls.get(id(fields)) if is_ours else None) or [None]:
+            for table, layer in _links(features.get("features"), call):
+                lookup = None if layer is None else _of_lookup(layer, saved)
+                if lookup not in found.setdefault(table, []):
+                    found[table].append(lookup)
+    return found
 
 
-def _links(features: Any, argument: Any) -> Iterator[tuple[str, str]]:
-    """Yield the table of each saved feature, and the layer whose output the argument of the same structure has for it."""
+def _is_of_keras(described: Mapping[str, Any]) -> bool:
+    """Return True if Keras itself has the class of an object in a config: a user's subclass may call it in another way."""
+    is_registered = described.get("registered_name") not in (None, described["class_name"])
+    return str(described.get("module")).partition(".")[0] == "keras" and not is_registered
+
+
+def _taken(nodes: Any, layers: Mapping[Any, Any]) -> list[Any]:
+    """Return what each call of a layer of a functional model takes: the layers whose outputs they are, in its structure."""
+
+    def taken(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [taken(each) for each in argument]
+        if not isinstance(argument, Mapping):
+            return None
+        if argument.get("class_name") == "__keras_tensor__":
+            return layers.get(argument["config"]["keras_history"][0])
+        if argument.get("class_name") == "__tuple__":
+            return taken(argument.get("items"))
+        return {key: taken(each) for key, each in argument.items()}
+
+    return [taken(node["args"][0]) if node.get("args") else None for node in nodes]
+
+
+def _links(features: Any, taken: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the table of each saved feature, and the layer in its place of `taken`, which may have another structure: None."""
+    is_layer = isinstance(taken, Mapping) and isinstance(taken.get("class_name"), str)
     if isinstance(features, Mapping) and isinstance(features.get("table"), str):
-        if isinstance(argument, Mapping) and argument.get("class_name") == "__keras_tensor__":
-            yield features["table"], str(argument["config"]["keras_history"][0])
-    elif isinstance(features, Mapping) and isinstance(argument, Mapping):
-        for key in features.keys() & argument.keys():
-            yield from _links(features[key], argument[key])
-    elif isinstance(features, list) and isinstance(argument, list):
-        for one, other in zip(features, argument, strict=False):
-            yield from _links(one, other)
+        yield features["table"], taken if is_layer else None
+    elif isinstance(features, Mapping):
+        for key, feature in features.items():
+            yield from _links(feature, taken.get(key) if isinstance(taken, Mapping) and not is_layer else None)
+    elif isinstance(features, list):
+        is_list = isinstance(taken, list) and len(taken) == len(features)
+        for place, feature in enumerate(features):
+            yield from _links(feature, taken[place] if is_list else None)
+
+
+def _of_lookup(layer: Mapping[str, Any], saved: Sequence[_Vocabulary]) -> _Vocabulary | None:
+    """Return the vocabulary of a Keras lookup: the one of its config, or an adapted one. None for another or unknown one."""
+    kind, fields = layer["class_name"], layer["config"]
+    if kind not in ("StringLookup", "IntegerLookup") or not _is_of_keras(layer):
+        return None
+    if (fields.get("output_mode") or "int") != "int" or fields.get("invert"):
+        return None
+    adapted = [
+        one for one in saved if one.layer == fields.get("name") and None not in (one.entries, one.hashing, one.buckets)
+    ]
+    return next(_of_config(kind, fields), adapted[0] if len(adapted) == 1 else None)
 
 
 def _of_names(vocabulary: Vocabulary) -> list[bytes]:
@@ -343,10 +372,9 @@ def _has_names(saved: _Vocabulary, vocabulary: Vocabulary, names: list[bytes]) -
     """Return True if `saved` gives each of `names` the row that `vocabulary` does. What it calls its buckets is its own."""
     assert saved.entries is not None
     buckets = vocabulary.oov_buckets
-    if saved.buckets not in (None, buckets) or saved.described.size != buckets + len(names):
+    if saved.buckets != buckets or saved.described.size != buckets + len(names):
         return False
-    entries = iter(saved.entries())
-    return len(set(islice(entries, buckets))) <= 1 and all(map(operator.eq, entries, names))
+    return all(map(operator.eq, islice(saved.entries(), buckets, None), names))
 
 
 def _not_compared(unknown: Sequence[_Vocabulary], left: Sequence[_Vocabulary], source: str | FilePath) -> str:
@@ -522,8 +550,7 @@ def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tu
             # In a list of layers the place is called by the class, else by an attribute.
             kind = _without_number(place.name) if place.parent.name == "layers" else _kind_of(layer)
             options = list(adapted.get(layer, ()))  # several, if layers in several models have this name
-            unknown = None, -1 if kind == "text_vectorization" else None
-            hashing, buckets = options[0] if len(options) == 1 else unknown
+            hashing, buckets = options[0] if len(options) == 1 else (None, None)
             found.append(_Vocabulary(layer, kind, functools.partial(iter, entries), hashing=hashing, buckets=buckets))
     # A layer that two of the config's models share is in it twice.
     kept = {
@@ -567,7 +594,7 @@ def _of_config(class_name: str, fields: Mapping[str, Any]) -> Iterator[_Vocabula
             ("", "[UNK]", 1) if is_text else [fields.get(k) for k in ("mask_token", "oov_token", "num_oov_indices")]
         )
         special = _special(mask, oov, int(count or 0), str(fields.get("output_mode") or "int"))
-        hashing, buckets = ("", -1) if is_text else (_hashing(fields), _buckets(fields))
+        hashing, buckets = ("", None) if is_text else (_hashing(fields), _buckets(fields))
         yield _Vocabulary(name, kind, functools.partial(_given, special, words), hashing=hashing, buckets=buckets)
     bounds = fields.get("bin_boundaries")
     if isinstance(bounds, list) and bounds:
