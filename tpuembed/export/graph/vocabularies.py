@@ -294,11 +294,12 @@ def _lookups_of_tables(config: Any, saved: Sequence[_Vocabulary]) -> dict[str, l
         kind = described["class_name"] if _is_of_keras(described) else ""
         if kind not in ("Functional", "Sequential"):
             continue
-        layers = [layer for layer in fields["layers"] if isinstance(layer.get("config"), Mapping)]
-        by_name = {layer.get("name"): layer for layer in layers}
+        listed = fields.get("layers")
+        layers = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+        by_name = {str(layer.get("name")): layer for layer in layers}
         for before, layer in zip([None, *layers], layers, strict=False):
-            taken = [before] if kind == "Sequential" else _taken(layer["inbound_nodes"], by_name)
-            calls.setdefault(id(layer["config"]), []).extend(taken)
+            taken = [before] if kind == "Sequential" else _taken(layer.get("inbound_nodes"), by_name)
+            calls.setdefault(id(layer.get("config")), []).extend(taken)
     found: dict[str, list[_Vocabulary | None]] = {}
     for described, fields in _described(config):
         features = fields.get("feature_config")
@@ -315,11 +316,11 @@ def _lookups_of_tables(config: Any, saved: Sequence[_Vocabulary]) -> dict[str, l
 
 def _is_of_keras(described: Mapping[str, Any]) -> bool:
     """Return True if Keras itself has the class of an object in a config: a user's subclass may call it in another way."""
-    is_registered = described.get("registered_name") not in (None, described["class_name"])
+    is_registered = described.get("registered_name") not in (None, described.get("class_name"))
     return str(described.get("module")).partition(".")[0] == "keras" and not is_registered
 
 
-def _taken(nodes: Any, layers: Mapping[Any, Any]) -> list[Any]:
+def _taken(nodes: Any, layers: Mapping[str, Any]) -> list[Any]:
     """Return what each call of a layer of a functional model takes: the layers whose outputs they are, in its structure."""
 
     def taken(argument: Any) -> Any:
@@ -328,12 +329,15 @@ def _taken(nodes: Any, layers: Mapping[Any, Any]) -> list[Any]:
         if not isinstance(argument, Mapping):
             return None
         if argument.get("class_name") == "__keras_tensor__":
-            return layers.get(argument["config"]["keras_history"][0])
+            config = argument.get("config")
+            history = config.get("keras_history") if isinstance(config, Mapping) else None
+            return layers.get(str(history[0])) if isinstance(history, list) and history else None
         if argument.get("class_name") == "__tuple__":
             return taken(argument.get("items"))
         return {key: taken(each) for key, each in argument.items()}
 
-    return [taken(node["args"][0]) if node.get("args") else None for node in nodes]
+    all_arguments = [node.get("args") for node in nodes or () if isinstance(node, Mapping)]
+    return [taken(one[0]) if isinstance(one, list) and one else None for one in all_arguments]
 
 
 def _links(features: Any, taken: Any) -> Iterator[tuple[str, Any]]:
@@ -352,8 +356,8 @@ def _links(features: Any, taken: Any) -> Iterator[tuple[str, Any]]:
 
 def _of_lookup(layer: Mapping[str, Any], saved: Sequence[_Vocabulary]) -> _Vocabulary | None:
     """Return the vocabulary of a Keras lookup: the one of its config, or an adapted one. None for another or unknown one."""
-    kind, fields = layer["class_name"], layer["config"]
-    if kind not in ("StringLookup", "IntegerLookup") or not _is_of_keras(layer):
+    kind, fields = layer["class_name"], layer.get("config")
+    if kind not in ("StringLookup", "IntegerLookup") or not _is_of_keras(layer) or not isinstance(fields, Mapping):
         return None
     if (fields.get("output_mode") or "int") != "int" or fields.get("invert"):
         return None
