@@ -82,8 +82,8 @@ def test_its_count_is_the_servers(folder: Path, tmp_path: Path, client: str) -> 
     assert found["best"] is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("client", ["own", "wrk"])
-@pytest.mark.sampled(1)
 def test_bodies_are_sent_as_they_are(tmp_path: Path, client: str) -> None:
     if client != "own" and shutil.which(client) is None:
         pytest.skip(f"{client} is not installed")
@@ -152,6 +152,7 @@ def test_settings_of_a_folder_are_tried(folder: Path) -> None:
     assert all(one["server_processors"] > 0 for one in found["measurements"])
 
 
+@pytest.mark.long
 def test_a_folder_that_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "saved_model.pb").write_bytes(b"no model")

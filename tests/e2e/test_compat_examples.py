@@ -107,7 +107,7 @@ def test_tfrs_steps_trace_on_tpus() -> None:
         trace("V2")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_keras_rs_fit_and_evaluate(replicas: int) -> None:
     found = ratings(replicas)

@@ -219,7 +219,7 @@ def _bound(rows: Array, storage: str) -> Array:
     return halves[storage]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("cell", CUT, ids=str)
 def test_every_format(cell: Cell, sources: Any, c_api: capi.Process, tmp_path: Path) -> None:
     _check(cell, sources(cell.source), c_api, tmp_path / "model")

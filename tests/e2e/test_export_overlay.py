@@ -119,6 +119,7 @@ def write(tmp_path: Path, values: Mapping[str, Array], config: Any = ROWS_ALONE,
     return export_saved_model(tmp_path / "ckpt", tmp_path / to, serving_config=config, **options)
 
 
+@pytest.mark.long
 def test_only_rows_that_changed_are_written(tmp_path: Path) -> None:
     values = tables()
     base = write(tmp_path, values)
@@ -159,6 +160,7 @@ def test_what_needs_a_full_version_gets_one(tmp_path: Path) -> None:
     written("not exported by tpuembed", more, base="latest")
 
 
+@pytest.mark.long
 def test_refusals(tmp_path: Path) -> None:
     values = tables()
     write(tmp_path, values)

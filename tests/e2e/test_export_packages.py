@@ -75,7 +75,7 @@ class Road:
             (package / "package.sig").write_text(hmac.new(key, content, hashlib.sha256).hexdigest())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "storage"), [("mmap", "float32"), ("variables", "int8")])
 @pytest.mark.parametrize("materialise", [False, True])
 def test_a_version_of_a_package_has_the_exported_rows(
@@ -96,6 +96,7 @@ def test_a_version_of_a_package_has_the_exported_rows(
     assert [info.version for info in list_versions(road.trainer)] == [1]
 
 
+@pytest.mark.long
 def test_the_served_numbers_are_those_of_the_package(tmp_path: Path) -> None:
     tf = pytest.importorskip("tensorflow")
     road = Road(tmp_path, layout="mmap", serving_config=POOLED)
@@ -423,7 +424,7 @@ def _no_links(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """Packages are written there, and applied with `materialise`."""
@@ -448,6 +449,7 @@ def test_prune_removes_what_a_killed_apply_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in road.server.iterdir()) == [".staging-compact-1", "1"]
 
 
+@pytest.mark.long
 def test_a_newest_version_that_cannot_be_read_is_no_base(tmp_path: Path) -> None:
     road = Road(tmp_path)
     road.change()

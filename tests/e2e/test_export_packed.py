@@ -78,7 +78,7 @@ def every_kind(exports_in_this_process: None, checkpoint: Any, tmp_path_factory:
     return _export(checkpoint, tmp_path_factory.mktemp("every_kind"), features)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("padding", ["full", "padded", "empty"])
 def test_every_kind_of_feature_in_one_matrix(checkpoint: Any, every_kind: Path, padding: str) -> None:
     path, packing = every_kind, _packing(every_kind)

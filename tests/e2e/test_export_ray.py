@@ -111,6 +111,7 @@ def _wait_for(log: Path) -> None:
     raise TimeoutError(log)
 
 
+@pytest.mark.long
 def test_an_address_needs_the_engine(tmp_path: Path) -> None:
     with refused(ConfigError):
         choose_engine("local", 1, "127.0.0.1:1")

@@ -250,6 +250,7 @@ def test_rows_of_a_table_are_searched_as_they_are_stored(trained: Trained, tmp_p
     np.testing.assert_allclose(scores, rows[ids] @ trained.users[3], atol=0.05)
 
 
+@pytest.mark.long
 def test_a_table_with_names_has_them_as_ids(trained: Trained, tmp_path: Path) -> None:
     names = Vocabulary(["ann", "bob", "eve"], oov_buckets=2)
     layer = TPUEmbedding(

@@ -133,6 +133,7 @@ def test_wherever_the_disk_is_full_an_error_names_the_folder(tmp_path: Path) -> 
         assert versions == []
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ckpt", {"t": LARGE})
     found = on_small_disk(tmp_path, "16m", "tests.support.export.full_disk")
@@ -157,6 +158,7 @@ def test_a_file_that_may_grow_no_further(large: Path, tmp_path: Path) -> None:
     goes_on(large, tmp_path / "m")
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_once(large: Path, tmp_path: Path) -> None:
     trouble = Trouble(tmp_path / "m", lambda worker: os.kill(worker, signal.SIGKILL))
     with pytest.warns(UserWarning, match="was killed by SIGKILL .*. Retrying"):
@@ -188,6 +190,7 @@ def _dead(process: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
     return process
 
 
+@pytest.mark.long
 def test_a_source_that_is_gone(large: Path, tmp_path: Path) -> None:
     def unmount(worker: int) -> None:
         large.parent.rename(tmp_path / "elsewhere")

@@ -135,6 +135,7 @@ def _check_report(report: Any, rows: dict[str, Array]) -> None:
             assert errors[name]["max_abs"] == 0
 
 
+@pytest.mark.long
 def test_a_bound_on_the_error_publishes_nothing(source: Any, tmp_path: Path) -> None:
     config = {"features": {name: {"table": name} for name in ("float32_int8", "float32_float32")}}
 

@@ -85,6 +85,7 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 def test_tensorflow_loads_what_a_local_export_would_have_written(
     prefix: Path, server: S3, bucket: str, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_two_exports_at_once(prefix: Path, server: S3, bucket: str, tmp_path: Pa
     assert server.uploads(bucket) == []
 
 
+@pytest.mark.long
 def test_mapped_tables_lie_where_the_version_will_be_copied_to(
     prefix: Path, server: S3, bucket: str, tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_mapped_tables_lie_where_the_version_will_be_copied_to(
     assert_answers(root / "1")
 
 
+@pytest.mark.long
 def test_the_command(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     arguments = (prefix, f"s3://{bucket}/m", "--serving-config", tmp_path / "config.json")
@@ -158,6 +161,7 @@ def test_the_command(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> N
     said(again.stderr)
 
 
+@pytest.mark.long
 def test_an_export_in_a_store_is_described_and_verified_there(prefix: Path, server: S3, bucket: str) -> None:
     url = f"s3://{bucket}/m"
     export(prefix, url)
@@ -182,6 +186,7 @@ def test_an_export_in_a_store_is_described_and_verified_there(prefix: Path, serv
     said(moved.stderr)
 
 
+@pytest.mark.long
 def test_urls_that_are_not_written(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     for url in (f"gs://{bucket}/m", f"ftp://{bucket}/m", "s3://no-such-bucket-here/m"):

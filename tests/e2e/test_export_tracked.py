@@ -220,7 +220,7 @@ def test_compact_proves_what_nobody_read(tmp_path: Path) -> None:
         compact_version(tmp_path / "m", overlay.version)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("storage", ["float32", "int8"])
 def test_more_rows_than_the_base(tmp_path: Path, storage: str) -> None:
     """A table of which the base has a part: rows that it lacks are in the overlay, touched or not."""

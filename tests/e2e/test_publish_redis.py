@@ -362,6 +362,7 @@ def inputs(random: np.random.Generator, version: int, batch: int) -> dict[str, A
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("version", [1, 2])
 def test_features_are_those_of_the_graph(trained: Trained, server: redis_servers.Server, version: int) -> None:
     publish_rows(trained.model_dir, server.url, version=version)
@@ -406,6 +407,7 @@ def test_features_are_those_of_the_graph(trained: Trained, server: redis_servers
     states.close()
 
 
+@pytest.mark.long
 def test_a_number_that_another_export_has_after_redis_was_emptied(tmp_path: Path, server: redis_servers.Server) -> None:
     rows = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32)
     path = tf.train.Checkpoint(a=tf.Variable(rows, name="a")).write(str(tmp_path / "ckpt"))

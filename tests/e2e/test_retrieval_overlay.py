@@ -156,6 +156,7 @@ def test_a_life_of_candidates(tmp_path: Path, index: str, layout: str, names: bo
     life.check(later, is_exact=index == "exact")
 
 
+@pytest.mark.long
 def test_a_package_has_the_changes(tmp_path: Path) -> None:
     life = Life(tmp_path, False, seed=3)
     life.export(tmp_path / "a", index="ivf", layout="mmap", min_recall=1)
@@ -216,8 +217,8 @@ def test_a_damaged_index_is_not_compacted(tmp_path: Path, layout: str) -> None:
     assert sorted(path.name for path in (tmp_path / "m").glob("[0-9]*")) == ["1", "2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
-@pytest.mark.sampled(1)
 def test_a_filter_leaves_as_many_as_pass(tmp_path: Path, layout: str) -> None:
     random, count = np.random.default_rng(7), 6000
     vectors = random.standard_normal((count, DIM)).astype(np.float32)

@@ -132,7 +132,7 @@ CHANGES: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("change", [*CHANGES, "checkpoint", "metric", "damage", "a torn end"])
 def test_vectors_of_something_else_are_made_anew(
     prefixes: list[str], tmp_path: Path, made: list[int], change: str

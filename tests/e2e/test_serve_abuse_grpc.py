@@ -252,6 +252,7 @@ NOISE = [
 ]
 
 
+@pytest.mark.long
 def test_connections_that_speak_no_grpc(server: VectorServer) -> None:
     host, _, port = server.grpc_address.rpartition(":")
     before = resident_bytes(server.process.pid)

@@ -156,12 +156,13 @@ def test_a_stop_where_python_ignores_exceptions(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_stop_right_after_the_start(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, tmp_path.with_name(f"{tmp_path.name}.log"), fresh=True) as server:
         assert server.stop() == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("asked", [None, "1"])
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_onednn_is_off_unless_it_is_asked_for(

@@ -48,8 +48,8 @@ def is_ready(port: int) -> bool:
     return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", ["1", "2"])
-@pytest.mark.sampled(1)
 def test_the_start_of_a_server(workers: str, tmp_path: Path) -> None:
     save_scale(tmp_path / "scale" / "1", 3.0)
     with ServerProcess(tmp_path / "scale", tmp_path / "log", "--workers", workers, fresh=True) as server:
@@ -77,6 +77,7 @@ def test_the_start_of_a_server(workers: str, tmp_path: Path) -> None:
         assert (status, b"swagger" in page) == (200, True)
 
 
+@pytest.mark.long
 def test_json_and_a_failing_model(tmp_path: Path) -> None:
     """Nothing says that the server is ready, and the failure is one line."""
     (tmp_path / "bad" / "1").mkdir(parents=True)

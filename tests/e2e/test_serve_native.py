@@ -96,7 +96,7 @@ def assert_same(found: Any, expected: Any) -> None:
             np.testing.assert_allclose(found[name], rows, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("features", [FEATURES, FEATURES | WEIGHTED], ids=["packed", "weighted"])
 def test_answers_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path, storage: str, features: Any) -> None:

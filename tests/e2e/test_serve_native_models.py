@@ -111,7 +111,14 @@ class Pair:
         self.rows = rows
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16", "int8", "overlay"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "float32",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("bfloat16", "float16", "int8")),
+        "overlay",
+    ],
+)
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = whole_model.build(is_lazy=True)
     folder = tmp_path_factory.mktemp("models") / "m"
@@ -261,8 +268,8 @@ def test_weights_that_add_up_to_nothing(tmp_path: Path, combiner: str, kind: str
                 np.testing.assert_allclose(found["x"], expected["x"], rtol=1e-6, atol=1e-6, err_msg=str(asked))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
-@pytest.mark.sampled(1)
 def test_weights_and_rows_of_any_size(combiner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer divides each weight before it multiplies: a product of a weight and a row could be too large or too small."""
     inputs = {
@@ -306,8 +313,8 @@ def test_requests_still_share_runs(tmp_path: Path) -> None:
             np.testing.assert_allclose(one, rows[row : row + 1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("names", "calls"), [(("one", "pair", "ragged"), 2), (("one", "one_again", "pair"), 0)])
-@pytest.mark.sampled(1)
 def test_models_with_lists_are_looked_up_natively(
     names: Sequence[str], calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

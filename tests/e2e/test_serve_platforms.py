@@ -89,6 +89,7 @@ def listens_everywhere(port: int) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_vertex_ai(model: Path, expected: Any, tmp_path: Path, workers: str) -> None:
     port = free_port()
@@ -108,6 +109,7 @@ def test_vertex_ai(model: Path, expected: Any, tmp_path: Path, workers: str) -> 
         assert server.stop() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_sagemaker(model: Path, expected: Any, tmp_path: Path, workers: str) -> None:
     """`docker run IMAGE serve`: one argument, a model in a folder, and a port that other containers leave free."""

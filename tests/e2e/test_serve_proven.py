@@ -210,6 +210,7 @@ def differences(servable: Any, name: str, requests: Sequence[Mapping[str, Any]])
     return largest
 
 
+@pytest.mark.long
 def test_a_whole_model_answers_many_as_each(tmp_path: Path) -> None:
     keras.utils.set_random_seed(6)
     checkpoint = tf.train.Checkpoint(model=whole()).write(str(tmp_path / "ckpt"))
@@ -223,6 +224,7 @@ def test_a_whole_model_answers_many_as_each(tmp_path: Path) -> None:
     servable.close()
 
 
+@pytest.mark.long
 def test_lookups_answer_many_as_each_bit_for_bit(checkpoint: str, tmp_path: Path) -> None:
     """Also from examples, whose lists are padded to the widest of a run."""
     names = {"ragged": PLAIN["list"], "sparse": PLAIN["sums"], "one": PLAIN["one"], "two": PLAIN["sequence"]}

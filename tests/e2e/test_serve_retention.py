@@ -37,8 +37,8 @@ def expected(seed: int) -> Any:
     return random_table(ROWS, DIM, seed=seed)[[0, 7, ROWS - 1]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
-@pytest.mark.sampled(1)
 def test_exports_prunes_and_rollbacks_under_load(tmp_path: Path, layout: str) -> None:
     model_dir = tmp_path / "rec"
     for seed in (1, 2, 3):

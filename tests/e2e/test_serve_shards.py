@@ -46,6 +46,7 @@ def whole(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
     return [export_saved_model(path, folder / "m", serving_config=config).path for path in trained.paths]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [1, 2, 33, 0])
 def test_shards_answer_as_one_server(cluster: Cluster, whole: list[Path], batch: int) -> None:
     inputs = requests(np.random.default_rng(batch), batch)
@@ -155,6 +156,7 @@ def test_a_replica_that_dies_or_stops_answering_is_not_missed(
         assert "shard-1" in caught.value.details()
 
 
+@pytest.mark.long
 def test_the_placement_of_a_folder_stays(trained: Trained, tmp_path: Path) -> None:
     config = {"features": FEATURES}
     plan = plan_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=2, ids_per_list={"small": 5000})

@@ -77,6 +77,7 @@ def test_shards_behind_tls_and_keys_answer_the_front_alone(trained: Trained, tmp
             front.process.kill()
 
 
+@pytest.mark.long
 def test_zeros_of_a_dead_shard_are_marked_and_counted(trained: Trained, tmp_path: Path) -> None:
     config = {"features": FEATURES}
     plan = export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=2)

@@ -135,6 +135,7 @@ def test_ten_stops_lose_no_request(model_dir: Path, tmp_path: Path, api: str, wo
         stop_under_load(model_dir, tmp_path / f"log-{number}", api, workers, 1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [2])
 def test_a_stop_in_the_middle_of_the_load(model_dir: Path, tmp_path: Path, workers: int) -> None:
     """SIGINT: no lame duck, and the supervisor's workers hear of it from it alone."""

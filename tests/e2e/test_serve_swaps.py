@@ -61,6 +61,7 @@ def swap(
     return load, resident
 
 
+@pytest.mark.long
 def test_a_few_swaps_under_load(tmp_path: Path) -> None:
     model_dir = tmp_path / "scale"
     swap(model_dir, tmp_path, swaps=4, connections=8, values=10)
@@ -86,6 +87,7 @@ def test_a_hundred_swaps_under_load(tmp_path: Path) -> None:
     assert resident[-1] < resident[9] + 80, "8 MB of each of 90 versions would be 700"
 
 
+@pytest.mark.long
 def test_mapped_tables_swap_without_a_copy(tmp_path: Path) -> None:
     """Of the two versions' 128 MB, memory of the process itself holds nothing; what it maps is the page cache's."""
     model_dir, rows, dim = tmp_path / "mapped", 250_000, 64

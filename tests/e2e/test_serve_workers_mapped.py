@@ -96,6 +96,7 @@ def test_each_worker_has_half_of_the_pages_that_both_use(server: ServerProcess) 
         assert 0.45 * TABLE_BYTES < share < 0.55 * TABLE_BYTES
 
 
+@pytest.mark.long
 def test_versions_swap_and_leave_nothing(server: ServerProcess, exported: Path) -> None:
     """The old version's pages are the page cache's alone again, and no process holds a table of its own."""
     before = {pid: resident_bytes(pid, "RssAnon") for pid in workers(server)}
@@ -117,6 +118,7 @@ def everywhere(server: ServerProcess, target: str, times: int = 40) -> set[str]:
     return {str(ask(server, ONE_ROW, target)) for _ in range(times)}
 
 
+@pytest.mark.long
 def test_both_follow_the_config_file(server: ServerProcess) -> None:
     base, path = base_path(server), server.log_path.with_name("models.config")
     label = 'version_labels { key: "stable" value: 3 }'

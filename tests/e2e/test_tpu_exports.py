@@ -18,6 +18,7 @@ FEATURES = {name.replace("/", "_").replace(".", "_"): name for name in SHAPES}
 CONFIG = {"features": {feature: {"table": table, "input": "id"} for feature, table in FEATURES.items()}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hardware", ["8 devices of SparseCores", "4 hosts"])
 def test_every_row_of_every_table_is_served(tmp_path: Path, hardware: str) -> None:
     values = random_values(SHAPES, "adagrad")
