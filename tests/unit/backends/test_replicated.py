@@ -66,7 +66,7 @@ def train(made: Any, ids: Any, weights: Any, jit: bool) -> Any:
     return first, *(v.numpy() for v in made._parts.backend.states["t"].named_variables().values())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.long
 @pytest.mark.parametrize(  # XLA itself cannot densify ragged ids
     ("form", "jit"), [("ragged", False), ("sparse", False), ("sparse", True), ("sparse of rank 3", True)]
 )

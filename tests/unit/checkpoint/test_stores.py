@@ -178,7 +178,7 @@ def test_other_bytes_of_the_same_size_are_another_fingerprint(tmp_path: Path, up
         assert checkpoint.fingerprint() != before
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 def test_exports_by_processes_of_their_own(tmp_path: Path, upload: Upload) -> None:
     """`tpuembed export` from a URL: every worker opens it; TensorFlow loads the result."""
     write(tmp_path / "checkpoints")

@@ -62,6 +62,7 @@ def test_vocabularies_are_read_back(tmp_path: Path, form: str) -> None:
         assert not objects.weights()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["bundle", "weights"])
 @pytest.mark.slow
 def test_every_damaged_byte_is_noticed(tmp_path: Path, form: str) -> None:

@@ -138,6 +138,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(tf.train.Checkpoint(layer=layer).write(str(folder / "ckpt-1")))
 
 
+@pytest.mark.long
 def test_describe_and_export_print_one_json_object(checkpoint: Path, tmp_path: Path) -> None:
     found = json.loads(run_command("describe", checkpoint, "--json").stdout)
     assert found["format"] == "dense"
@@ -170,6 +171,7 @@ def test_a_verbose_export_shows_messages_of_tensorflow(checkpoint: Path, tmp_pat
     assert (done.returncode, "absl::InitializeLog" in done.stderr) == (0, True)
 
 
+@pytest.mark.long
 def test_a_warning_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     """Here of what a killed export of something else has left."""
     left = tmp_path / "m" / ".staging-1-left"
@@ -277,6 +279,7 @@ def test_bad_usage_and_what_is_not_built_exit_with_2(checkpoint: Path, tmp_path:
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.long
 def test_what_a_factory_prints_stays_off_stdout(checkpoint: Path, tmp_path: Path) -> None:
     lines = ["import os", "print('python')", "os.write(1, b'descriptor')", "os.system('echo child')", "build = None"]
     (tmp_path / "noisy.py").write_text("\n".join(lines))

@@ -48,6 +48,7 @@ def test_for_programs(folder: Path) -> None:
     assert '"NaN"' not in done.stdout
 
 
+@pytest.mark.long
 def test_refusals(folder: Path) -> None:
     for arguments, code in (
         (("stats", folder / "ckpt", "video"), 1),

@@ -73,7 +73,7 @@ def test_basics(kind: str, placement: str) -> None:
         }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "ragged", "sparse"])
 def test_model_fit(kind: str, weighted: bool) -> None:

@@ -60,7 +60,7 @@ def _candidates(rng: np.random.Generator, is_text: bool) -> tuple[Array, Array]:
     return rng.normal(size=(count, 4)).astype(np.float32), names.astype(str).astype(object) if is_text else names
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("is_text", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_are_numpy_s_also_of_new_candidates(kind: str, is_text: bool) -> None:
@@ -87,6 +87,7 @@ def test_without_identifiers_they_are_numbers(kind: str) -> None:
     assert scores.shape == found.shape == (6,)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["brute", "scann"])
 def test_a_saved_model_is_called_alike(kind: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
@@ -124,8 +125,8 @@ def test_a_saved_model_takes_batches_of_any_size(kind: str, tmp_path: Path) -> N
     np.testing.assert_array_equal(loaded(tf.constant(vectors[:7]))[1], names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 3, 20, 50, 100, 1600])
-@pytest.mark.sampled(2)
 def test_scann_finds_as_many_as_there_are(count: int) -> None:
     rng = np.random.default_rng(count)
     vectors, queries = (rng.normal(size=(n, 8)).astype(np.float32) for n in (count, 40))

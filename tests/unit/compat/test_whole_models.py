@@ -124,7 +124,7 @@ def compare(folder: Path, make: str, around: Any, is_named: bool, files: Sequenc
         np.testing.assert_allclose(found, truth, atol=1e-5, err_msg=file)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "around", "is_named", "file"),
     [
@@ -151,8 +151,8 @@ def test_every_file_gives_the_trained_models_numbers(tmp_path: Path, make: str, 
     compare(tmp_path, make, around, is_named, FILES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "file"), [("keras_rs", "w.weights.h5"), ("partial", "w.weights.json")])
-@pytest.mark.sampled(1)
 def test_a_model_with_a_weight_of_its_own_beside_the_layer(tmp_path: Path, make: str, file: str) -> None:
     keras.backend.clear_session()
     model = Subclassed(MAKERS[make](None), None)
@@ -163,6 +163,7 @@ def test_a_model_with_a_weight_of_its_own_beside_the_layer(tmp_path: Path, make:
     np.testing.assert_allclose(found, truth, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_dense_layer_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
     model = functional(keras_rs_layer("emb"), "score")
     ids, _ = trained(model)

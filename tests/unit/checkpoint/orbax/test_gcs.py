@@ -134,6 +134,7 @@ def test_a_store_that_is_busy(stub: GcsStub) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_store_that_never_answers(stub: GcsStub) -> None:
     started = time.monotonic()
     with silent_server() as url:

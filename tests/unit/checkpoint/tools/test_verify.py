@@ -286,6 +286,7 @@ def test_all_that_is_wrong_is_named(layout_export: Path) -> None:
     assert "assets.extra/notes: did not exist when the export was written" in report.unchecked
 
 
+@pytest.mark.long
 def test_a_relocated_export_is_whole(export: Path) -> None:
     path = export_saved_model(
         export.parent.parent / "ckpt",

@@ -238,6 +238,7 @@ def test_a_table_that_is_read_whole_is_named(tmp_path: Path) -> None:
     np.testing.assert_allclose(outputs["scores"], rows[[4, 5]] @ rows.T, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_of_a_checkpoint(tmp_path: Path) -> None:
     """The model is built without tables there. Another process would trace it alike."""
     model = whole_model.build()
@@ -249,8 +250,8 @@ def test_of_a_checkpoint(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["score"], expected["score"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
-@pytest.mark.sampled(1)
 def test_features_that_take_names(layout: str, tmp_path: Path) -> None:
     model = named_model.build()
     path, found = exported(model, tmp_path, layout=layout)

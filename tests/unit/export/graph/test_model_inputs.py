@@ -67,8 +67,8 @@ def objects(rows: Any) -> Any:
     return np.array([[text.encode() for text in row] for row in rows], object)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
-@pytest.mark.sampled(1)
 def test_ragged_text_and_weights_are_served(combiner: str, tmp_path: Path) -> None:
     model = weighted(combiner=combiner)
     truth = model({"words": ragged(LISTS, tf.string), "strengths": ragged(WEIGHTS, tf.float32)}, training=False)["rows"]
@@ -373,6 +373,7 @@ def test_specs_that_cannot_be(specs: Any) -> None:
         wrap_model((Echo(), specs), "m")
 
 
+@pytest.mark.long
 def test_one_spec_is_exported_and_served(tmp_path: Path) -> None:
     class Bag(keras.Model):
         def __init__(self) -> None:

@@ -407,6 +407,7 @@ def test_a_command_and_a_callback_rename(tmp_path: Path) -> None:
     assert served(callback.reports[0].path, np.array([1])).keys() == {"click", "ranker/watch"}
 
 
+@pytest.mark.long
 def test_a_ragged_input_that_is_an_output(tmp_path: Path) -> None:
     words = keras.Input((None,), dtype="string", ragged=True, name="words")
     ids = keras.layers.StringLookup(vocabulary=["a", "b"], name="ids")(words)

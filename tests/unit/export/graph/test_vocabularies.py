@@ -134,6 +134,7 @@ def test_lookups_inside_of_other_layers(tmp_path: Path) -> None:
         compare_vocabularies(build(WORDS[:2], WORDS[::-1]), tmp_path / "m.keras")
 
 
+@pytest.mark.long
 def test_random_models(tmp_path: Path) -> None:
     """Layers with names and without, given or adapted: the same ones and fewer pass, swapped or shuffled ones are refused."""
     for seed in range(25):
@@ -406,6 +407,7 @@ class Silent(keras.layers.Layer):
         return self.look(x)
 
 
+@pytest.mark.long
 def test_what_is_called_compared_is_equal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Random models, and factories of which one vocabulary is another one, or is left out: refused, or said to be unknown."""
 

@@ -282,6 +282,7 @@ _UNUSED_HEADS = "ignore:`build..` was called on layer 'subclassed:UserWarning"
 """Keras warns where a model has heads that its call does not use."""
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(_UNUSED_HEADS)
 @given(specs(), _FORMS)
 @settings(deadline=None, max_examples=12)
