@@ -1,5 +1,7 @@
 """Exports of candidates and their index, against a brute force in numpy."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,74 @@ def test_the_best_candidates_are_those_of_numpy(trained: Trained, tmp_path: Path
         np.testing.assert_allclose(given, np.where(got == -1, -np.inf, exact), rtol=1e-5, atol=1e-6)
     vectors = loaded.signatures["query"](user=tf.constant(users))["query"]
     np.testing.assert_allclose(vectors, trained.users[users], rtol=1e-5, atol=1e-6)
+
+
+MANY = """
+import resource, sys
+import numpy as np
+import tensorflow as tf
+signature = tf.saved_model.load(sys.argv[1]).signatures["filtered"]
+def peak(many):
+    exclude = np.arange(many).repeat(5).reshape(-1, 5).T * 7 - 303
+    found = signature(user=tf.range(5, dtype=tf.int64), exclude=tf.constant(exclude), require_tags=tf.zeros(5, tf.uint64))
+    assert set(found["ids"].numpy().ravel()) == {-1} or many < 100
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak(3)
+print(peak(20_000) - before)
+"""
+
+
+def test_many_excluded_ids_take_little_memory(trained: Trained, tmp_path: Path) -> None:
+    """To compare each id with each other one would take 2 GB."""
+    version = export_retrieval(trained.prefix, tmp_path, query=query, candidates=films, k=20, index="exact").path
+    done = subprocess.run([sys.executable, "-c", MANY, str(version)], stdout=subprocess.PIPE, check=True, text=True)
+    assert int(done.stdout.splitlines()[-1]) < 200e6
+
+
+def test_other_numbers_of_rows_than_queries_are_refused(trained: Trained, tmp_path: Path) -> None:
+    version = export_retrieval(trained.prefix, tmp_path, query=query, candidates=films, k=3, index="exact").path
+    signature = tf.saved_model.load(str(version)).signatures["filtered"]
+    for queries, exclude, tags, name in (
+        (1, 2, 1, "exclude"),
+        (2, 1, 2, "exclude"),
+        (1, 1, 2, "require_tags"),
+        (0, 0, 1, "require_tags"),
+    ):
+        given = {"user": tf.zeros([queries], tf.int64), "exclude": tf.zeros([exclude, 2], tf.int64)}
+        with pytest.raises(tf.errors.InvalidArgumentError, match=f"{name} must have one"):
+            signature(**given, require_tags=tf.zeros([tags], tf.uint64))
+    found = signature(
+        user=tf.zeros([2], tf.int64), exclude=tf.zeros([2, 0], tf.int64), require_tags=tf.zeros([2], tf.uint64)
+    )
+    assert found["ids"].shape == (2, 3)
+
+
+def test_ids_and_tags_of_lists(trained: Trained, tmp_path: Path) -> None:
+    """NumPy would cut NULs at the end of strings, make strings of numbers, and make floats of large numbers."""
+    ids = [b"a\0", b"a", b"c\0\0", "\u00e9\0"]
+    tags = [2**63, 0, 2**63 + 1, 1]
+    version = export_retrieval(
+        trained.prefix, tmp_path / "m", query=query, candidates=trained.films[:4], ids=ids, tags=tags, k=4
+    ).path
+    found = tf.saved_model.load(str(version)).signatures["filtered"](
+        user=tf.zeros([1], tf.int64), exclude=[[b"a"]], require_tags=tf.constant([0], tf.uint64)
+    )
+    assert set(found["ids"].numpy()[0]) == {b"a\0", b"c\0\0", "\u00e9\0".encode(), b""}
+    found = tf.saved_model.load(str(version)).signatures["filtered"](
+        user=tf.zeros([1], tf.int64), exclude=[[b""]], require_tags=tf.constant([2**63], tf.uint64)
+    )
+    assert set(found["ids"].numpy()[0]) == {b"a\0", b"c\0\0", b""}
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"ids": [1, "b", 3, 4]}, "ids must be integers or strings"),
+        ({"tags": [1.5, 0, 0, 0]}, "tags must be integers"),
+        ({"tags": [2**64, 0, 0, 0]}, "tags must be integers"),
+        ({"candidates": np.full((4, 4), 1e300)}, r"vector 0 contains 1e\+300, which is too large for float32"),
+    ]
+    for given, says in wrong:
+        with pytest.raises(ConfigError, match=says):
+            export_retrieval(
+                trained.prefix, tmp_path / "n", **{"query": query, "candidates": trained.films[:4], "k": 2, **given}
+            )
 
 
 def test_names_of_an_array_are_found_and_excluded(trained: Trained, tmp_path: Path) -> None:

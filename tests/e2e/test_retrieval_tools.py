@@ -93,6 +93,20 @@ def test_the_measured_recall_is_that_of_the_answers(exports: Exports, tmp_path: 
     assert f"{recalls[searched]:.4f}" in described
 
 
+def test_every_loader_takes_a_version_whose_searches_read_more(exports: Exports, tmp_path: Path) -> None:
+    """`tf.saved_model.load` refuses a graph whose shapes are those of another number of partitions."""
+    version = exports.export(tmp_path / "m")
+    found = measure_recall(version, min_recall=1.0, queries=np.arange(USERS))
+    assert found.changed
+    loaded = tf.saved_model.load(str(version)).signatures
+    users = tf.range(USERS, dtype=tf.int64)
+    np.testing.assert_array_equal(loaded["serving_default"](user=users)["ids"], exports.best)
+    more = {"exclude": exports.best[:, :3], "require_tags": np.zeros(USERS, np.uint64)}
+    given = loaded["filtered"](user=users, **{name: tf.constant(array) for name, array in more.items()})
+    np.testing.assert_array_equal(given["ids"][:, : K - 3], exports.best[:, 3:])
+    assert not measure_recall(version, min_recall=1.0, queries=np.arange(USERS)).changed
+
+
 def test_what_has_no_recall_is_refused(exports: Exports, tmp_path: Path) -> None:
     exact = export_retrieval(exports.prefix, tmp_path / "m", query=query, candidates="table:users", k=3).path
     with pytest.raises(ConfigError, match="its index is exact"):
@@ -150,6 +164,9 @@ def test_rows_of_tables_are_written_with_their_names(exports: Exports, tmp_path:
     write_vectors(exports.prefix, tmp_path / "u.npy", table="users")
     np.testing.assert_array_equal(np.load(tmp_path / "u.npy"), exports.users)
     np.testing.assert_array_equal(np.load(tmp_path / "u.ids.npy"), np.arange(USERS))
+    (tmp_path / "u.ids.txt").write_text("of an earlier dump")
+    write_vectors(exports.prefix, tmp_path / "u.npy", table="users")
+    assert sorted(path.name for path in tmp_path.glob("u.*")) == ["u.ids.npy", "u.npy"]
     for out, table, says in (("u.csv", None, "must end in"), ("no/u.npy", None, "cannot be written")):
         with pytest.raises(ConfigError, match=says):
             write_vectors(exports.prefix, tmp_path / out, table=table)

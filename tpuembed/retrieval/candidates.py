@@ -253,8 +253,16 @@ def of_array(vectors: Any, ids: Ids | None, tags: Any) -> Iterator[CandidateBatc
     step = max(1, _BATCH_BYTES // (4 * vectors.shape[1] or 1))
     for start in range(0, len(vectors), step):
         some = slice(start, start + step)
+        with np.errstate(over="ignore"):
+            converted = np.array(vectors[some], np.float32)
+        if (lost := np.isfinite(vectors[some]) & ~np.isfinite(converted)).any():
+            row, column = np.argwhere(lost)[0]
+            raise ConfigError(
+                f"candidates: vector {start + row} contains {vectors[start + row, column]}, which is too large for float32. "
+                "Scale the vectors."
+            )
         yield CandidateBatch(
-            np.array(vectors[some], np.float32),
+            converted,
             None if ids is None else ids[some],
             None if tags is None else tags[some],
         )
@@ -349,6 +357,10 @@ def array_of(what: str, given: Any) -> Any:
 
 def _ids(what: str, given: Any) -> Ids:
     array = given.numpy() if hasattr(given, "numpy") else np.asarray(given)
+    if array.dtype.kind in "SU" and not isinstance(given, np.ndarray):
+        array = np.array(
+            given, object
+        )  # an array of strings has lost NULs at their ends, and has made strings of numbers
     if array.ndim == 1 and array.dtype.kind in "iu":
         if array.dtype.kind == "u" and len(array) and int(array.max()) >= 2**63:
             raise ConfigError(f"{what}: {int(array.max())} is no int64. Give smaller ids, or strings.")
@@ -366,6 +378,8 @@ def _tags(given: Any) -> Any:
     if given is None:
         return None
     array = given.numpy() if hasattr(given, "numpy") else np.asarray(given)
+    if array.dtype.kind in "fO" and all(type(one) is int and 0 <= one < 2**64 for one in given):
+        array = np.array(given, np.uint64)  # NumPy makes floats of a list with numbers of 64 bits
     if array.ndim != 1 or array.dtype.kind not in "iu" or (len(array) and int(array.min()) < 0):
         raise ConfigError(
             f"tags must be integers from 0 to 2^64 - 1, [n], got {array.dtype} {list(array.shape)}. Give one number for each "

@@ -106,7 +106,16 @@ class RetrievalModel(ExportableModel):
         @tf.function(input_signature=[{**specs, **more}], autograph=False)
         def filtered(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             vectors = only_output(self._query({name: inputs[name] for name in specs}))
-            return self._answer(vectors, inputs[EXCLUDE], inputs[REQUIRE])
+            exclude, require, batch = inputs[EXCLUDE], inputs[REQUIRE], tf.shape(vectors)[0]
+            with tf.control_dependencies(
+                [
+                    tf.debugging.assert_equal(tf.shape(exclude)[0], batch, "exclude must have one row for each query"),
+                    tf.debugging.assert_equal(
+                        tf.size(require), batch, "require_tags must have one number for each query"
+                    ),
+                ]
+            ):
+                return self._answer(tf.identity(vectors), tf.identity(exclude), tf.identity(require))
 
         @tf.function(input_signature=[specs], autograph=False)
         def query(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,7 +147,7 @@ class RetrievalModel(ExportableModel):
         numbers = tf.where(scores > _LOWEST, tf.gather(self._arrays["ids"], places), -1)
         if exclude is not None:
             given = numbers if entry.ids == "int64" else self._names(numbers)
-            is_out = tf.reduce_any(given[:, :, None] == exclude[:, None, :], 2)
+            is_out = _is_among(given, exclude)
             scores, order = tf.math.top_k(tf.where(is_out, _LOWEST, scores), k)
             numbers = tf.where(scores > _LOWEST, tf.gather(numbers, order, batch_dims=1), -1)
         ids = numbers if entry.ids == "int64" else self._names(numbers)
@@ -204,7 +213,8 @@ class RetrievalModel(ExportableModel):
                 )
                 return found[0], at[0]
 
-            probes = tf.constant(entry.nprobe, tf.int32, name=PROBES)
+            # `recall` and `compact` change the constant, so no shape in the graph may be inferred from it.
+            probes = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(entry.nprobe, tf.int32, name=PROBES), shape=[])
             centroids, first_blocks = (self._arrays[name].read_value() for name in ("centroids", "first_blocks"))
             scores, places = search_partitions(
                 vectors, centroids, first_blocks, blocks, some_pass, probes, k, search_all_for
@@ -236,3 +246,15 @@ class RetrievalModel(ExportableModel):
         )
         joined = tf.strings.unsorted_segment_join(characters, places.value_rowids(), tf.size(flat))
         return tf.reshape(joined, tf.shape(numbers))
+
+
+def _is_among(ids: Tensor, others: Tensor) -> Tensor:
+    """Return which of `ids`, int64 or string [batch, n], are in their row of `others` [batch, m], in memory for n + m of a row."""
+    count = tf.size(ids)
+    if ids.dtype == tf.string:  # equal strings get equal numbers
+        numbers = tf.unique(tf.concat([tf.reshape(ids, [-1]), tf.reshape(others, [-1])], 0), out_idx=tf.int64).idx
+        ids, others = tf.reshape(numbers[:count], tf.shape(ids)), tf.reshape(numbers[count:], tf.shape(others))
+    # One more, which is no id: there may be no others.
+    others = tf.sort(tf.pad(others, [[0, 0], [0, 1]], constant_values=-1), axis=1)
+    places = tf.minimum(tf.searchsorted(others, ids), tf.shape(others)[1] - 1)
+    return tf.gather(others, places, batch_dims=1) == ids

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tpuembed.config.checks import check_count
@@ -57,7 +58,7 @@ def in_batch_softmax(
         raise ConfigError(
             f"in_batch_softmax: {shapes[0][0]} queries have {shapes[1][0]} candidates. Give each query its own, in its order."
         )
-    if isinstance(temperature, int | float) and not temperature > 0:
+    if isinstance(temperature, int | float | np.number) and not temperature > 0:
         raise ConfigError(f"in_batch_softmax: temperature must be above 0, got {temperature!r}.")
     scores = tf.matmul(queries, candidates, transpose_b=True) / tf.cast(temperature, tf.float32)
     count = tf.shape(scores)[0]

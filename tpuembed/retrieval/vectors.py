@@ -141,6 +141,7 @@ def _write_npy(batches: Iterator[CandidateBatch], target: Path, dim: int) -> tup
             _write_header(vectors, np.dtype(np.float32), (count, dim))
             _write_header(ids, np.dtype(np.int64), (count,))
         (texts_path if kind == "int64" else numbers_path).unlink()
+    (texts if kind == "int64" else numbers).unlink(missing_ok=True)  # of an earlier dump
     return (numbers if kind == "int64" else texts), count, kind
 
 

@@ -154,7 +154,7 @@ class _RetrievalCalls(NativeCalls):
                 return tensorflow(*inputs)
             if signature.name == "filtered":
                 exclude, wanted = named[EXCLUDE], named[REQUIRE]
-                if not len(exclude) == len(wanted) == len(vectors):
+                if exclude.ndim != 2 or wanted.ndim != 1 or not len(exclude) == len(wanted) == len(vectors):
                     return tensorflow(*inputs)
                 ids, scores = search.filtered(vectors, exclude, wanted)
             else:

@@ -122,6 +122,7 @@ def test_wrong_arguments_of_the_loss_are_refused() -> None:
         ((ones, ones[:, :1]), {}),
         ((ones, ones[:2]), {}),
         ((ones, ones), {"temperature": 0.0}),
+        ((ones, ones), {"temperature": np.float32(0)}),
         ((ones, ones), {"sampling_probability": np.ones(2)}),
         ((ones, ones), {"candidate_ids": np.ones((3, 1), np.int64)}),
     ):
