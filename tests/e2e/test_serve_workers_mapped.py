@@ -159,6 +159,7 @@ def states(server: ServerProcess) -> dict[str, str]:
     return {one["version"]: one["state"] for one in json.loads(found[1])["model_version_status"]}
 
 
+@pytest.mark.long
 def test_a_version_is_as_far_as_the_worker_that_is_behind(server: ServerProcess) -> None:
     """One worker is stopped while the other loads a version."""
     base = base_path(server)
