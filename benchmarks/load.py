@@ -225,7 +225,7 @@ def _be_child(loader: str, version: Path) -> None:
 
     manifest = Manifest.read(version)
     assert manifest is not None
-    rows = manifest.stacks[0].rows
+    rows = manifest.tables[0].rows
     took = (LOADERS | {"server, every row": _sweep_with_server})[loader](version, rows)
     print(json.dumps({"seconds": took}), flush=True)
     sys.stdin.read()

@@ -301,11 +301,11 @@ def _loads() -> Iterator[str]:
     times, ratios = found["seconds to the first answer"], found["variables / mmap"]
     rows = [(loader, each["variables"], each["mmap"], ratios[loader]) for loader, each in times.items()]
     yield _table(("", "variables, s", "mmap, s", "variables / mmap"), rows)
-    lists = found["26 features of lists"]
-    yield (
-        f"26 features of lists, whose graph is most of the load, layout mmap: C API {lists['C API']} s, server {lists['server']} s "
-        f"(ratio {lists['server / C API']}).\n"
-    )
+    if lists := found.get("26 features of lists"):
+        yield (
+            f"26 features of lists, whose graph is most of the load, layout mmap: C API {lists['C API']} s, server "
+            f"{lists['server']} s (ratio {lists['server / C API']}).\n"
+        )
     yield (
         "".join(f"Two serving processes: {name} {_number(value)}. " for name, value in found["two processes"].items())
         + "\n"
