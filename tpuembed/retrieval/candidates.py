@@ -255,7 +255,8 @@ def of_array(vectors: Any, ids: Ids | None, tags: Any) -> Iterator[CandidateBatc
         some = slice(start, start + step)
         with np.errstate(over="ignore"):
             converted = np.array(vectors[some], np.float32)
-        if (lost := np.isfinite(vectors[some]) & ~np.isfinite(converted)).any():
+        is_wide = vectors.dtype.itemsize > converted.dtype.itemsize
+        if is_wide and (lost := np.isfinite(vectors[some]) & ~np.isfinite(converted)).any():
             row, column = np.argwhere(lost)[0]
             raise ConfigError(
                 f"candidates: vector {start + row} contains {vectors[start + row, column]}, which is too large for float32. "
@@ -358,9 +359,7 @@ def array_of(what: str, given: Any) -> Any:
 def _ids(what: str, given: Any) -> Ids:
     array = given.numpy() if hasattr(given, "numpy") else np.asarray(given)
     if array.dtype.kind in "SU" and not isinstance(given, np.ndarray):
-        array = np.array(
-            given, object
-        )  # an array of strings has lost NULs at their ends, and has made strings of numbers
+        array = np.array(given, object)  # strings of NumPy lose NULs at their ends, and numbers become strings
     if array.ndim == 1 and array.dtype.kind in "iu":
         if array.dtype.kind == "u" and len(array) and int(array.max()) >= 2**63:
             raise ConfigError(f"{what}: {int(array.max())} is no int64. Give smaller ids, or strings.")

@@ -361,9 +361,7 @@ def _of_lookup(layer: Mapping[str, Any], saved: Sequence[_Vocabulary]) -> _Vocab
         return None
     if (fields.get("output_mode") or "int") != "int" or fields.get("invert"):
         return None
-    adapted = [
-        one for one in saved if one.layer == fields.get("name") and None not in (one.entries, one.hashing, one.buckets)
-    ]
+    adapted = [one for one in saved if one.layer == fields.get("name") and None not in (one.entries, one.buckets)]
     return next(_of_config(kind, fields), adapted[0] if len(adapted) == 1 else None)
 
 
