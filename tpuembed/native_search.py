@@ -93,7 +93,9 @@ class NativeSearch:
         self.dim = stack.dim
         types = {"names": np.uint8, "centroids": np.float32}
         arrays = {name: mapped_array(version_dir, array) for name, array in entry.arrays.items()}
-        self._arrays: dict[str, Array] = {name: array.view(types.get(name, np.int64)) for name, array in arrays.items()}
+        self._arrays: dict[str, Array] = {
+            name: np.asarray(array.view(types.get(name, np.int64))) for name, array in arrays.items()
+        }
         whole = next(array for array in manifest.arrays if array.file == stack.file)
         self._rows = [mapped_array(version_dir, whole)]
         ids, tags = self._arrays["ids"].ctypes.data, self._arrays["tags"].ctypes.data if entry.has_tags else None
@@ -109,7 +111,8 @@ class NativeSearch:
             self._fresh = SearchIndex(self._rows[1].ctypes.data, fresh, ids, tags, None, *form)
         if entry.index == "ivf":
             self._centroids = np.array(self._arrays["centroids"].reshape(entry.partitions, self.dim))
-            self._first_rows = np.array(self._arrays["first_blocks"]) * entry.block_rows
+            first_rows = self._arrays["first_blocks"] * entry.block_rows
+            self._ranges = np.stack([first_rows[:-1], first_rows[1:]], 1)
 
     def search(self, queries: Array, k: int, wanted: Array | None = None) -> tuple[Array, Array]:
         """Return scores, float32 [batch, k], and places, int64 [batch, k], of the best candidates; -infinity and -1 for none.
@@ -129,7 +132,7 @@ class NativeSearch:
             search_ranges(self._index, queries, wanted, everything, scores, places)
         else:
             order = np.argpartition(-(queries @ self._centroids.T), self.entry.nprobe - 1, 1)[:, : self.entry.nprobe]
-            ranges = np.stack([self._first_rows[order], self._first_rows[order + 1]], 2)
+            ranges = self._ranges[order]
             for number in range(batch):
                 one = slice(number, number + 1)
                 some = None if wanted is None else wanted[one]

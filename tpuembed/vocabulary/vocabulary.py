@@ -4,7 +4,7 @@ import contextlib
 import copy
 import hashlib
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -589,22 +589,24 @@ class Vocabulary:
 
     def to_bytes(self) -> bytes:
         """Return the vocabulary as `from_bytes` reads it, with a checksum."""
-        with self._lock:
-            return b"".join(chunks(self._saved()))
+        found: list[bytes] = []
+        self._save(found.append)
+        return b"".join(found)
 
     def write_to(self, file: BinaryIO) -> None:
         """Write what `to_bytes` returns, some megabytes at a time."""
-        with self._lock:
-            for chunk in chunks(self._saved()):
-                file.write(chunk)
+        self._save(file.write)
 
     def digest(self) -> str:
         """Return a SHA-256 of what `to_bytes` returns, in hexadecimal digits."""
         found = hashlib.sha256()
+        self._save(found.update)
+        return found.hexdigest()
+
+    def _save(self, take: Callable[[bytes], object]) -> None:
         with self._lock:
             for chunk in chunks(self._saved()):
-                found.update(chunk)
-        return found.hexdigest()
+                take(chunk)
 
     @staticmethod
     def is_saved(start: bytes) -> bool:

@@ -159,7 +159,7 @@ def _is_large(inputs: Sequence[Array]) -> bool:
     """Returns True if it takes long to encode `inputs`."""
     if sum([array.size for array in inputs]) > INLINE_ELEMENTS:
         return True
-    return sum([sum(map(len, array.flat)) for array in inputs if array.dtype == object]) > INLINE_BYTES
+    return sum([sum(map(len, array.flat)) for array in inputs if array.dtype.kind == "O"]) > INLINE_BYTES
 
 
 def _predict_request(model: str, version: int, signature: Signature, inputs: Sequence[Array]) -> bytes:
@@ -168,19 +168,19 @@ def _predict_request(model: str, version: int, signature: Signature, inputs: Seq
     request.model_spec.signature_name = signature.name
     for info, array in zip(signature.inputs, inputs, strict=True):
         # Serialized examples are strings, whatever the signature takes. The other server refuses them if they do not fit.
-        encode_content(array, "string" if array.dtype == object else info.dtype, request.inputs[info.alias])
+        encode_content(array, "string" if array.dtype.kind == "O" else info.dtype, request.inputs[info.alias])
     return bytes(request.SerializeToString())
 
 
 def _outputs(answer: bytes, signature: Signature, target: str) -> list[Array]:
     try:
-        found = predict_pb2.PredictResponse.FromString(answer)
+        found = predict_pb2.PredictResponse.FromString(answer).outputs
     except DecodeError:
         raise StatusError(Code.INTERNAL, f"{target} sent an answer that is not a PredictResponse") from None
-    missing = [info.alias for info in signature.outputs if info.alias not in found.outputs]
+    missing = [info.alias for info in signature.outputs if info.alias not in found]
     if missing:
         raise StatusError(Code.INTERNAL, f"{target} sent an answer without the outputs {', '.join(missing)}")
-    return [decode_tensor(found.outputs[info.alias], info.alias) for info in signature.outputs]
+    return [decode_tensor(found[info.alias], info.alias) for info in signature.outputs]
 
 
 def _status_error(error: Any, target: str, server: str, remedy: str = "") -> StatusError:

@@ -164,8 +164,8 @@ def _fixed_width_values(values: Any, field: _Field) -> Array:
     """Return the values without creating Python numbers: a message with only this field ends in the values' bytes."""
     alone = tensor_pb2.TensorProto()
     getattr(alone, field.name).MergeFrom(values)
-    size = len(values) * field.carrier.itemsize
-    return np.frombuffer(alone.SerializeToString()[-size:] if size else b"", field.dtype)
+    data = alone.SerializeToString()
+    return np.frombuffer(data, field.dtype, offset=len(data) - len(values) * field.carrier.itemsize)
 
 
 def _filled(values: Array, count: int, dtype: np.dtype[Any]) -> Array:
@@ -214,7 +214,7 @@ def encode_tensor(array: Array, dtype: str, proto: Any) -> None:
     Raises:
         StatusError: UNIMPLEMENTED, the dtype is not supported.
     """
-    number = types_pb2.DataType.Value(f"DT_{dtype.upper()}")
+    number = _number(dtype)
     head, field = _head(number, array.shape), _FIELDS.get(number)
     if field is not None and field.fixed_width and array.size:
         data = np.ascontiguousarray(array, field.dtype).tobytes()
@@ -235,13 +235,18 @@ def encode_content(array: Array, dtype: str, proto: Any) -> None:
     Raises:
         StatusError: UNIMPLEMENTED, the dtype is not supported.
     """
-    number = types_pb2.DataType.Value(f"DT_{dtype.upper()}")
+    number = _number(dtype)
     field = _FIELDS.get(number)
     if field is None or array.dtype != field.dtype or not array.size:
         encode_tensor(array, dtype, proto)
         return
     proto.MergeFromString(_head(number, array.shape))
     proto.tensor_content = array.tobytes()
+
+
+@functools.cache
+def _number(dtype: str) -> int:
+    return int(types_pb2.DataType.Value(f"DT_{dtype.upper()}"))
 
 
 @functools.lru_cache(maxsize=1024)
