@@ -131,8 +131,13 @@ def _numbers(proto: Any, field: _Field, shape: tuple[int, ...]) -> Array:
         return np.empty(shape, field.dtype)
     if content := proto.tensor_content:
         return _from_content(content, field, count).reshape(shape)
-    values = _field_values(getattr(proto, field.name), field)
-    return _filled(values, count, field.dtype).reshape(shape)
+    values = getattr(proto, field.name)
+    if field.fixed_width and len(values) == count * field.per_element:
+        # Nothing but the dtype, the shape and these values, as servers write it: one copy is enough.
+        whole, head = proto.SerializeToString(), _head(proto.dtype, shape, field.name)
+        if len(whole) == len(head) + count * field.dtype.itemsize and whole.startswith(head):
+            return np.frombuffer(whole, field.dtype, offset=len(head)).reshape(shape)
+    return _filled(_field_values(values, field), count, field.dtype).reshape(shape)
 
 
 def _from_content(content: bytes, field: _Field, count: int) -> Array:
@@ -215,12 +220,12 @@ def encode_tensor(array: Array, dtype: str, proto: Any) -> None:
         StatusError: UNIMPLEMENTED, the dtype is not supported.
     """
     number = _number(dtype)
-    head, field = _head(number, array.shape), _FIELDS.get(number)
+    field = _FIELDS.get(number)
     if field is not None and field.fixed_width and array.size:
         data = np.ascontiguousarray(array, field.dtype).tobytes()
-        proto.MergeFromString(b"%b%b%b%b" % (head, _tag(field.name), varint(len(data)), data))
+        proto.MergeFromString(_head(number, array.shape, field.name) + data)
         return
-    proto.MergeFromString(head)
+    proto.MergeFromString(_head(number, array.shape))
     if number == types_pb2.DT_STRING:
         proto.string_val.extend(array.ravel().tolist())
     elif field is not None:
@@ -250,13 +255,17 @@ def _number(dtype: str) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _head(number: int, shape: tuple[int, ...]) -> bytes:
-    """Return a TensorProto of this dtype and shape without values, serialized."""
+def _head(number: int, shape: tuple[int, ...], values: str = "") -> bytes:
+    """Return a serialized TensorProto of this dtype and shape, up to the bytes of the field `values`, which has them all."""
     proto = tensor_pb2.TensorProto(dtype=number)
     proto.tensor_shape.SetInParent()  # a scalar has an empty shape, not a missing one
     for size in shape:
         proto.tensor_shape.dim.add().size = size
-    return bytes(proto.SerializeToString())
+    head = bytes(proto.SerializeToString())
+    if not values:
+        return head
+    tag = tensor_pb2.TensorProto.DESCRIPTOR.fields_by_name[values].number << 3 | 2  # 2: a length, and bytes
+    return head + varint(tag) + varint(math.prod(shape) * _FIELDS[number].dtype.itemsize)
 
 
 def _put(proto: Any, field: _Field, array: Array) -> None:
@@ -264,9 +273,3 @@ def _put(proto: Any, field: _Field, array: Array) -> None:
     flat, values = (flat.view("<u2") if field.name == "half_val" else flat), getattr(proto, field.name)
     for start in range(0, len(flat), _PIECE):
         values.extend(flat[start : start + _PIECE].tolist())
-
-
-@functools.cache
-def _tag(name: str) -> bytes:
-    """Return the tag of a packed field: its number, and wire type 2 (length-delimited)."""
-    return varint(tensor_pb2.TensorProto.DESCRIPTOR.fields_by_name[name].number << 3 | 2)
