@@ -14,7 +14,7 @@ from tpuembed_serving.core.pipeline import INLINE_BYTES, INLINE_ELEMENTS
 from tpuembed_serving.core.servable import Array, Signature, State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.grpc.prediction_service import EXPORT_ID_FIELD
-from tpuembed_serving.grpc.tensor_proto import decode_tensor, encode_content
+from tpuembed_serving.grpc.tensor_proto import decode_tensor, encode_input
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
 __all__ = ["Access", "Definitions", "RemotePredictions", "RemoteStates"]
@@ -166,10 +166,12 @@ def _predict_request(model: str, version: int, signature: Signature, inputs: Seq
     request = predict_pb2.PredictRequest()
     request.model_spec.name, request.model_spec.version.value = model, version
     request.model_spec.signature_name = signature.name
-    for info, array in zip(signature.inputs, inputs, strict=True):
-        # Serialized examples are strings, whatever the signature takes. The other server refuses them if they do not fit.
-        encode_content(array, "string" if array.dtype.kind == "O" else info.dtype, request.inputs[info.alias])
-    return bytes(request.SerializeToString())
+    # Serialized examples are strings, whatever the signature takes. The other server refuses them if they do not fit.
+    named = [
+        encode_input(info.alias, array, "string" if array.dtype.kind == "O" else info.dtype)
+        for info, array in zip(signature.inputs, inputs, strict=True)
+    ]
+    return bytes(request.SerializeToString()) + b"".join(named)
 
 
 def _outputs(answer: bytes, signature: Signature, target: str) -> list[Array]:

@@ -14,14 +14,16 @@ import ml_dtypes
 import numpy as np
 from tensorflow.core.framework import tensor_pb2, tensor_shape_pb2, types_pb2
 
-from tpuembed.protobuf import MalformedError, read_varint, varint
+from tpuembed.protobuf import MalformedError, bytes_field, read_varint, varint
 from tpuembed_serving.core.servable import Array
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 
-__all__ = ["MAX_FILLED_BYTES", "decode_tensor", "dtype_name", "encode_content", "encode_tensor"]
+__all__ = ["MAX_FILLED_BYTES", "decode_tensor", "dtype_name", "encode_input", "encode_tensor"]
 
 MAX_FILLED_BYTES: Final = 64 << 20
 """The largest tensor whose last value is repeated because not all values are sent."""
+_BYTES: Final = 2
+"""The wire type of a field that is a length, and so many bytes."""
 _STRING_BYTES: Final = 64
 """The memory of a short string: in the array, in TensorFlow and in an answer."""
 _MAX_RANK: Final = 64
@@ -234,19 +236,35 @@ def encode_tensor(array: Array, dtype: str, proto: Any) -> None:
         raise StatusError(Code.UNIMPLEMENTED, f"tensors of type {dtype} cannot be sent")
 
 
-def encode_content(array: Array, dtype: str, proto: Any) -> None:
-    """Fill an empty TensorProto, with numbers as their bytes, which both sides convert fast. TensorFlow reads both forms.
+def encode_input(alias: str, array: Array, dtype: str) -> bytes:
+    """Return an input of a serialized PredictRequest, with numbers as their bytes, which both sides convert fast.
+
+    TensorFlow reads both forms of a tensor.
 
     Raises:
         StatusError: UNIMPLEMENTED, the dtype is not supported.
     """
     number = _number(dtype)
     field = _FIELDS.get(number)
-    if field is None or array.dtype != field.dtype or not array.size:
-        encode_tensor(array, dtype, proto)
-        return
-    proto.MergeFromString(_head(number, array.shape))
-    proto.tensor_content = array.tobytes()
+    if field is not None and array.dtype == field.dtype and array.size:
+        return _input_head(alias, number, array.shape) + array.tobytes()
+    proto = tensor_pb2.TensorProto()
+    encode_tensor(array, dtype, proto)
+    tensor = proto.SerializeToString()
+    return _entry_head(alias, len(tensor)) + tensor
+
+
+@functools.lru_cache(maxsize=4096)
+def _input_head(alias: str, number: int, shape: tuple[int, ...]) -> bytes:
+    """Return what `encode_input` returns, up to the bytes of the numbers."""
+    head = _head(number, shape, "tensor_content")
+    return _entry_head(alias, len(head) + math.prod(shape) * _FIELDS[number].dtype.itemsize) + head
+
+
+def _entry_head(alias: str, tensor_bytes: int) -> bytes:
+    """Return an entry of the map `inputs`, field 2 of a PredictRequest, up to its tensor: the key is field 1, the value field 2."""
+    entry = bytes_field(1, alias.encode()) + varint(2 << 3 | _BYTES) + varint(tensor_bytes)
+    return varint(2 << 3 | _BYTES) + varint(len(entry) + tensor_bytes) + entry
 
 
 @functools.cache
@@ -264,7 +282,7 @@ def _head(number: int, shape: tuple[int, ...], values: str = "") -> bytes:
     head = bytes(proto.SerializeToString())
     if not values:
         return head
-    tag = tensor_pb2.TensorProto.DESCRIPTOR.fields_by_name[values].number << 3 | 2  # 2: a length, and bytes
+    tag = tensor_pb2.TensorProto.DESCRIPTOR.fields_by_name[values].number << 3 | _BYTES
     return head + varint(tag) + varint(math.prod(shape) * _FIELDS[number].dtype.itemsize)
 
 

@@ -9,9 +9,10 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorflow.core.framework import tensor_pb2, types_pb2
+from tensorflow_serving.apis import predict_pb2
 
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.grpc.tensor_proto import MAX_FILLED_BYTES, decode_tensor, encode_content, encode_tensor
+from tpuembed_serving.grpc.tensor_proto import MAX_FILLED_BYTES, decode_tensor, encode_input, encode_tensor
 
 DTYPES = (
     "float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64",
@@ -81,25 +82,36 @@ def test_what_tensorflow_wrote_is_read_and_what_is_written_tensorflow_reads(name
     assert len(getattr(proto, FIELDS.get(name_of(dtype), "int_val"))) == array.size * (1 + dtype.is_complex)
     same(truth(proto, dtype), array)
     same(decode_tensor(proto, "x"), array)
-    in_bytes = tensor_pb2.TensorProto()
-    encode_content(array, name_of(dtype), in_bytes)
+    in_bytes = content_of(array, name_of(dtype))
     assert bool(in_bytes.tensor_content) == (name != "string" and array.size > 0)
     same(truth(in_bytes, dtype), array)
     same(decode_tensor(in_bytes, "x"), array)
 
 
-@pytest.mark.parametrize("encode", [encode_tensor, encode_content])
-def test_an_array_in_another_order_is_written_by_rows(encode: Any) -> None:
+def content_of(array: Any, dtype: str) -> Any:
+    """The tensor of an input of a request that protobuf reads."""
+    (named,) = predict_pb2.PredictRequest.FromString(encode_input("ä" * 100, array, dtype)).inputs.items()
+    assert named[0] == "ä" * 100
+    return named[1]
+
+
+def test_an_array_in_another_order_is_written_by_rows() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3).T
     proto = tensor_pb2.TensorProto()
-    encode(array, "float", proto)
+    encode_tensor(array, "float", proto)
     same(tf.make_ndarray(proto), array)
+    same(tf.make_ndarray(content_of(array, "float")), array)
 
 
 def test_the_bytes_of_another_dtype_are_not_sent() -> None:
-    proto = tensor_pb2.TensorProto()
-    encode_content(np.array([1, 2], ">i8"), "int64", proto)
-    same(tf.make_ndarray(proto), np.array([1, 2]))
+    same(tf.make_ndarray(content_of(np.array([1, 2], ">i8"), "int64")), np.array([1, 2]))
+
+
+def test_inputs_of_one_name_and_one_size_keep_their_shapes() -> None:
+    for shape in ((6,), (6, 1), (1, 6), (2, 3), (3, 2), (2, 3)):
+        for name, dtype in (("int64", np.int64), ("double", np.float64)):
+            array = np.arange(6, dtype=dtype).reshape(shape)
+            same(tf.make_ndarray(content_of(array, name)), array)
 
 
 NUMBERS = {
