@@ -126,7 +126,7 @@ def test_zeros_of_some_features_of_a_shard_are_refused(trained: Trained, tmp_pat
         for zeros, text in (({"one": "zeros"}, "not that of"), ({"other": "zeros"}, "no output of a shard")):
             front = cluster.another_front(stack, on_failure=zeros, shards=unlisted)
             wait_until_logged(front, text)
-            assert front.predict({"instances": [{"one": 1}]})[0] == 400
+            assert front.predict({"instances": [{"one": 1}]})[0] == 503
     assert len(plan.shards) == 1
 
 
