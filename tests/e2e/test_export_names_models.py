@@ -22,6 +22,7 @@ from tpuembed import (
 )
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import CheckpointMismatchError, ConfigError
+from tpuembed.export.graph.vocabularies import compare_vocabularies
 from tpuembed.manifest import Manifest
 from tpuembed_serving.tensorflow import session as runtime
 
@@ -213,6 +214,18 @@ def of_a_subclass(names: Any) -> Any:
     return OwnLookup(vocabulary=["ann", "bob", "eve"])(names)
 
 
+@keras.saving.register_keras_serializable("tests")
+class Stripped(keras.layers.Layer):
+    """Changes names before they are looked up."""
+
+    def call(self, names: Any) -> Any:
+        return tf.strings.strip(names)
+
+
+def after_another(names: Any) -> Any:
+    return keras.layers.StringLookup(vocabulary=["ann", "bob", "eve"])(Stripped()(names))
+
+
 def hidden_and_adapted(names: Any) -> Any:
     """Two lookups that a class makes. The file has the entries of one alone, which is of no table."""
     return HiddenBeside(["eve", "bob", "ann"])(names)
@@ -229,7 +242,7 @@ class HiddenBeside(Hidden):
         self.built = True
 
 
-@pytest.mark.parametrize("ids", [shifted, through_a_layer, of_a_subclass, hidden_and_adapted])
+@pytest.mark.parametrize("ids", [shifted, through_a_layer, of_a_subclass, after_another, hidden_and_adapted])
 @pytest.mark.parametrize("names", [["ann", "bob", "eve"], ["eve", "bob", "ann"]])
 def test_names_are_neither_refused_nor_accepted_in_silence_if_the_file_does_not_say_them(
     tmp_path: Path, ids: Any, names: list[str]
@@ -288,6 +301,70 @@ def test_names_are_not_compared_with_a_lookup_that_is_called_like_the_input_of_a
 
     with pytest.warns(UserWarning, match="cannot be compared with the training.*'items', 'users'"):
         export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=build)
+
+
+@keras.saving.register_keras_serializable("tests")
+class CallsParts(keras.Model):
+    """Calls a layer of a functional model with ids of its own, as no config says."""
+
+    def __init__(self, base: Any, words: list[str], **options: Any) -> None:
+        super().__init__(**options)
+        self.base, self.look = base, keras.layers.StringLookup(vocabulary=words)
+
+    def call(self, names: Any) -> Any:
+        return self.base.get_layer("e")(self.look(names))
+
+    def get_config(self) -> dict[str, Any]:
+        return {"base": keras.saving.serialize_keras_object(self.base), "name": self.name}
+
+
+@pytest.mark.parametrize("names", [["ann", "bob", "eve"], ["eve", "bob", "ann"]])
+def test_a_functional_model_that_another_class_may_call_otherwise_proves_nothing(
+    tmp_path: Path, names: list[str]
+) -> None:
+    def base(given: list[str] | None) -> keras.Model:
+        user = keras.Input((), dtype="string", name="user")
+        vocabulary = None if given is None else Vocabulary(given, oov_buckets=1)
+        ids = user if given else keras.layers.StringLookup(vocabulary=["ann", "bob", "eve"])(user)
+        feature = FeatureConfig(TableConfig(8, 2, "users"), vocabulary=vocabulary)
+        return keras.Model(user, TPUEmbedding(feature, optimizer="sgd", name="e")(ids))
+
+    model = CallsParts(base(None), ["eve", "bob", "ann"])
+    model(tf.constant(["ann"]))
+    model.save(tmp_path / "m.keras")
+    with pytest.warns(UserWarning, match="cannot be compared with the training"):
+        compare_vocabularies(base(names), tmp_path / "m.keras", {"users": Vocabulary(names, oov_buckets=1)})
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_names_of_a_model_in_a_model_are_compared_where_it_takes_inputs(tmp_path: Path, is_first: bool) -> None:
+    user = keras.Input((), dtype="string", name="user")
+    ids = keras.layers.StringLookup(vocabulary=["ann", "bob", "eve"])(user)
+    feature = FeatureConfig(TableConfig(8, 2, "users"))
+    inner = keras.Model(user, TPUEmbedding(feature, optimizer="sgd", name="e")(ids))
+    outer = keras.Input((), dtype="string", name="outer")
+    keras.Model(outer, inner(outer if is_first else Stripped()(outer))).save(tmp_path / "m.keras")
+    given = {"users": Vocabulary(["eve", "bob", "ann"], oov_buckets=1)}
+    if is_first:
+        with refused(CheckpointMismatchError):
+            compare_vocabularies(inner, tmp_path / "m.keras", given)
+        compare_vocabularies(inner, tmp_path / "m.keras", {"users": Vocabulary(["ann", "bob", "eve"], oov_buckets=1)})
+    else:
+        with pytest.warns(UserWarning, match="cannot be compared with the training"):
+            compare_vocabularies(inner, tmp_path / "m.keras", given)
+
+
+def test_a_free_row_is_no_name(tmp_path: Path) -> None:
+    user = keras.Input((), dtype="string", name="user")
+    ids = keras.layers.StringLookup(vocabulary=["ann", "None", "eve"])(user)
+    feature = FeatureConfig(TableConfig(8, 2, "users"))
+    model = keras.Model(user, TPUEmbedding(feature, optimizer="sgd", name="e")(ids))
+    model.save(tmp_path / "m.keras")
+    names = Vocabulary(["ann", "None", "eve"], oov_buckets=1, grows=True)
+    compare_vocabularies(model, tmp_path / "m.keras", {"users": names})
+    names.remove(["None"])
+    with refused(CheckpointMismatchError):
+        compare_vocabularies(model, tmp_path / "m.keras", {"users": names})
 
 
 def test_names_of_a_sequential_model_are_those_of_the_lookup_before_the_layer(tmp_path: Path) -> None:

@@ -703,12 +703,20 @@ class Vocabulary:
             self._sightings.forget(saved.free)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return a copy of its state of one moment: other threads may add names before it is written."""
         with self._lock:
-            return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_followers")}
+            own = {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_followers")}
+            return copy.deepcopy(own)
 
     def __copy__(self) -> "Vocabulary":
-        """Return one whose names change apart from these, as `copy.deepcopy` does."""
-        return copy.deepcopy(self)
+        """Return one whose names change apart from these."""
+        found = type(self).__new__(type(self))
+        found.__setstate__(self.__getstate__())
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Vocabulary":
+        found = memo[id(self)] = self.__copy__()
+        return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock(), _followers=Followers())

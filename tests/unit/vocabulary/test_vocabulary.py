@@ -1,6 +1,9 @@
 """`Vocabulary` against Keras' lookups, TensorFlow's hash, and a dictionary."""
 
 import collections
+import copy
+import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,3 +270,33 @@ def test_lines_that_end_with_crlf_are_refused(tmp_path: Path) -> None:
     assert Vocabulary.from_file(path).get_vocabulary() == ["ann\r", "bob"]
     path.write_bytes(b"5\r\n7\r\n")
     assert Vocabulary.from_file(path, dtype="int64").get_vocabulary()[-2:] == [5, 7]
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_is_of_one_moment_while_another_thread_adds_names(take: Any) -> None:
+    vocabulary = Vocabulary(["a", "b"], grows=True, min_count=2)
+    vocabulary.grow(["c"], room=9, update=0)  # which makes its sketch
+    others = list[threading.Thread]()
+
+    class Sketched:
+        """Another thread adds a name in the middle of the copy."""
+
+        def __deepcopy__(self, memo: Any) -> "Sketched":
+            others.append(threading.Thread(target=vocabulary.add, args=(["d"],)))
+            others[0].start()
+            others[0].join(0.3)
+            return self
+
+        def __reduce__(self) -> Any:
+            if not others:
+                self.__deepcopy__({})
+            return int, ()
+
+    vocabulary.__dict__["_first"] = Sketched()
+    vocabulary.__dict__ = {"_first": vocabulary.__dict__.pop("_first"), **vocabulary.__dict__}
+    found = take(vocabulary)
+    others[0].join()
+    copied = pickle.loads(found) if isinstance(found, bytes) else found
+    assert copied.names(range(copied.rows)) == [b"a", b"b"]
+    assert copied.lookup(["a", "b", "d"]).tolist() == [0, 1, UNKNOWN]
+    assert vocabulary.lookup(["d"]).tolist() == [2]

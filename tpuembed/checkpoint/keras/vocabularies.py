@@ -23,7 +23,7 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointNotFoundError, Con
 from tpuembed.files import FilePath
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["CLASSES", "add_pairs", "of_file", "of_layer"]
+__all__ = ["CLASSES", "add_pairs", "of_file", "of_layer", "words_of"]
 
 CLASSES: Final = ("StringLookup", "IntegerLookup")
 """The lookup layers that can be read."""
@@ -101,8 +101,8 @@ def of_file(path: FilePath, layer: str, options: Mapping[str, Any]) -> Vocabular
         where = f"model file {path}: layer {name!r}"
         dtype = "string" if class_name == "StringLookup" else str(settings.get("vocabulary_dtype") or "int64")
         found = _without_names(where, settings, dtype, options)
-        words = settings.get("vocabulary")
-        if isinstance(words, list):
+        words = words_of(settings)
+        if words is not None:
             special = words[: found.oov_buckets]
             has_special = special == [settings.get("oov_token")] * len(special) and len(special) == found.oov_buckets
             given = words[len(special) :] if has_special else words
@@ -120,6 +120,21 @@ def of_file(path: FilePath, layer: str, options: Mapping[str, Any]) -> Vocabular
             f"{where}: has {size} rows, and {has} in the file's vocabulary. A name with a line end makes several. Pass the layer."
         )
     return found
+
+
+def words_of(settings: Mapping[str, Any]) -> list[Any] | None:
+    """Return the list in the config of a lookup layer, or None. Keras describes bytes in it as objects."""
+    words = settings.get("vocabulary")
+    if not isinstance(words, list):
+        return None
+    return [
+        word["config"].get("value")
+        if isinstance(word, Mapping)
+        and word.get("class_name") == "__bytes__"
+        and isinstance(word.get("config"), Mapping)
+        else word
+        for word in words
+    ]
 
 
 def _lookups(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -128,7 +128,7 @@ class OrbaxCheckpoint(Checkpoint):
             yield self._step.path / STEP_METADATA
         for item in self._items:
             yield item.folder / METADATA
-            if item.ocdbt:
+            if item.ocdbt and (item.folder / MANIFEST).is_file():  # an item without arrays has none
                 yield item.folder / MANIFEST
 
     def _check(self, table: str, slot: str | None) -> None:

@@ -26,6 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tpuembed.checkpoint.keras.vocabularies import words_of
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, warn
 from tpuembed.export.graph.layer_graphs import snake_case
 from tpuembed.files import FilePath, as_path, names_below, open_stream
@@ -38,6 +39,11 @@ _LOOKUPS: Final = (keras.layers.StringLookup, keras.layers.IntegerLookup)
 _CHUNK: Final = 1 << 16
 _CONFIG, _WEIGHTS, _VOCABULARY = "config.json", "model.weights.h5", "vocabulary.txt"
 _KINDS: Final = ("string_lookup", "integer_lookup", "text_vectorization")
+
+_REMEDY: Final = (
+    "Take them from there with read_vocabulary, or make the lookup layer in the factory too. Keras saves the list that a layer was "
+    "made with, and not what set_vocabulary made of it: then export from a TensorFlow checkpoint of the model"
+)
 
 _Lists = dict[tuple[str, ...], list[Any]]
 
@@ -256,7 +262,8 @@ def _check_given(
     for table, vocabulary in given.items():
         lookups = of_tables.get(table, [None])
         known = [one for one in lookups if one is not None]
-        names, hashing = _of_names(vocabulary) if known else [], _hashing_of(vocabulary)
+        names: list[bytes | None] = _of_names(vocabulary) if known else []
+        hashing = _hashing_of(vocabulary)
         same = [one for one in known if _has_names(one, vocabulary, names)]
         fits = [one for one in same if one.hashing == hashing]
         if len(fits) == len(lookups):
@@ -266,13 +273,13 @@ def _check_given(
         elif same:
             raise CheckpointMismatchError(
                 f"model file {source}: unknown names of table {table!r} get rows {_shown_hashings(hashing, same[0].hashing)}, of "
-                f"layer {same[0].layer!r}. Take the vocabulary from there with read_vocabulary."
+                f"layer {same[0].layer!r}. {_REMEDY}"
             )
         else:
-            shown = dict.fromkeys(f"{one.layer!r} ({one.described.size} entries)" for one in known)
+            shown = dict.fromkeys(f"{one.layer!r} ({_shown_size(one)})" for one in known)
             raise CheckpointMismatchError(
-                f"model file {source}: the factory gives the names of table {table!r}, {len(names)} names, and the file has "
-                f"others, of layer {', '.join(shown)}. Take them from there with read_vocabulary."
+                f"model file {source}: the factory gives the names of table {table!r}, {len(names)} after {vocabulary.oov_buckets} "
+                f"rows for unknown ones, and the file has others, of layer {', '.join(shown)}. {_REMEDY}"
             )
     if unproven:
         tables = ", ".join(map(repr, unproven))
@@ -283,23 +290,20 @@ def _check_given(
         )
 
 
+def _shown_size(lookup: _Vocabulary) -> str:
+    if lookup.buckets == -1:
+        return f"{lookup.described.size} entries, with a mask before the names"
+    return f"{lookup.described.size - (lookup.buckets or 0)} after {lookup.buckets}"
+
+
 def _lookups_of_tables(config: Any, saved: Sequence[_Vocabulary]) -> dict[str, list[_Vocabulary | None]]:
     """Return table -> the lookups whose outputs are the ids of its features, in all calls of its layer.
 
-    They are known where our layer takes the output of Keras' own StringLookup or IntegerLookup itself, in a functional or
-    sequential model. None stands for every other feature.
+    They are known where our layer takes the output of Keras' own StringLookup or IntegerLookup itself, and that takes an input of
+    the model, which is functional or sequential, as are models inside of it. None stands for every other feature.
     """
-    calls: dict[int, list[Any]] = {}  # by the identity of a layer's config: the layers that its calls take
-    for described, fields in _described(config):
-        kind = described["class_name"] if _is_of_keras(described) else ""
-        if kind not in ("Functional", "Sequential"):
-            continue
-        listed = fields.get("layers")
-        layers = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
-        by_name = {str(layer.get("name")): layer for layer in layers}
-        for before, layer in zip([None, *layers], layers, strict=False):
-            taken = [before] if kind == "Sequential" else _taken(layer.get("inbound_nodes"), by_name)
-            calls.setdefault(id(layer.get("config")), []).extend(taken)
+    calls, of_inputs = dict[int, list[Any]](), set[int]()
+    _walk(config, True, calls, of_inputs)
     found: dict[str, list[_Vocabulary | None]] = {}
     for described, fields in _described(config):
         features = fields.get("feature_config")
@@ -308,10 +312,47 @@ def _lookups_of_tables(config: Any, saved: Sequence[_Vocabulary]) -> dict[str, l
         is_ours = str(described.get("registered_name")).startswith("tpuembed>")
         for call in (calls.get(id(fields)) if is_ours else None) or [None]:
             for table, layer in _links(features.get("features"), call):
-                lookup = None if layer is None else _of_lookup(layer, saved)
+                lookup = None if id(layer) not in of_inputs else _of_lookup(layer, saved)
                 if lookup not in found.setdefault(table, []):
                     found[table].append(lookup)
     return found
+
+
+def _walk(model: Any, takes_inputs: bool, calls: dict[int, list[Any]], of_inputs: set[int]) -> None:
+    """Find what the layers of a functional or sequential model take, and those of the models inside of it.
+
+    A model in the config of another class is left out: that class may call its layers in another way.
+
+    Args:
+        model: as a config describes it.
+        takes_inputs: its inputs are those of the whole model.
+        calls: gets the layers that each call of a layer takes, by the identity of the layer's config.
+        of_inputs: gets the identities of the layers that take nothing but inputs of the whole model.
+    """
+    is_model = isinstance(model, Mapping) and model.get("class_name") in ("Functional", "Sequential")
+    fields = model.get("config") if is_model and _is_of_keras(model) else None
+    listed = fields.get("layers") if isinstance(fields, Mapping) else None
+    layers = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    by_name = {str(layer.get("name")): layer for layer in layers}
+    for before, layer in zip([None, *layers], layers, strict=False):
+        if model["class_name"] == "Sequential":
+            taken = [before]
+            is_first = before is None or before.get("class_name") == "InputLayer"
+        else:
+            taken = _taken(layer.get("inbound_nodes"), by_name)
+            is_first = bool(taken) and all(map(_is_input, taken))
+        calls.setdefault(id(layer.get("config")), []).extend(taken)
+        if takes_inputs and is_first:
+            of_inputs.add(id(layer))
+        _walk(layer, takes_inputs and is_first, calls, of_inputs)
+
+
+def _is_input(taken: Any) -> bool:
+    """Return True if a call takes inputs of its model alone; see `_taken`."""
+    if isinstance(taken, Mapping) and isinstance(taken.get("class_name"), str):
+        return bool(taken["class_name"] == "InputLayer")
+    children = list(taken.values()) if isinstance(taken, Mapping) else taken if isinstance(taken, list) else []
+    return bool(children) and all(map(_is_input, children))
 
 
 def _is_of_keras(described: Mapping[str, Any]) -> bool:
@@ -365,12 +406,13 @@ def _of_lookup(layer: Mapping[str, Any], saved: Sequence[_Vocabulary]) -> _Vocab
     return next(_of_config(kind, fields), adapted[0] if len(adapted) == 1 else None)
 
 
-def _of_names(vocabulary: Vocabulary) -> list[bytes]:
+def _of_names(vocabulary: Vocabulary) -> list[bytes | None]:
+    """Return the names of all rows after the buckets, None for free ones."""
     names = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows))
-    return [name if isinstance(name, bytes) else str(name).encode() for name in names]
+    return [name if name is None or isinstance(name, bytes) else str(name).encode() for name in names]
 
 
-def _has_names(saved: _Vocabulary, vocabulary: Vocabulary, names: list[bytes]) -> bool:
+def _has_names(saved: _Vocabulary, vocabulary: Vocabulary, names: list[bytes | None]) -> bool:
     """Return True if `saved` gives each of `names` the row that `vocabulary` does. What it calls its buckets is its own."""
     assert saved.entries is not None
     buckets = vocabulary.oov_buckets
@@ -589,8 +631,8 @@ def _described(config: Any) -> Iterator[tuple[Mapping[str, Any], Mapping[str, An
 
 def _of_config(class_name: str, fields: Mapping[str, Any]) -> Iterator[_Vocabulary]:
     kind, name = snake_case(class_name), str(fields.get("name", ""))
-    words = fields.get("vocabulary")
-    if isinstance(words, list) and words and (class_name == "TextVectorization" or "num_oov_indices" in fields):
+    words = words_of(fields)
+    if words and (class_name == "TextVectorization" or "num_oov_indices" in fields):
         is_text = class_name == "TextVectorization"  # the config of its lookup layer
         mask, oov, count = (
             ("", "[UNK]", 1) if is_text else [fields.get(k) for k in ("mask_token", "oov_token", "num_oov_indices")]

@@ -37,6 +37,8 @@ HAS_OOV_METHOD = "oov_method" in inspect.signature(keras.layers.IntegerLookup.__
 LAYERS = {
     "given": lambda: strings(vocabulary=WORDS),
     "given with its buckets": lambda: strings(vocabulary=["[UNK]", *WORDS]),
+    "given as bytes": lambda: strings(vocabulary=np.array([word.encode() for word in WORDS])),
+    "given as a tensor": lambda: strings(vocabulary=tf.constant(WORDS)),
     "three buckets": lambda: strings(vocabulary=WORDS, num_oov_indices=3),
     "no buckets": lambda: strings(vocabulary=WORDS, num_oov_indices=0),
     "adapted": lambda: adapted(strings(num_oov_indices=2), WORDS * 2 + WORDS[:9]),

@@ -54,6 +54,21 @@ def value(path: Path | str) -> float:
         return float(checkpoint.read("table")[0, 0])
 
 
+def test_an_item_without_arrays_is_beside_the_tables(tmp_path: Path) -> None:
+    """The callback OrbaxCheckpoint of Keras writes the model's config as such an item, which has no manifest."""
+    path = step(tmp_path, 3.0)
+    (path / "model_config").mkdir()
+    of_text = {"key_metadata": [{"key": "config", "key_type": 2}], "value_metadata": {"value_type": "string"}}
+    (path / "model_config" / "_METADATA").write_text(
+        json.dumps({"tree_metadata": {"('config',)": of_text}, "use_ocdbt": True, "use_zarr3": True})
+    )
+    (path / "model_config" / "_strings.json").write_text('{"config": "{}"}')
+    with open_checkpoint(path) as checkpoint:
+        (table,) = checkpoint.tables()
+        assert checkpoint.read(table)[0, 0] == 3.0
+        assert checkpoint.fingerprint() == checkpoint.fingerprint()
+
+
 class TestPaths:
     def test_what_leads_to_a_step(self, tmp_path: Path) -> None:
         for number in (9, 10, 2):
