@@ -41,8 +41,8 @@ _CONFIG, _WEIGHTS, _VOCABULARY = "config.json", "model.weights.h5", "vocabulary.
 _KINDS: Final = ("string_lookup", "integer_lookup", "text_vectorization")
 
 _REMEDY: Final = (
-    "Take them from there with read_vocabulary, or make the lookup layer in the factory too. If set_vocabulary replaced the list that "
-    "the layer was made with, Keras saved the old one: then export from a TensorFlow checkpoint"
+    "Take them from there with read_vocabulary, or make the lookup layer in the factory too. If set_vocabulary replaced the list "
+    "that the layer was made with, Keras saved the old one: then export from a TensorFlow checkpoint"
 )
 
 _Lists = dict[tuple[str, ...], list[Any]]
