@@ -135,10 +135,10 @@ def _numbers(proto: Any, field: _Field, shape: tuple[int, ...]) -> Array:
         return _from_content(content, field, count).reshape(shape)
     values = getattr(proto, field.name)
     if field.fixed_width and len(values) == count * field.per_element:
-        # Nothing but the dtype, the shape and these values, as servers write it: one copy is enough.
+        # Nothing but the dtype, the shape and these values, as servers write it. A slice begins at an aligned address.
         whole, head = proto.SerializeToString(), _head(proto.dtype, shape, field.name)
         if len(whole) == len(head) + count * field.dtype.itemsize and whole.startswith(head):
-            return np.frombuffer(whole, field.dtype, offset=len(head)).reshape(shape)
+            return np.frombuffer(whole[len(head) :], field.dtype).reshape(shape)
     return _filled(_field_values(values, field), count, field.dtype).reshape(shape)
 
 
@@ -171,8 +171,8 @@ def _fixed_width_values(values: Any, field: _Field) -> Array:
     """Return the values without creating Python numbers: a message with only this field ends in the values' bytes."""
     alone = tensor_pb2.TensorProto()
     getattr(alone, field.name).MergeFrom(values)
-    data = alone.SerializeToString()
-    return np.frombuffer(data, field.dtype, offset=len(data) - len(values) * field.carrier.itemsize)
+    size = len(values) * field.carrier.itemsize
+    return np.frombuffer(alone.SerializeToString()[-size:] if size else b"", field.dtype)
 
 
 def _filled(values: Array, count: int, dtype: np.dtype[Any]) -> Array:

@@ -82,6 +82,7 @@ def test_what_tensorflow_wrote_is_read_and_what_is_written_tensorflow_reads(name
     assert len(getattr(proto, FIELDS.get(name_of(dtype), "int_val"))) == array.size * (1 + dtype.is_complex)
     same(truth(proto, dtype), array)
     same(decode_tensor(proto, "x"), array)
+    assert decode_tensor(proto, "x").flags.aligned  # C code takes its address
     in_bytes = content_of(array, name_of(dtype))
     assert bool(in_bytes.tensor_content) == (name != "string" and array.size > 0)
     same(truth(in_bytes, dtype), array)
