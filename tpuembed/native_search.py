@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from tpuembed.errors import ConfigError
 from tpuembed.manifest import STORAGE_TYPES, Manifest
 from tpuembed.native_lookup import VARIANTS, load_library, mapped_array, variant
 
@@ -123,8 +124,13 @@ class NativeSearch:
             queries: float32 [batch, dim], finite: the vectors that the signature `query` returns.
             k: how many.
             wanted: uint64 [batch], the tags that a candidate needs; None if no query needs one.
+
+        Raises:
+            ConfigError: the queries have another shape.
         """
         queries = np.ascontiguousarray(queries, np.float32)
+        if queries.ndim != 2 or queries.shape[1] != self.dim:
+            raise ConfigError(f"queries have the shape {list(queries.shape)}. The index takes [batch, {self.dim}].")
         batch = len(queries)
         scores, places = np.empty((batch, k), np.float32), np.empty((batch, k), np.int64)
         everything = np.array([[0, self._count]])

@@ -1,5 +1,6 @@
 """Exports of candidates and their index, against a brute force in numpy."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, expor
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.manifest import Manifest, RetrievalEntry
+from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.tensorflow import session as runtime
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
@@ -156,6 +159,30 @@ def test_cosines_of_very_short_and_long_queries(tmp_path: Path, size: float) -> 
     found = capi.predict(version, {"vector": queries})
     np.testing.assert_array_equal(found["ids"], wanted)
     np.testing.assert_allclose(found["scores"], scores, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("index", ["exact", "ivf"])
+def test_vectors_of_another_width_are_refused(tmp_path: Path, index: str) -> None:
+    """A query's model that passes vectors on. The server's own search must read no others than it has."""
+
+    def passed_on() -> keras.Model:
+        vector = keras.Input((DIM,), name="vector")
+        return keras.Model({"vector": vector}, keras.layers.Activation("tanh", name="tanh")(vector))
+
+    vectors = np.random.default_rng(0).normal(size=(FILMS, DIM)).astype(np.float32)
+    prefix = tf.train.Checkpoint(
+        tables=TPUEmbedding({"x": FeatureConfig(TableConfig(2, 2, "x"))}, optimizer="sgd")
+    ).write(str(tmp_path / "ckpt"))
+    version = export_retrieval(
+        prefix, tmp_path / "m", query=passed_on, candidates=vectors, k=5, index=index, layout="mmap"
+    ).path
+    for lookups in ("native", "tensorflow"):
+        with contextlib.closing(runtime.load(version, options=runtime.RunOptions(lookups=lookups))) as server:
+            signature = server.signatures["serving_default"]
+            assert [found.shape for found in server.run(signature, [vectors[:3]])] == [(3, 5), (3, 5)]
+            for shape in ((3, DIM + 1), (3, DIM - 1), (3, 1), (DIM,), (2, 2, DIM), (3, 0)):
+                with pytest.raises(StatusError):
+                    server.run(signature, [np.ones(shape, np.float32)])
 
 
 @pytest.mark.sampled(1)

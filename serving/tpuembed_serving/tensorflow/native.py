@@ -150,7 +150,8 @@ class _RetrievalCalls(NativeCalls):
         def call(*inputs: Array) -> list[Array]:
             named = dict(zip(names, inputs, strict=True))
             (vectors,) = run_query(*[named[info.alias] for info in query.inputs])
-            if not np.isfinite(vectors).all():
+            # A query's model may pass on what the request has. TensorFlow refuses another width.
+            if vectors.ndim != 2 or vectors.shape[1] != search.dim or not np.isfinite(vectors).all():
                 return tensorflow(*inputs)
             if signature.name == "filtered":
                 exclude, wanted = named[EXCLUDE], named[REQUIRE]
