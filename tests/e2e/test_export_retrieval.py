@@ -183,6 +183,11 @@ def test_vectors_of_another_width_are_refused(tmp_path: Path, index: str) -> Non
             for shape in ((3, DIM + 1), (3, DIM - 1), (3, 1), (DIM,), (2, 2, DIM), (3, 0)):
                 with pytest.raises(StatusError):
                     server.run(signature, [np.ones(shape, np.float32)])
+            filtered = server.signatures["filtered"]
+            assert [info.alias for info in filtered.inputs] == ["exclude", "require_tags", "vector"]
+            for exclude, tags in ((np.int64, np.int64), (np.float32, np.uint64), (np.int64, np.bool_)):
+                with pytest.raises(StatusError):
+                    server.run(filtered, [np.zeros((3, 1), exclude), np.zeros(3, tags), vectors[:3]])
 
 
 @pytest.mark.sampled(1)

@@ -193,8 +193,8 @@ def _strings(proto: Any, shape: tuple[int, ...]) -> Array:
     values = _string_content(proto.tensor_content, count) if proto.tensor_content else list(proto.string_val)
     if len(values) > count or (len(values) < count and count * _STRING_BYTES > MAX_FILLED_BYTES):
         raise _MalformedTensorError
-    array = np.full(count, values[-1] if values else b"", object)
-    array[: len(values)] = values
+    array = np.empty(count, object)
+    array[:] = values + values[-1:] * (count - len(values)) if values else b""  # np.full would drop NULs at the end
     return array.reshape(shape)
 
 
@@ -287,7 +287,8 @@ def _head(number: int, shape: tuple[int, ...], values: str = "") -> bytes:
 
 
 def _put(proto: Any, field: _Field, array: Array) -> None:
-    flat = array.ravel()
-    flat, values = (flat.view("<u2") if field.name == "half_val" else flat), getattr(proto, field.name)
+    flat, values = array.ravel(), getattr(proto, field.name)
+    if field.name == "half_val":
+        flat = flat.astype(field.dtype, copy=False).view("<u2")
     for start in range(0, len(flat), _PIECE):
         values.extend(flat[start : start + _PIECE].tolist())

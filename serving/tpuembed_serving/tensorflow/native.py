@@ -157,6 +157,8 @@ class _RetrievalCalls(NativeCalls):
                 exclude, wanted = named[EXCLUDE], named[REQUIRE]
                 if exclude.ndim != 2 or wanted.ndim != 1 or not len(exclude) == len(wanted) == len(vectors):
                     return tensorflow(*inputs)
+                if exclude.dtype != (np.int64 if search.entry.ids == "int64" else object) or wanted.dtype != np.uint64:
+                    return tensorflow(*inputs)
                 ids, scores = search.filtered(vectors, exclude, wanted)
             else:
                 scores, places = search.search(vectors, search.entry.k)

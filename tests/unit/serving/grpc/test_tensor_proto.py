@@ -105,6 +105,9 @@ def test_an_array_in_another_order_is_written_by_rows() -> None:
 
 
 def test_the_bytes_of_another_dtype_are_not_sent() -> None:
+    proto = tensor_pb2.TensorProto()
+    encode_tensor(np.array([1.5, -2], ">f2"), "half", proto)
+    same(decode_tensor(proto, "x"), np.array([1.5, -2], np.float16))
     same(tf.make_ndarray(content_of(np.array([1, 2], ">i8"), "int64")), np.array([1, 2]))
 
 
@@ -165,6 +168,13 @@ def test_any_proto_is_read_as_tensorflow_reads_it_or_refused(case: tuple[Any, An
         np.testing.assert_array_equal(found, wanted.view(np.uint8) != 0)
     else:
         same(found, wanted)
+
+
+@pytest.mark.parametrize("values", [[], [b"a\0"], [b"z", b"\0"], [b"", b"a\0\0"]])
+def test_a_string_for_many_keeps_its_bytes(values: list[bytes]) -> None:
+    proto = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=values)
+    proto.tensor_shape.dim.add().size = 3
+    assert decode_tensor(proto, "x").tolist() == truth(proto, tf.string).tolist()
 
 
 def test_a_value_for_many_fills_no_more_than_its_limit() -> None:
