@@ -170,10 +170,20 @@ class NativeSearch:
 
         Args:
             queries: as for `search`.
-            exclude: ids [batch, n] that are no answer.
+            exclude: ids [batch, n] that are no answer, int64 or objects.
             wanted: uint64 [batch], see `search`.
+
+        Raises:
+            ConfigError: an argument has another shape or dtype.
         """
-        k = self.entry.k
+        k, dtype = self.entry.k, np.dtype(np.int64 if self.entry.ids == "int64" else object)
+        if exclude.ndim != 2 or not exclude.shape[:1] == wanted.shape == queries.shape[:1]:
+            shapes = ", ".join(str(list(array.shape)) for array in (queries, exclude, wanted))
+            raise ConfigError(f"queries, exclude and require_tags have the shapes {shapes}. Send as many rows of each.")
+        if exclude.dtype != dtype or wanted.dtype != np.uint64:
+            raise ConfigError(
+                f"exclude is {exclude.dtype} and require_tags {wanted.dtype}. The index takes {dtype} and uint64."
+            )
         scores, places = self.search(queries, k + exclude.shape[1], wanted if wanted.any() else None)
         ids = self.ids(places)
         for number in range(len(ids)):

@@ -714,9 +714,8 @@ class Vocabulary:
         found.__setstate__(self.__getstate__())
         return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Vocabulary":
-        found = memo[id(self)] = self.__copy__()
-        return found
+    def __deepcopy__(self, _: dict[int, Any]) -> "Vocabulary":
+        return self.__copy__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock(), _followers=Followers())

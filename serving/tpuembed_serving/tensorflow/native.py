@@ -150,19 +150,16 @@ class _RetrievalCalls(NativeCalls):
         def call(*inputs: Array) -> list[Array]:
             named = dict(zip(names, inputs, strict=True))
             (vectors,) = run_query(*[named[info.alias] for info in query.inputs])
-            # A query's model may pass on what the request has. TensorFlow refuses another width.
-            if vectors.ndim != 2 or vectors.shape[1] != search.dim or not np.isfinite(vectors).all():
+            if not np.isfinite(vectors).all():
                 return tensorflow(*inputs)
-            if signature.name == "filtered":
-                exclude, wanted = named[EXCLUDE], named[REQUIRE]
-                if exclude.ndim != 2 or wanted.ndim != 1 or not len(exclude) == len(wanted) == len(vectors):
-                    return tensorflow(*inputs)
-                if exclude.dtype != (np.int64 if search.entry.ids == "int64" else object) or wanted.dtype != np.uint64:
-                    return tensorflow(*inputs)
-                ids, scores = search.filtered(vectors, exclude, wanted)
-            else:
-                scores, places = search.search(vectors, search.entry.k)
-                ids = search.ids(places)
+            try:
+                if signature.name == "filtered":
+                    ids, scores = search.filtered(vectors, named[EXCLUDE], named[REQUIRE])
+                else:
+                    scores, places = search.search(vectors, search.entry.k)
+                    ids = search.ids(places)
+            except TpuEmbedError:
+                return tensorflow(*inputs)
             return _in_order(signature, {"ids": ids, "scores": scores})
 
         return call

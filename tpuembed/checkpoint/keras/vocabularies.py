@@ -129,9 +129,7 @@ def words_of(settings: Mapping[str, Any]) -> list[Any] | None:
         return None
     return [
         word["config"].get("value")
-        if isinstance(word, Mapping)
-        and word.get("class_name") == "__bytes__"
-        and isinstance(word.get("config"), Mapping)
+        if isinstance(word, dict) and word.get("class_name") == "__bytes__" and isinstance(word.get("config"), dict)
         else word
         for word in words
     ]
