@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -163,20 +164,26 @@ def _is_large(inputs: Sequence[Array]) -> bool:
 
 
 def _predict_request(model: str, version: int, signature: Signature, inputs: Sequence[Array]) -> bytes:
-    request = predict_pb2.PredictRequest()
-    request.model_spec.name, request.model_spec.version.value = model, version
-    request.model_spec.signature_name = signature.name
     # Serialized examples are strings, whatever the signature takes. The other server refuses them if they do not fit.
     named = [
         encode_input(info.alias, array, "string" if array.dtype.kind == "O" else info.dtype)
         for info, array in zip(signature.inputs, inputs, strict=True)
     ]
-    return bytes(request.SerializeToString()) + b"".join(named)
+    return _request_head(model, version, signature.name) + b"".join(named)
+
+
+@functools.lru_cache(maxsize=256)
+def _request_head(model: str, version: int, signature: str) -> bytes:
+    """Return a serialized PredictRequest without inputs."""
+    request = predict_pb2.PredictRequest()
+    request.model_spec.name, request.model_spec.version.value = model, version
+    request.model_spec.signature_name = signature
+    return bytes(request.SerializeToString())
 
 
 def _outputs(answer: bytes, signature: Signature, target: str) -> list[Array]:
     try:
-        found = predict_pb2.PredictResponse.FromString(answer).outputs
+        found = dict(predict_pb2.PredictResponse.FromString(answer).outputs.items())
     except DecodeError:
         raise StatusError(Code.INTERNAL, f"{target} sent an answer that is not a PredictResponse") from None
     missing = [info.alias for info in signature.outputs if info.alias not in found]
