@@ -108,15 +108,17 @@ class ExportOptions:
                 )
 
     @classmethod
-    def of(cls, where: str, given: Mapping[str, Any], without: Iterable[str] = ()) -> "ExportOptions":
+    def of(
+        cls, where: str, given: Mapping[str, Any], without: Iterable[str] = (), others: Iterable[str] = ()
+    ) -> "ExportOptions":
         """Return the options given as keyword arguments of the function `where`, which does not accept those in
-        `without`.
+        `without`. Messages list its own keyword arguments, `others`, too.
 
         Raises:
             ConfigError: an argument is not an option.
         """
         known = {field.name for field in dataclasses.fields(cls)} - set(without)
-        check_keys(where, given, known)
+        check_keys(where, given, {*known, *others})
         return cls(**given)
 
 

@@ -54,6 +54,7 @@ _MOST_EXACT: Final = 200_000
 """With "auto", more candidates get an index "ivf"."""
 _MIN_RECALL: Final = 0.95
 _TABLE: Final = "table:"
+_OWN_OPTIONS: Final = ("k", "index", "metric", "ids", "tags", "queries", "min_recall")
 
 
 def export_retrieval(
@@ -113,7 +114,7 @@ def export_retrieval(
     check_choice("index", index, _INDEXES)
     check_choice("metric", metric, _METRICS)
     check_recall(min_recall)
-    chosen = ExportOptions.of("export_retrieval", options)
+    chosen = ExportOptions.of("export_retrieval", options, others=_OWN_OPTIONS)
     if chosen.rows:
         raise ConfigError("rows: a retrieval has the whole tables of its query. Leave rows out.")
     with (
