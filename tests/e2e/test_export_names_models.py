@@ -1,6 +1,7 @@
 """Whole models that find rows by names of the exporter's tables, through `TableSource.name_arrays`."""
 
 import contextlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tpuembed import (
     export_retrieval,
     export_saved_model,
 )
+from tpuembed.checkpoint.keras.proven_names import check_names_in
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.export.graph.vocabularies import compare_vocabularies
@@ -352,6 +354,78 @@ def test_the_names_of_a_model_in_a_model_are_compared_where_it_takes_inputs(tmp_
     else:
         with pytest.warns(UserWarning, match="cannot be compared with the training"):
             compare_vocabularies(inner, tmp_path / "m.keras", given)
+
+
+@keras.saving.register_keras_serializable("tests")
+class InputLayer(keras.layers.Layer):
+    """A user's layer that is called like Keras' own, and turns names around."""
+
+    def call(self, names: Any) -> Any:
+        return tf.strings.reduce_join(tf.reverse(tf.strings.unicode_split(names, "UTF-8").to_tensor(), [1]), 1)
+
+    def compute_output_spec(self, names: Any) -> Any:
+        return keras.KerasTensor(names.shape, "string")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words", "wrong", "right"),
+    [
+        ("string", [b"[UNK]", b"ann", b"bob", b"eve"], ["ann", "bob", "eve"], ["[UNK]", "ann", "bob", "eve"]),
+        ("string", tf.constant(["[UNK]", "ann", "bob"]), ["[UNK]", "ann", "bob"], ["ann", "bob"]),
+        ("string", np.array(["a\nb", "a\nb", "c"]), ["a", "b", "c"], []),
+        ("string", ["ann\0", "bob"], ["ann\0", "bob"], []),
+        ("float32", [2**24, 2**24 + 1, 2**24 + 2], [2**24, 2**24 + 1, 2**24 + 2], []),
+        ("int32", [5, 2**32 + 5, 6], [5, 2**32 + 5, 6], []),
+        ("int32", [5, 7, 6], [5, 6, 7], [5, 7, 6]),
+        ("string", InputLayer, ["nna", "bob"], []),
+    ],
+    ids=["bytes", "tensor", "line-end", "nul", "float", "overflow", "int32", "called-like-an-input"],
+)
+def test_what_the_trained_model_looked_up(tmp_path: Path, dtype: str, words: Any, wrong: Any, right: Any) -> None:
+    """Names are taken in silence only where the trained model itself gives each the row that it has by them."""
+    kind: Any = keras.layers.StringLookup if dtype == "string" else keras.layers.IntegerLookup
+    adapted = isinstance(words, np.ndarray)
+    lookup = kind() if adapted else kind(vocabulary=["nna", "bob"] if words is InputLayer else words)
+    if adapted:
+        lookup.adapt(words)
+    user = keras.Input((), dtype=dtype, name="user")
+    layer = TPUEmbedding(FeatureConfig(TableConfig(8, 1, "users")), optimizer="sgd", name="e")
+    model = keras.Model(user, layer(lookup(InputLayer()(user) if words is InputLayer else user)))
+    layer.assign_rows("users", 0, np.arange(8, dtype=np.float32)[:, None])
+    model.save(tmp_path / "m.keras")
+    for names in (wrong, right):
+        given = Vocabulary(names, dtype="string" if dtype == "string" else "int64", oov_buckets=1)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                check_names_in({"users": given}, tmp_path / "m.keras", "factory")
+                is_taken = not warned
+            except CheckpointMismatchError:
+                is_taken = False
+        assert is_taken == (names is right and bool(names)), names
+        if is_taken:
+            np.testing.assert_array_equal(model(tf.constant(names, dtype))[:, 0], given.lookup(names))
+
+
+def test_names_of_a_serving_config_are_those_of_the_lookup(tmp_path: Path) -> None:
+    user = keras.Input((), dtype="string", name="user")
+    layer = TPUEmbedding({"user": FeatureConfig(TableConfig(8, 2, "users"))}, optimizer="sgd", name="e")
+    ids = keras.layers.StringLookup(vocabulary=["ann", "bob", "eve"])(user)
+    model = keras.Model(user, layer({"user": ids})["user"])
+    layer.assign_rows("users", 0, np.arange(16, dtype=np.float32).reshape(8, 2))
+    model.save(tmp_path / "m.keras")
+
+    def export(*names: str) -> Any:
+        (tmp_path / "names.txt").write_text("\n".join(names))
+        vocabulary = {"file": str(tmp_path / "names.txt"), "oov_buckets": 1}
+        config = {"features": {"user": {"table": "users", "input": "id", "vocabulary": vocabulary}}}
+        return export_saved_model(tmp_path / "m.keras", tmp_path / "m", serving_config=config).path
+
+    with refused(CheckpointMismatchError):
+        export("eve", "bob", "ann")
+    found = tf.saved_model.load(str(export("ann", "bob", "eve"))).signatures["serving_default"]
+    users = tf.constant(["eve", "x", "ann"])
+    np.testing.assert_array_equal(found(user=users)["user"], model(users))
 
 
 def test_a_free_row_is_no_name(tmp_path: Path) -> None:

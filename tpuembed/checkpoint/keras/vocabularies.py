@@ -101,11 +101,17 @@ def of_file(path: FilePath, layer: str, options: Mapping[str, Any]) -> Vocabular
         where = f"model file {path}: layer {name!r}"
         dtype = "string" if class_name == "StringLookup" else str(settings.get("vocabulary_dtype") or "int64")
         found = _without_names(where, settings, dtype, options)
-        words = words_of(settings)
+        words, size = words_of(settings), settings.get("vocabulary_size")
         if words is not None:
             special = words[: found.oov_buckets]
             has_special = special == [settings.get("oov_token")] * len(special) and len(special) == found.oov_buckets
+            if size == found.oov_buckets + len(words):  # Keras does not take bytes for its token
+                has_special = False
             given = words[len(special) :] if has_special else words
+            if wrong := [word for word in given if isinstance(word, str) and word.endswith("\0")]:
+                raise ConfigError(
+                    f"{where}: its name {wrong[0]!r} ends with NUL, and Keras looks it up without. Pass the layer."
+                )
             try:
                 found.add(np.array(given, object if found.dtype == "string" else None))
             except ConfigError as error:
@@ -114,7 +120,7 @@ def of_file(path: FilePath, layer: str, options: Mapping[str, Any]) -> Vocabular
                 ) from None
         else:
             _add_asset(where, path, _asset(where, name, path, weights), settings, found)
-    size, has = settings.get("vocabulary_size"), found.rows
+    has = found.rows
     if size is not None and size != has:
         raise ConfigError(
             f"{where}: has {size} rows, and {has} in the file's vocabulary. A name with a line end makes several. Pass the layer."

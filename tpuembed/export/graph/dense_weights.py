@@ -16,9 +16,10 @@ import tensorflow as tf
 
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.checkpoint import Checkpoint
+from tpuembed.checkpoint.keras.trained_vocabularies import snake_case
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.errors import CheckpointMismatchError
-from tpuembed.export.graph.layer_graphs import find_contradiction, is_graph, read_graph, snake_case
+from tpuembed.export.graph.layer_graphs import find_contradiction, is_graph, read_graph
 from tpuembed.export.graph.weight_names import Candidate, Mismatch, Names, find_candidates, match_by_name
 from tpuembed.row_stamps import RowStamps
 from tpuembed.runtime.weight_files import holds_tables

@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from graphlib import TopologicalSorter
 from typing import Any, Final
 
+from tpuembed.checkpoint.keras.trained_vocabularies import snake_case
 from tpuembed.checkpoint.saved_objects import Objects
 from tpuembed.export.graph.weight_names import Names
 
-__all__ = ["LayerGraph", "find_contradiction", "is_graph", "read_graph", "snake_case"]
+__all__ = ["LayerGraph", "find_contradiction", "is_graph", "read_graph"]
 
 _OF_THE_PROCESS: Final = frozenset({"shared_object_id", "build_config", "compile_config", "module", "registered_name"})
 """Fields of a config that say nothing of what a layer computes."""
@@ -58,13 +59,6 @@ class LayerGraph:
 
     calls: list[_Call] = dataclasses.field(default_factory=list)
     outputs: list[tuple[str | None, Reference]] = dataclasses.field(default_factory=list)
-
-
-def snake_case(name: str) -> str:
-    """Source: to_snake_case in keras/src/utils/naming.py."""
-    name = re.sub(r"\W+", "", name)
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
 def read_graph(names: Names, objects: Objects, configs: Mapping[int, Mapping[str, Any]]) -> LayerGraph:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tpuembed.checkpoint.keras.proven_names import check_names_in
 from tpuembed.config import QuantizationConfig, ServingConfig
 from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed.export.graph.signature import (
@@ -129,6 +130,8 @@ class LookupRequest:
         self.vocabularies = {
             each.table: each.spec.vocabulary for each in self.features if each.spec.vocabulary is not None
         }
+        given = {table: names for table, names in self.vocabularies.items() if checkpoint.vocabulary(table) is None}
+        check_names_in(given, checkpoint.path, "serving_config")
         self.tables: Sequence[str] = list(dict.fromkeys(feature.table for feature in self.features))
         self.dropped_features = tuple(name for name in config.features if name not in kept.features)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(

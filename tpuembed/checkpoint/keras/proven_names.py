@@ -1,0 +1,274 @@
+"""Compares names that a user gives for the rows of tables with the lookups of a trained model in a `.keras` file.
+
+The file proves them where it says which lookup's outputs are the table's ids, and what the lookup takes: the model is functional
+or sequential, as are the models inside of it, our layer takes the output of Keras' own StringLookup or IntegerLookup itself, and
+that takes an input of the model, of a type that leaves names as they are. All else proves nothing.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from tpuembed.checkpoint.keras.trained_vocabularies import (
+    LayerVocabulary,
+    described_objects,
+    hashing_of,
+    is_model_file,
+    read_vocabularies,
+    shown_hashings,
+    vocabularies_in,
+)
+from tpuembed.errors import CheckpointMismatchError, warn
+from tpuembed.files import FilePath, as_path
+from tpuembed.vocabulary import Vocabulary
+
+__all__ = ["check_names", "check_names_in"]
+
+_LIMITS: Final = {
+    name: np.iinfo(name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+}
+_REMEDY: Final = (
+    "Take them from there with read_vocabulary, or export with a factory that makes the lookup layer too. If set_vocabulary "
+    "replaced the list that the layer was made with, Keras saved the old one: then export from a TensorFlow checkpoint"
+)
+
+
+class _Lookup(NamedTuple):
+    """What is known of the lookup before a feature.
+
+    Attributes:
+        vocabulary: of the lookup.
+        dtypes: of the model's inputs that the lookup takes.
+    """
+
+    vocabulary: LayerVocabulary
+    dtypes: frozenset[str]
+
+
+def check_names_in(given: Mapping[str, Vocabulary], source: str | FilePath, giver: str) -> None:
+    """Compare names with the lookups of the model in `source`, if it is a `.keras` file or its folder; see `check_names`."""
+    path = as_path(source)
+    if given and is_model_file(path):
+        check_names(given, *read_vocabularies(path, ()), source, giver)
+
+
+def check_names(
+    given: Mapping[str, Vocabulary],
+    config: Any,
+    saved: Sequence[LayerVocabulary],
+    source: str | FilePath,
+    giver: str,
+) -> None:
+    """Compare names that a user gives with the trained model's lookups. A warning names the tables that this cannot prove.
+
+    Args:
+        given: table -> its names.
+        config: the trained model's.
+        saved: the file's vocabularies.
+        source: the file, for messages.
+        giver: what gives the names, for messages: "factory" or "serving_config".
+
+    Raises:
+        CheckpointMismatchError: the names of a table, or the rows of its unknown names, are those of none of its lookups.
+    """
+    of_tables, unproven = _lookups_of_tables(config, saved), []
+    for table, vocabulary in given.items():
+        lookups = of_tables.get(table, [None])
+        known = [one for one in lookups if one is not None]
+        names: list[bytes | None] = _of_names(vocabulary) if known else []
+        hashing = _hashing_of(vocabulary)
+        same = [one for one in known if _has_names(one.vocabulary, vocabulary, names)]
+        fits = [one for one in same if one.vocabulary.hashing == hashing]
+        if len(fits) == len(lookups) and all(_take_all(one.dtypes, vocabulary) for one in fits):
+            continue
+        if fits or len(known) < len(lookups):
+            unproven.append(table)
+        elif same:
+            hashings = shown_hashings(hashing, same[0].vocabulary.hashing, giver)
+            raise CheckpointMismatchError(
+                f"model file {source}: unknown names of table {table!r} get rows {hashings}, of layer "
+                f"{same[0].vocabulary.layer!r}. {_REMEDY}"
+            )
+        else:
+            shown = dict.fromkeys(f"{one.vocabulary.layer!r} ({_shown_size(one.vocabulary)})" for one in known)
+            raise CheckpointMismatchError(
+                f"model file {source}: the {giver} gives the names of table {table!r}, {len(names)} after {vocabulary.oov_buckets} "
+                f"rows for unknown ones, and the file has others, of layer {', '.join(shown)}. {_REMEDY}"
+            )
+    if unproven:
+        tables = ", ".join(map(repr, unproven))
+        warn(
+            f"model file {source}: the names that the {giver} gives cannot be compared with the training: the file does not say "
+            f"which names the rows of {f'table {tables}' if len(unproven) == 1 else f'tables {tables}'} had. If they differ, the "
+            "export answers with the rows of other names. Make sure that they are the same"
+        )
+
+
+def _take_all(dtypes: Iterable[str], vocabulary: Vocabulary) -> bool:
+    """Return True if a value of each of these types, which Keras casts its inputs to, can be each name. A float is none."""
+    if vocabulary.dtype == "string":
+        return all(dtype == "string" for dtype in dtypes)
+    named = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows))
+    names = np.array([name for name in named if name is not None] or [0], np.int64)
+    limits = [_LIMITS.get(dtype) for dtype in dtypes]
+    return all(one is not None and one.min <= names.min() and names.max() <= one.max for one in limits)
+
+
+def _shown_size(lookup: LayerVocabulary) -> str:
+    if lookup.buckets == -1:
+        return f"{lookup.described.size} entries, with a mask before the names"
+    return f"{lookup.described.size - (lookup.buckets or 0)} after {lookup.buckets}"
+
+
+def _lookups_of_tables(config: Any, saved: Sequence[LayerVocabulary]) -> dict[str, list[_Lookup | None]]:
+    """Return table -> the lookups whose outputs are the ids of its features, in all calls of its layer.
+
+    They are known where the module says that the file proves them. None stands for every other feature.
+    """
+    calls, inputs_of = dict[int, list[Any]](), dict[int, tuple[Mapping[str, Any], ...]]()
+    _walk(config, (), calls, inputs_of)
+    found: dict[str, list[_Lookup | None]] = {}
+    for described, fields in described_objects(config):
+        features = fields.get("feature_config")
+        if not isinstance(features, Mapping):
+            continue
+        is_ours = str(described.get("registered_name")).startswith("tpuembed>")
+        for call in (calls.get(id(fields)) if is_ours else None) or [None]:
+            for table, layer in _links(features.get("features"), call):
+                inputs = inputs_of.get(id(layer))
+                vocabulary = None if inputs is None else _of_lookup(layer, saved)
+                lookup = None
+                if vocabulary is not None and inputs is not None:
+                    lookup = _Lookup(vocabulary, frozenset(str(one["config"].get("dtype")) for one in inputs))
+                if lookup not in found.setdefault(table, []):
+                    found[table].append(lookup)
+    return found
+
+
+def _walk(
+    model: Any,
+    above: tuple[Mapping[str, Any], ...] | None,
+    calls: dict[int, list[Any]],
+    inputs_of: dict[int, tuple[Mapping[str, Any], ...]],
+) -> None:
+    """Find what the layers of a functional or sequential model take, and those of the models inside of it.
+
+    A model in the config of another class is left out: that class may call its layers in another way.
+
+    Args:
+        model: as a config describes it.
+        above: the InputLayers of the models around it that its inputs come from; None if something else makes its inputs.
+        calls: gets the layers that each call of a layer takes, by the identity of the layer's config.
+        inputs_of: gets the InputLayers, of this model and those around it, of each layer that takes nothing else, by its identity.
+    """
+    is_model = isinstance(model, Mapping) and model.get("class_name") in ("Functional", "Sequential")
+    fields = model.get("config") if is_model and _is_of_keras(model) else None
+    listed = fields.get("layers") if isinstance(fields, Mapping) else None
+    layers = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    by_name = {str(layer.get("name")): layer for layer in layers}
+    for before, layer in zip([None, *layers], layers, strict=False):
+        is_sequential = model["class_name"] == "Sequential"
+        taken = [before] if is_sequential else _taken(layer.get("inbound_nodes"), by_name)
+        calls.setdefault(id(layer.get("config")), []).extend(taken)
+        inputs = _inputs(taken)
+        whole = None if above is None or inputs is None else (*above, *inputs)
+        if whole is not None:
+            inputs_of[id(layer)] = whole
+        _walk(layer, whole, calls, inputs_of)
+
+
+def _inputs(taken: Any) -> list[Mapping[str, Any]] | None:
+    """Return the InputLayers that a call takes; see `_taken`. None if it takes something else, or nothing."""
+    if isinstance(taken, Mapping) and isinstance(taken.get("class_name"), str):
+        is_input = (
+            taken["class_name"] == "InputLayer" and _is_of_keras(taken) and isinstance(taken.get("config"), Mapping)
+        )
+        return [taken] if is_input else None
+    children = list(taken.values()) if isinstance(taken, Mapping) else taken if isinstance(taken, list) else []
+    found: list[Mapping[str, Any]] = []
+    for child in children:
+        inputs = _inputs(child)
+        if inputs is None:
+            return None
+        found += inputs
+    return found or None
+
+
+def _is_of_keras(described: Mapping[str, Any]) -> bool:
+    """Return True if Keras itself has the class of an object in a config: a user's subclass may call it in another way."""
+    is_registered = described.get("registered_name") not in (None, described.get("class_name"))
+    return str(described.get("module")).partition(".")[0] == "keras" and not is_registered
+
+
+def _taken(nodes: Any, layers: Mapping[str, Any]) -> list[Any]:
+    """Return what each call of a layer of a functional model takes: the layers whose outputs they are, in its structure."""
+
+    def taken(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [taken(each) for each in argument]
+        if not isinstance(argument, Mapping):
+            return None
+        if argument.get("class_name") == "__keras_tensor__":
+            config = argument.get("config")
+            history = config.get("keras_history") if isinstance(config, Mapping) else None
+            return layers.get(str(history[0])) if isinstance(history, list) and history else None
+        if argument.get("class_name") == "__tuple__":
+            return taken(argument.get("items"))
+        return {key: taken(each) for key, each in argument.items()}
+
+    all_arguments = [node.get("args") for node in nodes or () if isinstance(node, Mapping)]
+    return [taken(one[0]) if isinstance(one, list) and one else None for one in all_arguments]
+
+
+def _links(features: Any, taken: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the table of each saved feature, and the layer in its place of `taken`, which may have another structure: None."""
+    is_layer = isinstance(taken, Mapping) and isinstance(taken.get("class_name"), str)
+    if isinstance(features, Mapping) and isinstance(features.get("table"), str):
+        yield features["table"], taken if is_layer else None
+    elif isinstance(features, Mapping):
+        for key, feature in features.items():
+            yield from _links(feature, taken.get(key) if isinstance(taken, Mapping) and not is_layer else None)
+    elif isinstance(features, list):
+        is_list = isinstance(taken, list) and len(taken) == len(features)
+        for place, feature in enumerate(features):
+            yield from _links(feature, taken[place] if is_list else None)
+
+
+def _of_lookup(layer: Mapping[str, Any], saved: Sequence[LayerVocabulary]) -> LayerVocabulary | None:
+    """Return the vocabulary of a Keras lookup: the one of its config, or an adapted one. None for another or unknown one."""
+    kind, fields = layer["class_name"], layer.get("config")
+    if kind not in ("StringLookup", "IntegerLookup") or not _is_of_keras(layer) or not isinstance(fields, Mapping):
+        return None
+    dtypes = (None, "string" if kind == "StringLookup" else "int64")
+    if (
+        (fields.get("output_mode") or "int") != "int"
+        or fields.get("invert")
+        or fields.get("vocabulary_dtype") not in dtypes
+    ):
+        return None
+    adapted = [one for one in saved if one.layer == fields.get("name") and one.buckets is not None]
+    found = next(vocabularies_in(kind, fields), adapted[0] if len(adapted) == 1 else None)
+    return None if found is None or found.entries is None else found
+
+
+def _hashing_of(vocabulary: Vocabulary) -> str:
+    names = {"num_oov_indices": vocabulary.oov_buckets, "vocabulary_dtype": vocabulary.dtype}
+    return hashing_of({**names, "salt": vocabulary.oov_key})
+
+
+def _of_names(vocabulary: Vocabulary) -> list[bytes | None]:
+    """Return the names of all rows after the buckets, None for free ones."""
+    names = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows))
+    return [name if name is None or isinstance(name, bytes) else str(name).encode() for name in names]
+
+
+def _has_names(saved: LayerVocabulary, vocabulary: Vocabulary, names: list[bytes | None]) -> bool:
+    """Return True if `saved` gives each of `names` the row that `vocabulary` does. What it calls its buckets is its own."""
+    assert saved.entries is not None
+    buckets = vocabulary.oov_buckets
+    if saved.buckets != buckets or saved.described.size != buckets + len(names):
+        return False
+    return all(map(operator.eq, islice(saved.entries(), buckets, None), names))
