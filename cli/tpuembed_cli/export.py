@@ -267,8 +267,8 @@ def _run(checkpoint: str, request: dict[str, Any], retrieval: dict[str, Any] | N
     if report.base is not None:
         return (
             f"{report.path}: overlay of version {report.base}: {report.rows_changed:,} rows changed, "
-            f"{with_unit(report.bytes_written - report.bytes_reused)} of rows written beside {with_unit(report.bytes_reused)} linked, "
-            f"in {report.seconds:.1f} s{removed}"
+            f"{with_unit(report.bytes_written - report.bytes_reused)} of rows written beside "
+            f"{with_unit(report.bytes_reused)} linked, in {report.seconds:.1f} s{removed}"
         )
     rate = (report.bytes_written - report.bytes_reused) / max(report.stream_seconds, 1e-9) / 1e6
     reused = f", {with_unit(report.bytes_reused)} of it reused" if report.bytes_reused else ""

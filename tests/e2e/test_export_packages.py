@@ -575,7 +575,9 @@ def test_the_commands(tmp_path: Path) -> None:
     road.change()
     write_checkpoint(tmp_path / "ckpt", road.values)
     done = run_command(*export, "--base", "latest", "--delta-to", road.packages)
-    assert re.search(r"overlay of version 1: 12 rows changed, \d+ B of rows written beside 12\.8 kB linked", done.stdout)
+    assert re.search(
+        r"overlay of version 1: 12 rows changed, \d+ B of rows written beside 12\.8 kB linked", done.stdout
+    )
     done = run_command("apply", road.packages, road.server, "--json")
     assert json.loads(done.stdout)["version"] == 2
     said(run_command("verify", road.packages / "2").stderr)

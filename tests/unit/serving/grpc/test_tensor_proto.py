@@ -170,6 +170,23 @@ def test_any_proto_is_read_as_tensorflow_reads_it_or_refused(case: tuple[Any, An
         same(found, wanted)
 
 
+def test_floats_of_one_length_keep_their_shapes() -> None:
+    """Messages of one length may have other shapes, and others of a shape may have values for many."""
+    random = np.random.default_rng(1)
+    for shape in random.permutation([(1, 12), (12, 1), (3, 4), (4, 3), (2, 6), (6, 2)] * 5).tolist():
+        values = random.random(12, np.float32)
+        proto = tf.make_tensor_proto(values.reshape(shape))
+        proto.tensor_content = b""
+        proto.float_val.extend(values.tolist())
+        if random.random() < 0.3:
+            del proto.float_val[int(random.integers(1, 12)) :]
+        wanted = truth(proto, tf.float32)
+        found = decode_tensor(proto, "x")
+        assert found.shape == wanted.shape
+        assert found.flags.aligned
+        np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("values", [[], [b"a\0"], [b"z", b"\0"], [b"", b"a\0\0"]])
 def test_a_string_for_many_keeps_its_bytes(values: list[bytes]) -> None:
     proto = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=values)
