@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tpuembed import (
 )
 from tpuembed.checkpoint.keras.proven_names import check_names_in
 from tpuembed.checkpoint.tools import verify_files
-from tpuembed.errors import CheckpointMismatchError, ConfigError
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tpuembed.export.graph.vocabularies import compare_vocabularies
 from tpuembed.manifest import Manifest
 from tpuembed_serving.tensorflow import session as runtime
@@ -426,6 +427,18 @@ def test_names_of_a_serving_config_are_those_of_the_lookup(tmp_path: Path) -> No
     found = tf.saved_model.load(str(export("ann", "bob", "eve"))).signatures["serving_default"]
     users = tf.constant(["eve", "x", "ann"])
     np.testing.assert_array_equal(found(user=users)["user"], model(users))
+
+
+def test_a_config_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
+    user = keras.Input((), dtype="string", name="user")
+    layer = TPUEmbedding({"user": FeatureConfig(TableConfig(8, 2, "users"))}, optimizer="sgd", name="e")
+    keras.Model(user, layer({"user": keras.layers.StringLookup(vocabulary=["ann"])(user)})).save(tmp_path / "m.keras")
+    with zipfile.ZipFile(tmp_path / "m.keras") as whole, zipfile.ZipFile(tmp_path / "d.keras", "w") as damaged:
+        for name in whole.namelist():
+            content = whole.read(name)
+            damaged.writestr(name, content.replace(b'"num_oov_indices": 1', b'"num_oov_indices": "x"'))
+    with refused(CheckpointCorruptError):
+        check_names_in({"users": Vocabulary(["ann"], oov_buckets=1)}, tmp_path / "d.keras", "factory")
 
 
 def test_a_free_row_is_no_name(tmp_path: Path) -> None:

@@ -98,13 +98,15 @@ def read_vocabularies(path: FilePath, layers: Iterable[str]) -> tuple[Any, list[
     Raises:
         CheckpointCorruptError: they cannot be read.
     """
-    if _is_unzipped(path):
-        return _of_archive(_Folder(path.parent), layers)
     try:
+        if _is_unzipped(path):
+            return _of_archive(_Folder(path.parent), layers)
         with open_stream(path) as file, zipfile.ZipFile(file) as archive:
             return _of_archive(archive, layers)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise CheckpointCorruptError.of(f"model file {path}: cannot be unpacked: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise CheckpointCorruptError.of(f"model file {path}: its config cannot be read: {error}") from None
 
 
 class _Folder:
