@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,17 @@ def test_the_names_of_a_model_in_a_model_are_compared_where_it_takes_inputs(tmp_
             compare_vocabularies(inner, tmp_path / "m.keras", given)
 
 
+def is_taken_in_silence(path: Path, given: Mapping[str, Vocabulary]) -> bool:
+    """Return False if names are refused, or a warning says that they cannot be compared."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            check_names_in(given, path, "factory")
+        except CheckpointMismatchError:
+            return False
+    return not warned
+
+
 @keras.saving.register_keras_serializable("tests")
 class InputLayer(keras.layers.Layer):
     """A user's layer that is called like Keras' own, and turns names around."""
@@ -396,16 +408,99 @@ def test_what_the_trained_model_looked_up(tmp_path: Path, dtype: str, words: Any
     model.save(tmp_path / "m.keras")
     for names in (wrong, right):
         given = Vocabulary(names, dtype="string" if dtype == "string" else "int64", oov_buckets=1)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            try:
-                check_names_in({"users": given}, tmp_path / "m.keras", "factory")
-                is_taken = not warned
-            except CheckpointMismatchError:
-                is_taken = False
+        is_taken = is_taken_in_silence(tmp_path / "m.keras", {"users": given})
         assert is_taken == (names is right and bool(names)), names
         if is_taken:
             np.testing.assert_array_equal(model(tf.constant(names, dtype))[:, 0], given.lookup(names))
+
+
+@pytest.mark.parametrize("other", ["given", "adapted", "own"])
+def test_a_lookup_is_not_taken_for_another_of_its_name(tmp_path: Path, other: str) -> None:
+    """Names of layers are unique in a model, but not in all models inside of it."""
+
+    def tower(name: str, table: str, lookup: Any) -> Any:
+        word = keras.Input((), dtype="string", name=name)
+        layer = TPUEmbedding(FeatureConfig(TableConfig(8, 2, table)), optimizer="sgd", name=f"e_{table}")
+        return keras.Model(word, layer(lookup(word)), name=f"of_{table}")
+
+    lookup = keras.layers.StringLookup(name="lookup")
+    lookup.adapt(np.array(["ann"] * 3 + ["bob"] * 2 + ["eve"]))
+    second: Any = keras.layers.StringLookup(vocabulary=["eve", "bob"], name="lookup")
+    if other == "adapted":
+        second = keras.layers.StringLookup(name="lookup")
+        second.adapt(np.array(["eve"] * 2 + ["bob"]))
+    elif other == "own":
+        second = OwnLookup(vocabulary=["eve", "bob"], name="lookup")
+    user, item = (keras.Input((), dtype="string", name=name) for name in ("u", "v"))
+    both = [tower("user", "users", lookup)(user), tower("item", "items", second)(item)]
+    keras.Model([user, item], both).save(tmp_path / "m.keras")
+    assert not is_taken_in_silence(tmp_path / "m.keras", {"users": Vocabulary(["eve", "bob"], oov_buckets=1)})
+    with pytest.warns(UserWarning, match="cannot be compared"):  # and not refused
+        check_names_in({"users": Vocabulary(["ann", "bob", "eve"], oov_buckets=1)}, tmp_path / "m.keras", "factory")
+
+
+@pytest.mark.parametrize("names", [["été"], [b"\xe9t\xe9"], ["Ã©tÃ©"]])
+def test_a_lookup_of_another_encoding_proves_nothing(tmp_path: Path, names: list[Any]) -> None:
+    lookup = keras.layers.StringLookup(encoding="latin-1")
+    lookup.adapt(tf.constant([names[0]] if isinstance(names[0], bytes) else ["été"]))
+    user = keras.Input((), dtype="string", name="user")
+    layer = TPUEmbedding(FeatureConfig(TableConfig(8, 2, "users")), optimizer="sgd", name="e")
+    keras.Model(user, layer(lookup(user))).save(tmp_path / "m.keras")
+    with pytest.warns(UserWarning, match="cannot be compared"):
+        check_names_in({"users": Vocabulary(names, oov_buckets=1)}, tmp_path / "m.keras", "factory")
+
+
+@pytest.mark.parametrize(("inner", "is_proof"), [("int64", True), ("int32", False), ("uint8", False)])
+def test_an_inner_model_that_casts_ids_proves_nothing(tmp_path: Path, inner: str, is_proof: bool) -> None:
+    ids = keras.Input((), dtype=inner, name="ids")
+    layer = TPUEmbedding(FeatureConfig(TableConfig(8, 1, "users")), optimizer="sgd", name="e")
+    tower = keras.Model(ids, layer(keras.layers.IntegerLookup(vocabulary=[5, 7, 1])(ids)))
+    layer.assign_rows("users", 0, np.arange(8, dtype=np.float32)[:, None])
+    user = keras.Input((), dtype="int64", name="user")
+    model = keras.Model(user, tower(user))
+    model.save(tmp_path / "m.keras")
+    given = Vocabulary([5, 7, 1], dtype="int64", oov_buckets=1)
+    assert is_taken_in_silence(tmp_path / "m.keras", {"users": given}) == is_proof
+    wrapped = np.array([2**32 + 5, 261])
+    assert np.array_equal(model(tf.constant(wrapped))[:, 0], given.lookup(wrapped)) == is_proof
+
+
+@keras.saving.register_keras_serializable("tests")
+class OtherOptions(keras.layers.Layer):
+    """A user's layer whose options are called like those of Keras' lookups."""
+
+    def __init__(self, others: dict[str, Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.others = others
+
+    def call(self, rows: Any) -> Any:
+        return rows
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), **self.others}
+
+    @classmethod
+    def from_config(cls, config: Any) -> Any:
+        return cls({}, name=config["name"])
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"num_oov_indices": [1, 2]},
+        {"num_oov_indices": "two"},
+        {"num_oov_indices": 1, "vocabulary_size": [10, 20]},
+        {"num_oov_indices": 3, "salt": 1.5},
+        {"bin_boundaries": [[0, 1], [2, 3]]},
+    ],
+)
+def test_a_users_layer_may_have_options_of_the_same_names(tmp_path: Path, others: dict[str, Any]) -> None:
+    user = keras.Input((), dtype="string", name="user")
+    layer = TPUEmbedding(FeatureConfig(TableConfig(8, 2, "users")), optimizer="sgd", name="e")
+    rows = layer(keras.layers.StringLookup(vocabulary=["ann", "bob"])(user))
+    keras.Model(user, OtherOptions(others)(rows)).save(tmp_path / "m.keras")
+    assert is_taken_in_silence(tmp_path / "m.keras", {"users": Vocabulary(["ann", "bob"], oov_buckets=1)})
+    assert not is_taken_in_silence(tmp_path / "m.keras", {"users": Vocabulary(["bob", "ann"], oov_buckets=1)})
 
 
 def test_names_of_a_serving_config_are_those_of_the_lookup(tmp_path: Path) -> None:

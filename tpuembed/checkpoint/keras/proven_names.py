@@ -6,7 +6,7 @@ that takes an input of the model, of a type that leaves names as they are. All e
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +17,7 @@ from tpuembed.checkpoint.keras.trained_vocabularies import (
     described_objects,
     hashing_of,
     is_model_file,
+    is_of_keras,
     read_vocabularies,
     shown_hashings,
     vocabularies_in,
@@ -107,14 +108,17 @@ def check_names(
         )
 
 
-def _take_all(dtypes: Iterable[str], vocabulary: Vocabulary) -> bool:
-    """Return True if a value of each of these types, which Keras casts its inputs to, can be each name. A float is none."""
-    if vocabulary.dtype == "string":
-        return all(dtype == "string" for dtype in dtypes)
+def _take_all(dtypes: frozenset[str], vocabulary: Vocabulary) -> bool:
+    """Return True if inputs of these types take each name, and no other value becomes a name by a cast.
+
+    Keras casts what a model gets to the types of its inputs, those of an inner model too.
+    """
+    if vocabulary.dtype == "string" or len(dtypes) != 1:
+        return dtypes == {"string"}
+    limits = _LIMITS.get(next(iter(dtypes)))
     named = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows))
     names = np.array([name for name in named if name is not None] or [0], np.int64)
-    limits = [_LIMITS.get(dtype) for dtype in dtypes]
-    return all(one is not None and one.min <= names.min() and names.max() <= one.max for one in limits)
+    return limits is not None and bool(limits.min <= names.min() and names.max() <= limits.max)
 
 
 def _shown_size(lookup: LayerVocabulary) -> str:
@@ -165,7 +169,7 @@ def _walk(
         inputs_of: gets the InputLayers, of this model and those around it, of each layer that takes nothing else, by its identity.
     """
     is_model = isinstance(model, Mapping) and model.get("class_name") in ("Functional", "Sequential")
-    fields = model.get("config") if is_model and _is_of_keras(model) else None
+    fields = model.get("config") if is_model and is_of_keras(model) else None
     listed = fields.get("layers") if isinstance(fields, Mapping) else None
     layers = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
     by_name = {str(layer.get("name")): layer for layer in layers}
@@ -184,7 +188,7 @@ def _inputs(taken: Any) -> list[Mapping[str, Any]] | None:
     """Return the InputLayers that a call takes; see `_taken`. None if it takes something else, or nothing."""
     if isinstance(taken, Mapping) and isinstance(taken.get("class_name"), str):
         is_input = (
-            taken["class_name"] == "InputLayer" and _is_of_keras(taken) and isinstance(taken.get("config"), Mapping)
+            taken["class_name"] == "InputLayer" and is_of_keras(taken) and isinstance(taken.get("config"), Mapping)
         )
         return [taken] if is_input else None
     children = list(taken.values()) if isinstance(taken, Mapping) else taken if isinstance(taken, list) else []
@@ -195,12 +199,6 @@ def _inputs(taken: Any) -> list[Mapping[str, Any]] | None:
             return None
         found += inputs
     return found or None
-
-
-def _is_of_keras(described: Mapping[str, Any]) -> bool:
-    """Return True if Keras itself has the class of an object in a config: a user's subclass may call it in another way."""
-    is_registered = described.get("registered_name") not in (None, described.get("class_name"))
-    return str(described.get("module")).partition(".")[0] == "keras" and not is_registered
 
 
 def _taken(nodes: Any, layers: Mapping[str, Any]) -> list[Any]:
@@ -240,18 +238,20 @@ def _links(features: Any, taken: Any) -> Iterator[tuple[str, Any]]:
 def _of_lookup(layer: Mapping[str, Any], saved: Sequence[LayerVocabulary]) -> LayerVocabulary | None:
     """Return the vocabulary of a Keras lookup: the one of its config, or an adapted one. None for another or unknown one."""
     kind, fields = layer["class_name"], layer.get("config")
-    if kind not in ("StringLookup", "IntegerLookup") or not _is_of_keras(layer) or not isinstance(fields, Mapping):
+    if kind not in ("StringLookup", "IntegerLookup") or not is_of_keras(layer) or not isinstance(fields, Mapping):
         return None
     dtypes = (None, "string" if kind == "StringLookup" else "int64")
+    if str(fields.get("encoding") or "utf-8").lower() not in ("utf-8", "utf8"):  # names are decoded, and saved as UTF-8
+        return None
     if (
         (fields.get("output_mode") or "int") != "int"
         or fields.get("invert")
         or fields.get("vocabulary_dtype") not in dtypes
     ):
         return None
-    adapted = [one for one in saved if one.layer == fields.get("name") and one.buckets is not None]
+    adapted = [one for one in saved if one.is_adapted and one.layer == fields.get("name")]
     found = next(vocabularies_in(kind, fields), adapted[0] if len(adapted) == 1 else None)
-    return None if found is None or found.entries is None else found
+    return None if found is None or None in (found.entries, found.buckets) else found
 
 
 def _hashing_of(vocabulary: Vocabulary) -> str:

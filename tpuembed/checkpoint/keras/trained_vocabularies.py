@@ -32,6 +32,7 @@ __all__ = [
     "given_entries",
     "hashing_of",
     "is_model_file",
+    "is_of_keras",
     "read_vocabularies",
     "shown_hashings",
     "snake_case",
@@ -56,6 +57,7 @@ class LayerVocabulary:
         hashing: how an unknown word gets one of several entries, "" if there are not several; None where it is not known. It has
             the salt, which no message shows.
         buckets: how many entries of unknown words it begins with; -1 if a mask is before them; None where it is not known.
+        is_adapted: it is from a file's assets, and not from the config of a layer.
     """
 
     layer: str
@@ -64,6 +66,7 @@ class LayerVocabulary:
     entries_of: Callable[[list[Any]], list[bytes]] | None = None
     hashing: str | None = None
     buckets: int | None = None
+    is_adapted: bool = False
 
     @functools.cached_property
     def described(self) -> VocabularyEntry:
@@ -105,7 +108,7 @@ def read_vocabularies(path: FilePath, layers: Iterable[str]) -> tuple[Any, list[
             return _of_archive(archive, layers)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise CheckpointCorruptError.of(f"model file {path}: cannot be unpacked: {error}") from None
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointCorruptError.of(f"model file {path}: its config cannot be read: {error}") from None
 
 
@@ -127,27 +130,34 @@ class _Folder:
 
 def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tuple[Any, list[LayerVocabulary]]:
     config = json.loads(archive.read(_CONFIG))
-    objects = [(str(described["class_name"]), fields) for described, fields in described_objects(config)]
-    found = [vocabulary for class_name, fields in objects for vocabulary in vocabularies_in(class_name, fields)]
+    found: list[LayerVocabulary] = []
     adapted: dict[str, set[tuple[str, int, int | None]]] = {}
-    for _, fields in objects:
+    for described, fields in described_objects(config):
+        try:
+            its = list(vocabularies_in(str(described["class_name"]), fields))
+            options = {(hashing_of(fields), _buckets(fields), fields.get("vocabulary_size"))}
+        except (TypeError, ValueError, OverflowError):
+            if is_of_keras(described):
+                raise
+            continue  # a user's layer may have other values by the names of Keras' options
+        found += its
         if "num_oov_indices" in fields:
-            options_of = adapted.setdefault(str(fields.get("name")), set())
-            options_of.add((hashing_of(fields), _buckets(fields), fields.get("vocabulary_size")))
+            adapted.setdefault(str(fields.get("name")), set()).update(options)
     names = _names_by_place(archive)
     for name in archive.namelist():
         place = PurePosixPath(name).parent
         # A TextVectorization writes the vocabulary of its lookup layer a second time, as its own.
-        if PurePosixPath(name).name == _VOCABULARY and place.name != "_lookup_layer":
+        is_asset = place.parts[:1] == ("assets",) and PurePosixPath(name).name == _VOCABULARY
+        if is_asset and place.name != "_lookup_layer":
             content = archive.read(name)
             entries = content.split(b"\n")
             layer = names.get(str(place.relative_to("assets")), "")
             # In a list of layers the place is called by the class, else by an attribute.
             kind = _without_number(place.name) if place.parent.name == "layers" else _kind_of(layer)
-            options = list(adapted.get(layer, ()))  # several, if layers in several models have this name
-            hashing, buckets, size = options[0] if len(options) == 1 else (None, None, None)
-            # An entry with a line end is several lines.
-            is_known = size in (None, len(entries)) and not (content + b"\n").count(b"\0\n")
+            choices = list(adapted.get(layer, ()))  # several, if layers in several models have this name
+            hashing, buckets, size = choices[0] if len(choices) == 1 else (None, None, None)
+            # An entry with a line end is several lines. On Windows lines end with two characters.
+            is_known = size in (None, len(entries)) and not re.search(rb"\0(\n|$)|\r\n", content)
             found.append(
                 LayerVocabulary(
                     layer,
@@ -155,6 +165,7 @@ def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tu
                     functools.partial(iter, entries) if is_known else None,
                     hashing=hashing,
                     buckets=buckets,
+                    is_adapted=True,
                 )
             )
     # A layer that two of the config's models share is in it twice.
@@ -193,6 +204,12 @@ def _names_by_place(archive: zipfile.ZipFile | _Folder) -> dict[str, str]:
     return names
 
 
+def is_of_keras(described: Mapping[str, Any]) -> bool:
+    """Return True if Keras itself has the class of an object in a config: a user's subclass may call it in another way."""
+    is_registered = described.get("registered_name") not in (None, described.get("class_name"))
+    return str(described.get("module")).partition(".")[0] == "keras" and not is_registered
+
+
 def described_objects(config: Any) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """(description, config) of every object that `config` describes, at any depth."""
     if isinstance(config, Mapping):
@@ -226,7 +243,7 @@ def vocabularies_in(class_name: str, fields: Mapping[str, Any]) -> Iterator[Laye
         )
     bounds = fields.get("bin_boundaries")
     if isinstance(bounds, list) and bounds:
-        yield LayerVocabulary(name, kind, functools.partial(boundary_entries, bounds))
+        yield LayerVocabulary(name, kind, functools.partial(iter, boundary_entries(bounds)))
 
 
 def _has_size(fields: Mapping[str, Any], size: int) -> bool:
