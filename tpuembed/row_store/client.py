@@ -6,6 +6,7 @@ encoded, and collects the replies: redis-py's own MGET encodes each key by itsel
 
 import dataclasses
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from tpuembed.errors import ConfigError, MissingExtraError, RowStoreError, reaso
 from tpuembed.row_store.commands import Calls, KeySpan
 from tpuembed.row_store.keys import TAGS, buckets_of
 
-__all__ = ["PASSWORD_VARIABLE", "Keys", "RowStore", "connect", "masked", "password_of"]
+__all__ = ["PASSWORD_VARIABLE", "Keys", "RowStore", "check_url", "connect", "masked", "password_of"]
 
 _Bytes = npt.NDArray[np.uint8]
 Reply = bytes | None | Any
@@ -84,7 +85,7 @@ def connect(url: str, password: str | None = None) -> "RowStore":
         RowStoreError: there is no Redis, or it refuses the password.
         MissingExtraError: redis-py is not installed.
     """
-    _check_url(url)
+    check_url(url)
     try:
         import redis
         from redis.backoff import NoBackoff
@@ -350,10 +351,12 @@ def _refusal(url: str, error: Exception) -> RowStoreError:
     return RowStoreError(f"Redis at {masked(url)}: {text}. {remedy}.")
 
 
-def _check_url(url: str) -> None:
+def check_url(url: str) -> None:
+    """Raise ConfigError unless `url` is one of Redis, without a password."""
     parts = _split(url)
     if parts.scheme not in ("redis", "rediss") or not parts.hostname:
-        raise ConfigError(f"URL {masked(url)}: is not redis://HOST:PORT or rediss://HOST:PORT. Write it so.")
+        shown = url if re.fullmatch(r"[\w.-]+:\d+", url) else masked(url)
+        raise ConfigError(f"URL {shown}: is not redis://HOST:PORT or rediss://HOST:PORT. Write it so.")
     if parts.password is not None or "password" in parse_qs(parts.query, keep_blank_values=True):
         raise ConfigError(
             f"URL {masked(url)}: has a password, which other users of the machine can see. Set {PASSWORD_VARIABLE}, or give a file "

@@ -34,11 +34,13 @@ class Shard:
         name: of its model.
         address: a target of gRPC, such as HOST:PORT, dns:///NAME:PORT, or ipv4:ADDRESS:PORT,ADDRESS:PORT for replicas.
         url: of Redis, redis://HOST:PORT. Empty for servers.
+        features: that it answers; empty if the file does not list them.
     """
 
     name: str
     address: str = ""
     url: str = ""
+    features: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,11 +153,12 @@ class ShardsFile:
             tls=_tls(where, content.get("tls"), path.parent),
             front=None if front is None else as_path(front if "://" in front else path.absolute().parent / front),
             api_key=None if key_file is None else read_keys(path.parent / key_file)[0][1],
-            split=_split(where, content.get("split")),
+            split=_split(where, content.get("split"), entries),
         )
 
 
-def _split(where: str, entry: Any) -> dict[str, SplitLookup]:
+def _split(where: str, entry: Any, shards: Sequence[Mapping[str, Any]]) -> dict[str, SplitLookup]:
+    """Return the features of split tables. `shards` have the rows of each part, which together must be the whole table."""
     found = {}
     for name, value in (entry if isinstance(entry, dict) else {"": entry} if entry is not None else {}).items():
         try:
@@ -167,6 +170,17 @@ def _split(where: str, entry: Any) -> dict[str, SplitLookup]:
             is_good = False
         if not is_good:
             raise ConfigError(f"{where}: split of {name!r} is {value!r}. Take it from the file that the export wrote.")
+        parts = sorted(
+            rows[feature.table]
+            for shard in shards
+            if isinstance(rows := shard.get("rows"), dict) and [*map(type, rows.get(feature.table) or ())] == [int, int]
+        )
+        starts, stops = [part[:1] for part in parts], [part[1:] for part in parts]
+        if [*starts, [feature.rows]] != [[0], *stops]:
+            raise ConfigError(
+                f"{where}: table {feature.table!r} has {feature.rows} rows, and the shards have {parts}. Each row must be on one "
+                "shard. Take the shards from the file that the export wrote."
+            )
     return found
 
 
@@ -238,6 +252,12 @@ def _shard(where: str, entry: Any) -> Shard:
             raise ConfigError(
                 f"{where}: must have the keys kind: redis, name and url, got kind {kind!r} and {', '.join(keys)}."
             )
+        from tpuembed.row_store.client import check_url  # imports NumPy
+
+        try:
+            check_url(entry["url"])
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         return Shard(name=entry["name"], url=entry["url"])
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping with the keys name and address, got {entry!r}.")
@@ -253,7 +273,7 @@ def _shard(where: str, entry: Any) -> Shard:
             f"{where}: address {entry['address']!r} is no target of gRPC with a port. Write HOST:PORT, dns:///HOST:PORT, or "
             "ipv4:IP:PORT,IP:PORT."
         )
-    return Shard(name=entry["name"], address=entry["address"])
+    return Shard(name=entry["name"], address=entry["address"], features=tuple(features))
 
 
 def _is_target(address: str) -> bool:

@@ -49,10 +49,13 @@ _ZEROS_LOG_SECONDS: Final = 10.0
 _CONNECTIONS: Final = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
-"""A replica that has a call and does not even answer pings gets no more calls. One that comes back gets calls after two seconds."""
+"""A replica that has a call and does not even answer pings gets no more calls: after 15 seconds, or 5 if gRPC has just sent one
+itself. One that comes back gets calls after two seconds.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +190,10 @@ class ShardedStates:
                 raise StatusError(Code.NOT_FOUND, f"shard {shard.name}: version {found} has no {DEFAULT_SIGNATURE}")
             numbers.append(found)
             definition = definitions[DEFAULT_SIGNATURE]
+            if shard.features and set(shard.features) != definition["outputs"].keys():
+                answers, listed = (", ".join(sorted(names)) for names in (definition["outputs"], shard.features))
+                text = f"shard {shard.name}: the server at {shard.address} answers {answers}, and {file.path} lists {listed}"
+                raise StatusError(Code.FAILED_PRECONDITION, f"{text}. It may be another shard's server")
             if export_id := signatures[DEFAULT_SIGNATURE].export_id:
                 exports.setdefault(export_id, shard.name)
             routes.append(_Route(number, signatures[DEFAULT_SIGNATURE], self._zeros(shard.name, definition["outputs"])))

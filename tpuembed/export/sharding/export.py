@@ -407,7 +407,14 @@ def _placed_before(
         raise ConfigError(
             f"folder {folder}: its {SHARDS_FILE} has {before}, and the export has {now}. Export into another folder."
         )
-    return weighed(shards, loads)
+    placed = weighed(shards, loads)
+    most = max(shard.bytes for shard in placed)
+    if wanted.shard_bytes is not None and most > wanted.shard_bytes:
+        raise ConfigError(
+            f"folder {folder}: a shard of its {SHARDS_FILE} has {most} bytes, which is more than shard_bytes={wanted.shard_bytes}. "
+            "Export into another folder."
+        )
+    return placed
 
 
 def _listed(tables: Iterable[str], split: Mapping[str, int]) -> str:

@@ -209,6 +209,15 @@ def test_an_export_of_another_placement_is_no_part_of_this_one(tmp_path: Path) -
     assert (other.version, list(other.reports)) == (2, ["shard-0", "shard-1", "shard-2"])
 
 
+def test_a_placement_is_not_kept_if_its_shards_are_larger_than_asked_for(tmp_path: Path) -> None:
+    checkpoint = tf.train.Checkpoint(a=tf.Variable(tf.ones([6, 2]))).write(str(tmp_path / "ckpt"))
+    options: dict[str, Any] = {"serving_config": {"features": {"x": {"table": "a", "input": "id"}}}}
+    export_shards(checkpoint, tmp_path / "s", **options, shard_bytes=24)
+    export_shards(checkpoint, tmp_path / "s", **options, shard_bytes=24)
+    with refused(ConfigError):
+        export_shards(checkpoint, tmp_path / "s", **options, shard_bytes=16)
+
+
 def test_an_unfinished_version_of_another_export_is_not_passed_over(tmp_path: Path) -> None:
     """Servers keep two versions: after a third one on a shard, no version was on all shards."""
     first, second = (

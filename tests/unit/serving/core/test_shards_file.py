@@ -84,7 +84,24 @@ WITH_FEATURES = {
     ],
 }
 REDIS = {"kind": "redis", "name": "r", "url": "redis://host:1"}
+VIDEOS = {"table": "videos", "rows": 30, "out_of_vocabulary": "error", "input": "ids"}
+
+
+def divided(*parts: Any) -> dict[str, Any]:
+    """A file whose shards have these rows of one table."""
+    shards = [{"name": f"s{n}", "address": f"h:{n + 1}", "rows": {"videos": part}} for n, part in enumerate(parts)]
+    return {**GOOD, "format": 2, "shards": shards, "split": {"watched": VIDEOS}}
+
+
 WRONG: dict[str, Any] = {
+    "a part that no shard has": divided([10, 20], [20, 30]),
+    "a part in the middle that no shard has": divided([20, 30], [0, 10]),
+    "a part at the end that no shard has": divided([0, 10]),
+    "a part that two shards have": divided([0, 20], [10, 30]),
+    "no rows of a split table": divided(None, None),
+    "redis without a scheme": {**GOOD, "shards": [{**REDIS, "url": "host:1"}]},
+    "redis of another scheme": {**GOOD, "shards": [{**REDIS, "url": "http://host:1"}]},
+    "redis with a password": {**GOOD, "shards": [{**REDIS, "url": "redis://:secret@host:1"}]},
     "redis with an address": {**GOOD, "shards": [{**REDIS, "address": "host:1"}]},
     "redis without a URL": {**GOOD, "shards": [{**REDIS, "url": ""}]},
     "another kind": {**GOOD, "shards": [{**REDIS, "kind": "memcached"}]},
@@ -121,6 +138,12 @@ def test_what_is_wrong_is_named(tmp_path: Path, what: str) -> None:
     path.write_text(WRONG[what] if isinstance(WRONG[what], str) else yaml.safe_dump(WRONG[what]))
     with refused(ConfigError):
         ShardsFile.read(path)
+
+
+def test_the_parts_of_a_table_are_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "shards.yaml"
+    path.write_text(yaml.safe_dump(divided([20, 30], [0, 10], [10, 20])))
+    assert ShardsFile.read(path).split["watched"].rows == 30
 
 
 def test_zeros_of_all_features_of_a_shard(tmp_path: Path) -> None:
