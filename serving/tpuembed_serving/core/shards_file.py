@@ -175,8 +175,8 @@ def _split(where: str, entry: Any, shards: Sequence[Mapping[str, Any]]) -> dict[
             for shard in shards
             if isinstance(rows := shard.get("rows"), dict) and [*map(type, rows.get(feature.table) or ())] == [int, int]
         )
-        starts, stops = [part[:1] for part in parts], [part[1:] for part in parts]
-        if [*starts, [feature.rows]] != [[0], *stops]:
+        starts, stops = [start for start, _ in parts], [stop for _, stop in parts]
+        if [*starts, feature.rows] != [0, *stops]:
             raise ConfigError(
                 f"{where}: table {feature.table!r} has {feature.rows} rows, and the shards have {parts}. Each row must be on one "
                 "shard. Take the shards from the file that the export wrote."

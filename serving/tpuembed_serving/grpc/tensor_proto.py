@@ -83,9 +83,9 @@ _FIELDS: Final = {
 
 _KEPT_HEADS: Final = 1024
 _last_heads: Final = dict[int, tuple[bytes, tuple[int, ...]]]()
-"""By the length of a serialized tensor of floats: all of the last one's bytes before the values, and its shape.
+"""By the length of a serialized tensor: all bytes before the values of the last one that `_whole_values` read, and its shape.
 
-Answers of one server repeat them, and a tensor of that length that begins so has that shape, and so many values.
+Answers of one server repeat them. A tensor of that length that begins so has that dtype and shape, and so many values.
 """
 
 
@@ -105,15 +105,12 @@ def decode_tensor(proto: Any, alias: str) -> Array:
     """
     try:
         number = proto.dtype
-        if number == types_pb2.DT_FLOAT and not proto.tensor_content:
-            whole = proto.SerializeToString()
-            head, shape = _last_heads.get(len(whole), (b"", ()))
-            if head and whole.startswith(head):  # a slice begins at an aligned address
-                return np.ndarray(shape, "<f4", whole[len(head) :])
-        shape = _shape(proto.tensor_shape)
         if number == types_pb2.DT_STRING:
-            return _strings(proto, shape)
-        return _numbers(proto, _FIELDS[number], shape)
+            return _strings(proto, _shape(proto.tensor_shape))
+        field = _FIELDS[number]
+        if field.fixed_width and not proto.tensor_content and (found := _whole_values(proto, field)) is not None:
+            return found
+        return _numbers(proto, field, _shape(proto.tensor_shape))
     except (_MalformedTensorError, MalformedError, KeyError):
         raise invalid_argument(f"tensor parsing error: {alias}") from None
 
@@ -146,17 +143,22 @@ def _numbers(proto: Any, field: _Field, shape: tuple[int, ...]) -> Array:
         return np.empty(shape, field.dtype)
     if content := proto.tensor_content:
         return _from_content(content, field, count).reshape(shape)
-    values = getattr(proto, field.name)
-    if field.fixed_width and len(values) == count * field.per_element:
-        # Nothing but the dtype, the shape and these values, as servers write it. A slice begins at an aligned address.
-        whole, head = proto.SerializeToString(), _head(proto.dtype, shape, field.name)
-        if len(whole) == len(head) + count * field.dtype.itemsize and whole.startswith(head):
-            if proto.dtype == types_pb2.DT_FLOAT:
-                if len(_last_heads) == _KEPT_HEADS:
-                    _last_heads.clear()
-                _last_heads[len(whole)] = head, shape
-            return np.frombuffer(whole[len(head) :], field.dtype).reshape(shape)
-    return _filled(_field_values(values, field), count, field.dtype).reshape(shape)
+    return _filled(_field_values(getattr(proto, field.name), field), count, field.dtype).reshape(shape)
+
+
+def _whole_values(proto: Any, field: _Field) -> Array | None:
+    """Return a tensor that has nothing but its dtype, its shape and all of its values, as servers write it; else None."""
+    whole = proto.SerializeToString()
+    head, shape = _last_heads.get(len(whole), (b"", ()))
+    if not head or not whole.startswith(head):
+        shape = _shape(proto.tensor_shape)
+        head = _head(proto.dtype, shape, field.name)
+        if len(whole) != len(head) + math.prod(shape) * field.dtype.itemsize or not whole.startswith(head):
+            return None
+        if len(_last_heads) == _KEPT_HEADS:
+            _last_heads.clear()
+        _last_heads[len(whole)] = head, shape
+    return np.ndarray(shape, field.dtype, whole[len(head) :])  # a slice begins at an aligned address
 
 
 def _from_content(content: bytes, field: _Field, count: int) -> Array:

@@ -37,7 +37,7 @@ _REMEDY: Final = (
 )
 
 
-class _Lookup(NamedTuple):
+class _TrainedLookup(NamedTuple):
     """What is known of the lookup before a feature.
 
     Attributes:
@@ -79,11 +79,11 @@ def check_names(
     for table, vocabulary in given.items():
         lookups = of_tables.get(table, [None])
         known = [one for one in lookups if one is not None]
-        names: list[bytes | None] = _of_names(vocabulary) if known else []
+        names = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows)) if known else []
         hashing = _hashing_of(vocabulary)
-        same = [one for one in known if _has_names(one.vocabulary, vocabulary, names)]
+        same = [one for one in known if _has_names(one.vocabulary, vocabulary.oov_buckets, names)]
         fits = [one for one in same if one.vocabulary.hashing == hashing]
-        if len(fits) == len(lookups) and all(_take_all(one.dtypes, vocabulary) for one in fits):
+        if len(fits) == len(lookups) and all(_take_all(one.dtypes, names) for one in fits):
             continue
         if fits or len(known) < len(lookups):
             unproven.append(table)
@@ -108,17 +108,15 @@ def check_names(
         )
 
 
-def _take_all(dtypes: frozenset[str], vocabulary: Vocabulary) -> bool:
+def _take_all(dtypes: frozenset[str], names: Sequence[Any]) -> bool:
     """Return True if inputs of these types take each name, and no other value becomes a name by a cast.
 
     Keras casts what a model gets to the types of its inputs, those of an inner model too.
     """
-    if vocabulary.dtype == "string" or len(dtypes) != 1:
-        return dtypes == {"string"}
-    limits = _LIMITS.get(next(iter(dtypes)))
-    named = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows))
-    names = np.array([name for name in named if name is not None] or [0], np.int64)
-    return limits is not None and bool(limits.min <= names.min() and names.max() <= limits.max)
+    if dtypes == {"string"}:
+        return True
+    limits = _LIMITS.get(next(iter(dtypes))) if len(dtypes) == 1 else None
+    return limits is not None and all(limits.min <= name <= limits.max for name in names if name is not None)
 
 
 def _shown_size(lookup: LayerVocabulary) -> str:
@@ -127,14 +125,14 @@ def _shown_size(lookup: LayerVocabulary) -> str:
     return f"{lookup.described.size - (lookup.buckets or 0)} after {lookup.buckets}"
 
 
-def _lookups_of_tables(config: Any, saved: Sequence[LayerVocabulary]) -> dict[str, list[_Lookup | None]]:
+def _lookups_of_tables(config: Any, saved: Sequence[LayerVocabulary]) -> dict[str, list[_TrainedLookup | None]]:
     """Return table -> the lookups whose outputs are the ids of its features, in all calls of its layer.
 
     They are known where the module says that the file proves them. None stands for every other feature.
     """
     calls, inputs_of = dict[int, list[Any]](), dict[int, tuple[Mapping[str, Any], ...]]()
     _walk(config, (), calls, inputs_of)
-    found: dict[str, list[_Lookup | None]] = {}
+    found: dict[str, list[_TrainedLookup | None]] = {}
     for described, fields in described_objects(config):
         features = fields.get("feature_config")
         if not isinstance(features, Mapping):
@@ -146,7 +144,7 @@ def _lookups_of_tables(config: Any, saved: Sequence[LayerVocabulary]) -> dict[st
                 vocabulary = None if inputs is None else _of_lookup(layer, saved)
                 lookup = None
                 if vocabulary is not None and inputs is not None:
-                    lookup = _Lookup(vocabulary, frozenset(str(one["config"].get("dtype")) for one in inputs))
+                    lookup = _TrainedLookup(vocabulary, frozenset(str(one["config"].get("dtype")) for one in inputs))
                 if lookup not in found.setdefault(table, []):
                     found[table].append(lookup)
     return found
@@ -240,9 +238,9 @@ def _of_lookup(layer: Mapping[str, Any], saved: Sequence[LayerVocabulary]) -> La
     kind, fields = layer["class_name"], layer.get("config")
     if kind not in ("StringLookup", "IntegerLookup") or not is_of_keras(layer) or not isinstance(fields, Mapping):
         return None
-    dtypes = (None, "string" if kind == "StringLookup" else "int64")
     if str(fields.get("encoding") or "utf-8").lower() not in ("utf-8", "utf8"):  # names are decoded, and saved as UTF-8
         return None
+    dtypes = (None, "string" if kind == "StringLookup" else "int64")
     if (
         (fields.get("output_mode") or "int") != "int"
         or fields.get("invert")
@@ -259,16 +257,10 @@ def _hashing_of(vocabulary: Vocabulary) -> str:
     return hashing_of({**names, "salt": vocabulary.oov_key})
 
 
-def _of_names(vocabulary: Vocabulary) -> list[bytes | None]:
-    """Return the names of all rows after the buckets, None for free ones."""
-    names = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows))
-    return [name if name is None or isinstance(name, bytes) else str(name).encode() for name in names]
-
-
-def _has_names(saved: LayerVocabulary, vocabulary: Vocabulary, names: list[bytes | None]) -> bool:
-    """Return True if `saved` gives each of `names` the row that `vocabulary` does. What it calls its buckets is its own."""
+def _has_names(saved: LayerVocabulary, buckets: int, names: Sequence[Any]) -> bool:
+    """Return True if `saved` has `names`, in this order, after its buckets. None is a free row, which it does not have."""
     assert saved.entries is not None
-    buckets = vocabulary.oov_buckets
     if saved.buckets != buckets or saved.described.size != buckets + len(names):
         return False
-    return all(map(operator.eq, islice(saved.entries(), buckets, None), names))
+    entries = (name if name is None or isinstance(name, bytes) else str(name).encode() for name in names)
+    return all(map(operator.eq, islice(saved.entries(), buckets, None), entries))

@@ -253,11 +253,11 @@ def _has_size(fields: Mapping[str, Any], size: int) -> bool:
 
 def digest(entries: Iterable[bytes]) -> tuple[str, int]:
     """The digest of entries, and how many they are."""
-    digest, size = hashlib.sha256(), 0
+    found, size = hashlib.sha256(), 0
     for entry in entries:
-        digest.update(b"%d:%s," % (len(entry), entry))
+        found.update(b"%d:%s," % (len(entry), entry))
         size += 1
-    return digest.hexdigest(), size
+    return found.hexdigest(), size
 
 
 def hashing_of(settings: Mapping[str, Any]) -> str:
@@ -277,9 +277,6 @@ def shown_hashings(mine: str | None, saved: str | None, giver: str) -> str:
     """Return both for a message, without the salts, which are secrets."""
     here, there = (re.sub(r"with salt .*", "with a salt", one or "no hash") for one in (mine, saved))
     return f"by {here} in the {giver}, and by {there if here != there else 'one with another salt'} in the file"
-
-
-# ---- of a `.keras` file
 
 
 def _buckets(fields: Mapping[str, Any]) -> int:
