@@ -61,27 +61,3 @@ def test_the_example_is_the_file_beside_it() -> None:
     code = _blocks("python")
     assert (ROOT / "examples" / "quickstart.py").read_text().endswith(code)
     assert len([line for line in code.splitlines() if line]) <= 22
-
-
-@pytest.mark.parametrize(
-    "document",
-    sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")),
-    ids=lambda p: str(p.relative_to(ROOT)),
-)
-def test_links_between_documents_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
-        assert (document.parent / target).exists(), target
-
-
-def test_every_option_is_in_the_documents() -> None:
-    from tpuembed_cli.main import cli
-
-    texts = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("export", "serve")}
-    for name, text in texts.items():
-        command = cli.commands.get(name) or cli.get_command(None, name)  # type: ignore[arg-type]
-        assert command is not None
-        for parameter in command.params:
-            for option in parameter.opts:
-                other = f"--{option.removeprefix('--').replace('_', '-')}"  # TensorFlow Serving's spelling of a documented option
-                if option.startswith("--"):
-                    assert option in text or other in parameter.opts, f"docs/{name}.md lacks {option}"

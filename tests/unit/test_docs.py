@@ -67,6 +67,29 @@ def test_no_name_is_described_twice() -> None:
     assert sorted(DIRECTIVES) == sorted(set(DIRECTIVES))
 
 
+@pytest.mark.parametrize(
+    "document",
+    sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")),
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    prose = re.sub(r"^ *```.*?^ *```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:]+)\)", prose):
+        assert (document.parent / target).exists(), target
+
+
+def test_every_option_is_in_the_documents() -> None:
+    texts = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("export", "serve")}
+    for name, text in texts.items():
+        command = cli.commands.get(name) or cli.get_command(None, name)  # type: ignore[arg-type]
+        assert command is not None
+        for parameter in command.params:
+            for option in parameter.opts:
+                other = f"--{option.removeprefix('--').replace('_', '-')}"  # TensorFlow Serving's spelling of a documented option
+                if option.startswith("--"):
+                    assert option in text or other in parameter.opts, f"docs/{name}.md lacks {option}"
+
+
 # ---- docs/errors.md
 
 _ROW = re.compile(r"^\| `(.+?)` \|(?: (?:\d{3} [A-Z_]+|status of the version) \|)? (.+) \|$", re.MULTILINE)
