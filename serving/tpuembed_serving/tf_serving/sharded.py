@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _POLL_TIMEOUT_SECONDS: Final = 5.0
 _STARTING_SECONDS: Final = 60.0
 """A shard that has not answered for so long after the start is a warning."""
+_WHILE_STARTING: Final = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.NOT_FOUND)
+"""What a server that starts answers. All else, such as a wrong key, does not mend itself, and is a warning at once."""
 _SHOWN: Final = 8
 """The most shards, and versions of one, in a message."""
 _REMEDY: Final = "Is it the gRPC port? Do the shards use TLS (tls in shards.yaml)?"
@@ -105,12 +107,13 @@ class ShardedStates:
         """
         faults = {}
         for number, found in enumerate(self._threads.map(self._poll, range(len(self._states)))):
-            shard = self._file.shards[number]
+            shard, is_new = self._file.shards[number], self._known[number] is None
             if isinstance(found, StatusError):
                 faults[shard.name] = self._fault(shard, found)
-            self._log(shard.name, faults.get(shard.name), is_new=self._known[number] is None)
-            if not isinstance(found, StatusError):
+                is_new = is_new and found.code in _WHILE_STARTING
+            else:
                 self._known[number] = found
+            self._log(shard.name, faults.get(shard.name), is_new=is_new)
         self._missing[:] = faults
         for shard, known in zip(self._file.shards, self._known, strict=True):
             if known is None:
@@ -123,6 +126,10 @@ class ShardedStates:
             if any(status is not None and status.state > State.AVAILABLE for status in statuses):
                 worst = State.END
             fault = next((status.error for status in statuses if status is not None and status.error), None)
+            if fault is None and worst is State.START and None in statuses:
+                fault = StatusError(
+                    Code.UNAVAILABLE, f"shard {self._file.shards[statuses.index(None)].name} does not have it"
+                )
             found.append(VersionStatus(version, worst, fault))
         for version in self._routes.keys() - {status.version for status in found if status.state is State.AVAILABLE}:
             del self._routes[version]

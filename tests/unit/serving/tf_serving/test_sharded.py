@@ -223,6 +223,11 @@ def test_shards_without_a_common_version_say_what_each_has(
     assert "b has 4." in polled.fault([2, 3], [4])
     assert len(logged(caplog)) == 1
     assert polled.versions([2, 3], [1, 2]) == [(3, State.START), (2, State.AVAILABLE), (1, State.START)]
+    assert [one.error and one.error.message for one in polled.states.versions("shop")] == [
+        "shard b does not have it",
+        None,
+        "shard a does not have it",
+    ]
     polled.fault([2, 3], [4])
     assert len(logged(caplog)) == 1, "again"
 
@@ -264,6 +269,15 @@ def test_a_shard_is_logged_when_it_stops_to_answer_and_when_it_answers_again(
     assert logged(caplog) == [("WARNING", "shard b: not reached, the time number 0")]
     polled.versions([1], [1])
     assert logged(caplog) == [("INFO", "shard b: answers again")]
+
+
+def test_what_does_not_mend_itself_is_a_warning_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    polled = Polled(monkeypatch)
+    for _ in range(2):
+        polled.fault([1], StatusError(Code.FAILED_PRECONDITION, "Redis refuses the password"))
+    assert logged(caplog) == [("WARNING", "shard b: Redis refuses the password")]
 
 
 def test_a_shard_that_never_answers_is_a_warning_after_a_while(
