@@ -276,8 +276,8 @@ def test_what_does_not_mend_itself_is_a_warning_at_once(
 ) -> None:
     polled = Polled(monkeypatch)
     for _ in range(2):
-        polled.fault([1], StatusError(Code.FAILED_PRECONDITION, "Redis refuses the password"))
-    assert logged(caplog) == [("WARNING", "shard b: Redis refuses the password")]
+        polled.fault([1], StatusError(Code.UNAUTHENTICATED, "no valid API key"))
+    assert logged(caplog) == [("WARNING", "shard b: no valid API key. Set api_key_file in shards.yaml")]
 
 
 def test_a_shard_that_never_answers_is_a_warning_after_a_while(
