@@ -12,24 +12,24 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
+from tpuembed.vocabulary.counted_names import CountedNames
 from tpuembed.vocabulary.files import integers_in, names_in, names_of_element
 from tpuembed.vocabulary.followers import Follower, Followers
 from tpuembed.vocabulary.index import NONE
 from tpuembed.vocabulary.name_arrays import Batch, DType
-from tpuembed.vocabulary.numbered_names import NumberedNames, salt_text
+from tpuembed.vocabulary.numbered_names import salt_text
 from tpuembed.vocabulary.saved import (
     IDENTITY,
     MAGIC,
     MOST_NAMES,
     OPTIONS,
-    SavedNames,
     VocabularyHeader,
     check_version,
     chunks,
     parse,
 )
-from tpuembed.vocabulary.sightings import MOST_UPDATE, NEVER, Sightings
-from tpuembed.vocabulary.sketch import MOST, Sketch
+from tpuembed.vocabulary.sightings import MOST_UPDATE, NEVER
+from tpuembed.vocabulary.sketch import MOST
 from tpuembed.vocabulary.text import GrowingArray
 
 __all__ = ["PADDING", "UNKNOWN", "Vocabulary"]
@@ -107,7 +107,6 @@ class Vocabulary:
         self.min_count = int(min_count)
         self._lock = threading.RLock()
         self._followers = Followers()
-        self._sketch: Sketch | None = None
         self._clear()
         try:
             is_list = not isinstance(names, str | bytes) and iter(names) is not None
@@ -117,7 +116,7 @@ class Vocabulary:
             raise ConfigError(
                 f"vocabulary: names must be a list of names, got {names!r}. Vocabulary.from_file reads the names of a file."
             )
-        self._fill(self._names.store.batch(names))
+        self._names.fill(self._names.store.batch(names))
 
     @classmethod
     def from_file(
@@ -142,7 +141,7 @@ class Vocabulary:
             names = integers_in(Path(path)) if dtype == "int64" else names_in(Path(path))
         except (OSError, ValueError, EOFError) as error:
             raise ConfigError(f"vocabulary {path}: cannot be read: {reason(error)}.") from None
-        found._fill(names)
+        found._names.fill(names)
         return found
 
     @classmethod
@@ -178,7 +177,7 @@ class Vocabulary:
             np.add.at(counts.values, rows, 1)
         chosen = np.argsort(-counts.values, kind="stable")
         chosen = chosen[counts.values[chosen] >= min_count]
-        found._fill(seen._names.store.get(chosen), np.arange(len(chosen)))
+        found._names.fill(seen._names.store.get(chosen), np.arange(len(chosen)))
         return found
 
     def __len__(self) -> int:
@@ -240,7 +239,7 @@ class Vocabulary:
                     "table. Make vocabulary_size larger, or evict names."
                 )
             self._followers.check_new(self._names.unused(new, room) + self.oov_buckets)
-            self._admit(batch, keys, found, missing, room, 1)
+            self._names.admit(batch, keys, found, missing, room=room, least=1)
         self._followers.tell(np.zeros(0, np.int64))
         return (found + self.oov_buckets).reshape(shape)
 
@@ -269,8 +268,9 @@ class Vocabulary:
             if padded:
                 is_name = ~self._names.store.is_padding(batch)
             missing, before = np.flatnonzero(is_name & (found == NONE)), len(self)
-            self._admit(batch, keys, found, missing, self._room(room - self.oov_buckets), self.min_count)
-            self._sightings.mark(found[is_name & (found != NONE)], update)
+            most = self._room(room - self.oov_buckets)
+            self._names.admit(batch, keys, found, missing, room=most, least=self.min_count)
+            self._names.sightings.mark(found[is_name & (found != NONE)], update)
             has_grown = len(self) > before
         if has_grown:
             for follower, table in self._followers.living():
@@ -296,7 +296,7 @@ class Vocabulary:
                 raise ConfigError(
                     f"vocabulary: row {numbers.max() + self.oov_buckets} is outside of its {self.rows} rows."
                 )
-            self._sightings.mark(numbers[~np.isin(numbers, self._names.free)], update)
+            self._names.sightings.mark(numbers[~np.isin(numbers, self._names.free)], update)
 
     @property
     def counts(self) -> npt.NDArray[np.uint32]:
@@ -307,7 +307,7 @@ class Vocabulary:
         """
         self._check_grows("counts")
         with self._lock:
-            return np.concatenate([np.zeros(self.oov_buckets, np.uint32), self._sightings.counts])
+            return np.concatenate([np.zeros(self.oov_buckets, np.uint32), self._names.sightings.counts])
 
     @property
     def last_seen(self) -> npt.NDArray[np.int32]:
@@ -321,7 +321,7 @@ class Vocabulary:
         """
         self._check_grows("last_seen")
         with self._lock:
-            return np.concatenate([np.full(self.oov_buckets, NEVER, np.int32), self._sightings.last_seen])
+            return np.concatenate([np.full(self.oov_buckets, NEVER, np.int32), self._names.sightings.last_seen])
 
     def continue_counts(self, old: "Vocabulary", update: int) -> None:
         """Take the counts and last updates of names from `old`, whose rows they got. A new name was last seen in `update`.
@@ -334,9 +334,9 @@ class Vocabulary:
             rows = old.rows_in(self)
             kept = np.flatnonzero(rows >= self.oov_buckets)
             kept = kept[kept >= old.oov_buckets]
-            self._sightings.start_at(max(int(update), old._sightings.update))
+            self._names.sightings.start_at(max(int(update), old._names.sightings.update))
             if old.grows:
-                self._sightings.put(rows[kept] - self.oov_buckets, old.counts[kept], old.last_seen[kept])
+                self._names.sightings.put(rows[kept] - self.oov_buckets, old.counts[kept], old.last_seen[kept])
 
     def count_updates_from(self, update: int) -> None:
         """Renumber the updates, so that the latest one is `update`. No name is older than the first update then.
@@ -346,7 +346,7 @@ class Vocabulary:
         if not self.grows:
             return
         with self._lock:
-            self._sightings.renumber(update)
+            self._names.sightings.renumber(update)
 
     def first_row(self, start: int, stop: int) -> int | None:
         """Return the first row of [start, stop) that has a name, or None."""
@@ -383,9 +383,8 @@ class Vocabulary:
             if value is not None:
                 _check_count(what, value, least)
         with self._lock:
-            numbers = self._sightings.chosen(not_seen_for, min_count, update)
-            self._drop(numbers)
-            self._sketch = None
+            numbers = self._names.sightings.chosen(not_seen_for, min_count, update)
+            self._names.drop(numbers)
         self._followers.tell(numbers + self.oov_buckets)
         return numbers + self.oov_buckets
 
@@ -407,16 +406,9 @@ class Vocabulary:
                     f"vocabulary: name {name!r} is not among its {len(self)} names, so it cannot be removed."
                 )
             numbers = np.unique(found)
-            self._drop(numbers)
-            self._sketch = None
+            self._names.drop(numbers)
         self._followers.tell(numbers + self.oov_buckets)
         return numbers + self.oov_buckets
-
-    def _drop(self, numbers: _Integers) -> None:
-        """Take the names of `numbers`, which are ascending. They are free then."""
-        self._names.drop(numbers)
-        if self.grows:
-            self._sightings.forget(numbers)
 
     def rows_in(self, other: "Vocabulary") -> _Integers:
         """Return the row that `other` gives the name of each row, int64 [rows]; UNKNOWN for a name that it lacks.
@@ -605,7 +597,7 @@ class Vocabulary:
 
     def _save(self, take: Callable[[bytes], object]) -> None:
         with self._lock:
-            for chunk in chunks(self._saved()):
+            for chunk in chunks(self._names.save(self.options())):
                 take(chunk)
 
     @staticmethod
@@ -625,7 +617,7 @@ class Vocabulary:
         try:
             saved = parse(content)
             found = cls.from_options(saved.options, "vocabulary")
-            found._load(saved, is_own=True)
+            found._names.load(saved, is_own=True)
         except (ValueError, TypeError) as error:
             why = str(error).removeprefix("vocabulary: ").partition(". ")[0].removesuffix(".")
             raise CheckpointCorruptError(f"{where}: cannot be read: {why}. Restore it from a copy.") from None
@@ -649,7 +641,7 @@ class Vocabulary:
                 f"vocabulary: its {option} is {own}, and that of the other {its}. Make both with the same {option}."
             )
         with _locked(self, other):
-            saved = other._saved(copy=True)
+            saved = other._names.save(other.options(), copy=True)
             others = [each for each in self._followers.living() if each[0] is not by]
             moves = bool(others) and self._moves_in(other)
             if by is None:
@@ -665,7 +657,7 @@ class Vocabulary:
                     )
             before = self.to_bytes() if moves else None
             self._clear()
-            self._load(saved, is_own=False)
+            self._names.load(saved, is_own=False)
         if before is not None:
             for follower, table in others:
                 follower.names_replaced(table, before)
@@ -679,28 +671,6 @@ class Vocabulary:
         rows = np.arange(self.oov_buckets, self.rows)
         rows = rows[~np.isin(rows, self.free_rows)]
         return bool((self.rows_in(other)[rows] != rows).any())
-
-    def _saved(self, copy: bool = False) -> SavedNames:
-        """Return all of it: views, or, with `copy`, what later changes leave as it is."""
-        alive: Any = slice(None)
-        free = self._names.free
-        if len(free) or copy:
-            alive = np.setdiff1d(np.arange(self._names.size), free, assume_unique=True)
-        seen = self._sightings
-        counts, last_seen = (seen.counts[alive], seen.last_seen[alive]) if self.grows else (None, None)
-        names = self._names.store.get(alive)
-        return SavedNames(self.options(), names, free, seen.update, counts, last_seen)
-
-    def _load(self, saved: SavedNames, is_own: bool) -> None:
-        """Fill it, which has no names, with those of `saved`, whose arrays are its own, or are copied."""
-        self._sightings.update = saved.update
-        size = len(saved.names) + len(saved.free)
-        self._fill(saved.names, None if is_own and not len(saved.free) else saved.numbers(), size)
-        self._names.free = saved.free
-        if self.grows and saved.counts is not None and saved.last_seen is not None:
-            self._sightings.put(saved.numbers(), saved.counts, saved.last_seen)
-        if self.grows:
-            self._sightings.forget(saved.free)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return a copy of its state of one moment: other threads may add names before it is written."""
@@ -723,13 +693,7 @@ class Vocabulary:
     # ---- numbers and rows
 
     def _clear(self) -> None:
-        self._names, self._sightings, self._sketch = NumberedNames(self.dtype, self.oov_key), Sightings(), None
-
-    def _fill(self, batch: Batch, numbers: npt.NDArray[Any] | None = None, size: int = 0) -> None:
-        """Give names numbers, see `NumberedNames.fill`."""
-        count = self._names.fill(batch, numbers, size)
-        if self.grows:
-            self._sightings.extend(count)
+        self._names = CountedNames(self.dtype, self.oov_key, counted=self.grows)
 
     def _rows(self, batch: Batch, numbers: _Integers, padded: bool) -> _Integers:
         """Return the row of each name whose number is known or NONE."""
@@ -742,40 +706,6 @@ class Vocabulary:
         if padded:
             rows[self._names.store.is_padding(batch)] = PADDING
         return rows
-
-    def _admit(
-        self, batch: Batch, keys: _Integers, found: _Integers, missing: _Integers, room: int, least: int
-    ) -> None:
-        """Give numbers to new names, and put them into `found`.
-
-        Args:
-            batch, keys: many names.
-            found: int64 [n], the number of each, or NONE.
-            missing: the places of those of them that have none and may get one.
-            room: numbers are lower.
-            least: how often a name has to be seen.
-        """
-        if not len(missing) or not self._names.has_room(room):
-            return
-        store = self._names.store
-        new, new_keys = store.take(batch, missing), keys[missing]
-        order, first = self._names.different(new, new_keys)
-        chosen, before = np.arange(len(first)), np.zeros(len(first), np.int64)
-        if least > 1:
-            self._sketch = self._sketch or Sketch()
-            times = np.bincount(order)
-            counts = self._sketch.count(new_keys[first], times)
-            before = np.maximum(counts - times, 0)
-            chosen = np.flatnonzero(counts >= least)
-        numbers = self._names.unused(len(chosen), room)
-        chosen = chosen[: len(numbers)]
-        self._names.give(store.take(new, first[chosen]), new_keys[first[chosen]], numbers)
-        if self.grows:
-            self._sightings.extend(self._names.size)
-            self._sightings.put(numbers, before[chosen], self._sightings.update)
-        given = np.full(len(first), NONE, np.int64)
-        given[chosen] = numbers
-        found[missing] = given[order]
 
     def _check_grows(self, method: str) -> None:
         if not self.grows:

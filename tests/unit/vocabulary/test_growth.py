@@ -120,7 +120,7 @@ def test_any_life_keeps_each_name_on_its_own_row(dtype: Any, min_count: int, dat
                     expected.give(name, 2**31)
             assert mine.add(array_of(names, dtype)).tolist() == [expected.rows[name] for name in names]
             expected.waiting.clear()
-            mine._sketch = None
+            mine._names._sketch = None
         elif step == "grow":
             names, update = data.draw(lists), update + data.draw(st.integers(0, 3))
             expected.grow(names, update, min_count)
@@ -241,7 +241,7 @@ def test_rows_that_were_seen_elsewhere() -> None:
 
 def test_counts_end_at_their_highest() -> None:
     mine = Vocabulary(["a"], grows=True)
-    mine._sightings.counts[:] = 2**32 - 2
+    mine._names.sightings.counts[:] = 2**32 - 2
     mine.grow(["a"] * 5, room=1, update=1)
     assert mine.counts.tolist() == [2**32 - 1]
 
