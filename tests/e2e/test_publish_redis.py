@@ -301,6 +301,27 @@ def test_one_publish_at_a_time(trained: Trained, server: redis_servers.Server, s
     publish_rows(trained.model_dir, server.url)
 
 
+def test_a_publish_that_lost_its_lease_changes_nothing(
+    trained: Trained, server: redis_servers.Server, store: RowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "_CHUNK_ROWS", 40)
+    others = list[int]()
+
+    def lose_it(done: int, total: int) -> None:
+        if done > total / 2 and not others:
+            store.client.delete("tpuembed:rec:lease")
+            others.append(
+                publish_rows(trained.model_dir, server.url, version=3).version
+            )  # removes what the first has written
+
+    with refused(ExportError):
+        publish_rows(trained.model_dir, server.url, version=1, on_progress=lose_it)
+    assert (others, PublishedModel(store, "rec").current()) == ([3], 3)
+    publish_rows(trained.model_dir, server.url, version=1)
+    for version in (1, 3):
+        check_rows(RedisRows(store, "rec"), trained, version)
+
+
 def test_ids_and_tables_that_do_not_exist(trained: Trained, server: redis_servers.Server, store: RowStore) -> None:
     publish_rows(trained.model_dir, server.url, version=2)
     rows = RedisRows(store, "rec")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 
 from tests.support import capi
 from tests.support.serving.shards import FEATURES, Cluster, Trained, requests
@@ -101,6 +103,20 @@ def test_metadata_and_status_are_those_of_all_shards(cluster: Cluster, whole: li
     assert cluster.front.request("GET", "/readyz")[0] == 200
 
 
+def test_a_call_for_another_shard_is_refused(cluster: Cluster) -> None:
+    request = predict_pb2.PredictRequest()
+    request.model_spec.name = "shard-0"
+    with grpc.insecure_channel(cluster.servers["shard-0"][0].grpc_address) as channel:
+        stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Predict(request, timeout=60, metadata=[("tpuembed-shard", "other-1")])
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+    assert re.fullmatch(
+        r"version 1 of model shard-0 is the shard [0-9a-f]{16}-[0-9a-f]{8} here, and the request is for the shard other-1",
+        caught.value.details(),
+    )
+
+
 @pytest.mark.long
 def test_versions_move_under_load_and_no_answer_mixes_two(trained: Trained, whole: list[Path], tmp_path: Path) -> None:
     config = {"features": FEATURES}
@@ -170,6 +186,8 @@ def test_the_placement_of_a_folder_stays(trained: Trained, tmp_path: Path) -> No
     assert (again.version, [shard.tables for shard in again.shards]) == (2, [shard.tables for shard in first.shards])
     with pytest.raises(ConfigError, match="Export into another folder"):
         export_shards(trained.paths[1], tmp_path / "s", serving_config=config, shards=len(first.shards) + 1)
+    with pytest.raises(ConfigError, match="shards must be"):
+        export_shards(trained.paths[1], tmp_path / "s", serving_config=config, shards=0)
     with pytest.raises(ExportError, match="Give another number"):
         export_shards(trained.paths[1], tmp_path / "s", serving_config=config, version=1)
 

@@ -35,8 +35,9 @@ def wait_until_ready_is(server: ServerProcess, wanted: dict[str, Any]) -> None:
     wait_for(lambda: json.loads(server.request("GET", "/readyz")[1]) == wanted)
 
 
-def wait_until_logged(server: ServerProcess, text: str) -> None:
-    wait_for(lambda: text in server.log)
+def wait_until_logged(server: ServerProcess, *texts: str) -> None:
+    """Until one of `texts` is in the log."""
+    wait_for(lambda: any(text in server.log for text in texts))
 
 
 @pytest.mark.long
@@ -171,21 +172,102 @@ def test_a_replica_that_hangs_gets_no_more_requests_after_a_while(trained: Train
 
 
 @pytest.mark.long
-def test_shards_of_two_exports_are_refused_under_one_number(trained: Trained, tmp_path: Path) -> None:
+def test_answers_are_never_of_two_exports_under_one_number(trained: Trained, tmp_path: Path) -> None:
     config = {"features": FEATURES}
     for number, path in enumerate(trained.paths):
         export_shards(path, tmp_path / f"{number}" / "s", serving_config=config, shards=2)
     inputs = requests(np.random.default_rng(4), 2)
+    wanted = [
+        capi.predict(export_saved_model(path, tmp_path / "m", serving_config=config).path, inputs)
+        for path in trained.paths
+    ]
     with ExitStack() as stack:
         (tmp_path / "other").mkdir()
         cluster, other = (
             Cluster(tmp_path / f"{number}" / "s", work, stack)
             for number, work in enumerate((tmp_path, tmp_path / "other"))
         )
+
+        def answers(front: ServerProcess) -> list[int]:
+            """Ask often, and return which export each answer is of: 0 or 1. Errors are none."""
+            found = []
+            for _ in range(30):
+                status, reply = front.predict({"inputs": {name: _in_json(value) for name, value in inputs.items()}})
+                if status == 200:
+                    same = [
+                        all(np.allclose(np.float32(reply["outputs"][name]), value, 1e-6) for name, value in one.items())
+                        for one in wanted
+                    ]
+                    assert sum(same) == 1, "mixed"
+                    found.append(same.index(True))
+            return found
+
         content = yaml.safe_load(cluster.file.read_text())
-        content["shards"][1]["address"] = yaml.safe_load(other.file.read_text())["shards"][1]["address"]
-        front = cluster.another_front(stack, **content)
+        mine, its = (
+            [one["address"] for one in yaml.safe_load(each.file.read_text())["shards"]] for each in (cluster, other)
+        )
+        refused = stack.enter_context(ExitStack())
+        front = cluster.another_front(
+            refused, shards=[content["shards"][0], {**content["shards"][1], "address": its[1]}]
+        )
         wait_until_logged(front, "version 1 of shard shard-0 is of the export ")
         assert json.loads(front.request("GET", "/readyz")[1])["status"] == "not ready"
         status, reply = front.predict({"inputs": {"one": inputs["one"].tolist()}})
         assert (status, "of the export" in reply["error"]) == (503, True)
+        refused.close()
+
+        # One of two replicas has the other export. The right one answers, or none does.
+        for order in ((mine[0], its[0]), (its[0], mine[0])):
+            address = f"{order[0]},{order[1].removeprefix('ipv4:')}"
+            with ExitStack() as started:
+                front = cluster.another_front(
+                    started, shards=[{**content["shards"][0], "address": address}, content["shards"][1]]
+                )
+                wait_until_logged(front, "ready: ", "is of the export")
+                for _ in range(3):
+                    assert set(answers(front)) <= {0}
+                    time.sleep(1)
+                wait_until_logged(front, "Is it a server of this shard?", "is of the export")
+
+        # Servers that are replaced by those of the other export, one after the other.
+        assert answers(cluster.front) == [0] * 30
+        for number in range(2):
+            (server,) = cluster.servers[f"shard-{number}"]
+            server.stop()
+            port = mine[number].rpartition(":")[2]
+            new = ("--config", str(tmp_path / "1" / "s" / f"shard-{number}.config"), "--grpc-port", port)
+            stack.enter_context(ServerProcess(None, tmp_path / f"new-{number}.log", *new)).wait_for(1)
+            if number == 0:
+                for _ in range(3):
+                    assert answers(cluster.front) == []
+                    time.sleep(1)
+        wait_for(lambda: answers(cluster.front)[-1:] == [1])
+        assert answers(cluster.front) == [1] * 30
+
+
+def _in_json(value: "np.ndarray[Any, Any]") -> Any:
+    return [[one.decode() for one in row] for row in value] if value.dtype == object else value.tolist()
+
+
+@pytest.mark.long
+def test_one_part_of_a_table_under_two_names_is_refused(trained: Trained, tmp_path: Path) -> None:
+    features = {name: FEATURES[name] for name in ("one", "listed")}
+    export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": features}, shards=2, split={"a": 2})
+    models = "".join(
+        f'config {{ name: "{name}" base_path: "{tmp_path}/s/shard-0" model_platform: "tensorflow" }} '
+        for name in ("shard-0", "shard-1")
+    )
+    both = tmp_path / "both.config"
+    both.write_text(f"model_config_list {{ {models} }}")
+    content = yaml.safe_load((tmp_path / "s" / "shards.yaml").read_text())
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            ServerProcess(None, tmp_path / "both.log", "--config", str(both), "--grpc-port", "0")
+        )
+        server.wait_for(1)
+        for shard in content["shards"]:
+            shard["address"] = server.grpc_address
+        file = tmp_path / "front.yaml"
+        file.write_text(yaml.safe_dump(content))
+        front = stack.enter_context(ServerProcess(None, tmp_path / "front.log", "--shards", str(file)))
+        wait_until_logged(front, "shards shard-0 and shard-1: their servers have the same rows of the same tables")

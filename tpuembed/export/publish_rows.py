@@ -104,6 +104,7 @@ def publish_rows(
     with contextlib.closing(store), _held(folder):
         model = PublishedModel(store, name or folder.parent.name)
         with _lease(model) as renew:
+            model.begin()
             text = (folder / MANIFEST_PATH).read_text(encoding="utf-8")
             record = VersionRecord(number=number, published=time.time(), text=text, manifest=manifest)
             return _Publishing(model, folder, record).run(keep, rewrite, renew, on_progress)

@@ -154,6 +154,16 @@ class Manifest:
         return sizes
 
     @property
+    def shard_id(self) -> str:
+        """Return what tells this part of an export for several servers from its other parts, and from other exports.
+
+        It is the export's id, "-", and a digest of the rows that the part has of each table. Empty if the version is no part.
+        """
+        export_id = self.source.get(EXPORT_ID, "")
+        rows = sorted((table.name, table.first_row, table.rows) for table in self.tables)
+        return export_id and f"{export_id}-{hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:8]}"
+
+    @property
     def tables_fingerprint(self) -> str:
         """Return a text that is equal for versions whose stacks are the same bytes of the same tables, in any layout."""
         stacks = [(s.name, s.rows, s.dim, s.storage, [(a.size, a.crc32c) for a in s.arrays]) for s in self.stacks]

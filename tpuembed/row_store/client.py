@@ -27,6 +27,15 @@ _Bytes = npt.NDArray[np.uint8]
 Reply = bytes | None | Any
 
 PASSWORD_VARIABLE: Final = "TPUEMBED_REDIS_PASSWORD"
+_TLS_OPTIONS: Final = (
+    "ssl_ca_certs",
+    "ssl_ca_path",
+    "ssl_cert_reqs",
+    "ssl_certfile",
+    "ssl_check_hostname",
+    "ssl_keyfile",
+)
+"""The options of a URL that redis-py takes for TLS."""
 _CONNECT_SECONDS: Final = 2.0
 _SOCKET_SECONDS: Final = 5.0
 _READ_BYTES: Final = 256 << 10
@@ -354,14 +363,23 @@ def _refusal(url: str, error: Exception) -> RowStoreError:
 def check_url(url: str) -> None:
     """Raise ConfigError unless `url` is one of Redis, without a password."""
     parts = _split(url)
-    if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+    if not url.startswith(("redis://", "rediss://")):
         shown = url if re.fullmatch(r"[\w.-]+:\d+", url) else masked(url)
-        raise ConfigError(f"URL {shown}: is not redis://HOST:PORT or rediss://HOST:PORT. Write it so.")
-    if parts.password is not None or "password" in parse_qs(parts.query, keep_blank_values=True):
+        raise ConfigError(
+            f"URL {shown}: must begin with redis:// or rediss://, in lower case. Write redis://HOST:PORT."
+        )
+    if not parts.hostname or parts.port == 0:
+        raise ConfigError(f"URL {masked(url)}: needs a host, and a port above 0. Write redis://HOST:PORT.")
+    options = parse_qs(parts.query, keep_blank_values=True)
+    if parts.password is not None or "password" in options:
         raise ConfigError(
             f"URL {masked(url)}: has a password, which other users of the machine can see. Set {PASSWORD_VARIABLE}, or give a file "
             "with the password."
         )
+    allowed = _TLS_OPTIONS if parts.scheme == "rediss" else ()
+    if unknown := sorted(options.keys() - set(allowed)):
+        text = f"has the option {unknown[0]!r}, and {parts.scheme}:// takes {', '.join(allowed) or 'none'}"
+        raise ConfigError(f"URL {masked(url)}: {text}. Remove it.")
 
 
 def _split(url: str) -> SplitResult:

@@ -4,16 +4,18 @@
 - `version:N`: a VersionRecord, the manifest of the version.
 - `digest:N`: the digest of version N, also after its removal. A number never gets another content.
 - `array:ID`: an ArrayRecord, the rows with keys of this ID, and how many of them are written.
+- `writer`: a text of the publish that began last. The others can change nothing here any more.
 """
 
 import dataclasses
 import hashlib
 import json
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from tpuembed.errors import RowStoreDataError
+from tpuembed.errors import ExportError, RowStoreDataError
 from tpuembed.manifest import ArrayEntry, Manifest, StackEntry
 from tpuembed.row_store.client import RowStore
 from tpuembed.row_store.keys import ArrayKeys, check_model
@@ -26,6 +28,11 @@ _FORMAT: Final = 1
 PIECE_BYTES: Final = 1 << 20
 """Bytes of a piece of the index of an overlay. Servers read it whole, so it is not stored by rows."""
 _SECONDS: Final = 30.0
+_CHANGE: Final = """
+if redis.call('HGET', KEYS[1], 'writer') ~= ARGV[1] then return -1 end
+return redis.call(ARGV[2], KEYS[1], unpack(ARGV, 3))
+"""
+"""Changes the hash, unless another publish has begun: one that was stopped for long may have lost its lease."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +153,12 @@ class PublishedModel:
         """Ask `store` for the model called `name`. Each question has `timeout_seconds`."""
         self.store, self.name, self.key = store, check_model(name), f"tpuembed:{name}"
         self._timeout_seconds = timeout_seconds
+        self._writer = ""
+
+    def begin(self) -> None:
+        """Be the one that may change the records from now on: a publish that has the lease."""
+        self._writer = uuid.uuid4().hex
+        self._ask("HSET", "writer", self._writer)
 
     def keys_of(self, array: ArrayRecord) -> ArrayKeys:
         """Return the keys of an array's rows."""
@@ -187,17 +200,36 @@ class PublishedModel:
         return None if found is None else self._parsed(f"array:{id_}", found, ArrayRecord.from_json)
 
     def put_array(self, record: ArrayRecord) -> None:
-        """Write the record of an array."""
-        self._ask("HSET", f"array:{record.id}", record.to_json())
+        """Write the record of an array; see `_change`."""
+        self._change("HSET", f"array:{record.id}", record.to_json())
 
     def put_current(self, record: VersionRecord) -> None:
-        """Write a version's record and make it the current one, by one command."""
+        """Write a version's record and make it the current one, by one command; see `_change`."""
         number = record.number
-        self._ask("HSET", f"version:{number}", record.to_json(), f"digest:{number}", record.digest, "current", number)
+        self._change(
+            "HSET", f"version:{number}", record.to_json(), f"digest:{number}", record.digest, "current", number
+        )
 
     def remove(self, *fields: str) -> None:
-        """Remove fields of the hash."""
-        self._ask("HDEL", *fields)
+        """Remove fields of the hash; see `_change`."""
+        self._change("HDEL", *fields)
+
+    def _change(self, verb: str, *words: Any) -> None:
+        """Change the hash.
+
+        Raises:
+            ExportError: another publish has begun since. Nothing has changed.
+        """
+        if (
+            self.store.ask(
+                "EVAL", _CHANGE, 1, self.key, self._writer, verb, *words, timeout_seconds=self._timeout_seconds
+            )
+            == -1
+        ):
+            raise ExportError(
+                f"Redis at {self.store.url}: another process has begun to publish model {self.name}, because this one had stopped "
+                "for longer than its lease, or Redis was emptied. Publish again."
+            )
 
     def _ask(self, verb: str, *words: Any) -> Any:
         return self.store.ask(verb, self.key, *words, timeout_seconds=self._timeout_seconds)

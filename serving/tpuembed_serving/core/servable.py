@@ -5,7 +5,7 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tpuembed_serving.batching.parameters import BatchingParameters
 
 __all__ = [
+    "SHARD_ID",
     "Array",
     "Columns",
     "DegradedOutputs",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
+SHARD_ID: Final = "tpuembed-shard"
+"""The metadata of a gRPC call that has the `Signature.shard_id` which it asks for."""
 
 
 class Columns(Sequence[Array]):
@@ -94,7 +97,7 @@ class Signature:
         padding: by input, the value that fills up rows of different lengths; None if they are refused. Empty if all are.
         shapes: by input, the shape that every request must have; -1 is any size, and None any shape. Empty if the graph decides.
         row_bytes: the bytes of the outputs per row of the inputs, as far as the signature says.
-        export_id: the export of several servers that it is a part of. Empty if it is of none, or not known.
+        shard_id: `Manifest.shard_id` of its version. Empty if it is no part of an export for several servers, or not known.
     """
 
     name: str
@@ -103,7 +106,12 @@ class Signature:
     padding: tuple[int | float | str | None, ...] = ()
     shapes: tuple[tuple[int, ...] | None, ...] = ()
     row_bytes: int = 0
-    export_id: str = ""
+    shard_id: str = ""
+
+    @property
+    def export_id(self) -> str:
+        """Return the id of the export for several servers that it is a part of; empty as `shard_id` is."""
+        return self.shard_id.partition("-")[0]
 
     def check_shapes(self, inputs: Sequence[Array]) -> None:
         """Check the shapes of `inputs`, if the signature requires any.

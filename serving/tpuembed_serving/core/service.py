@@ -27,13 +27,13 @@ class ModelMetadata:
     """The signatures of a version by name, in the JSON form of TensorFlow's SignatureDef.
 
     Attributes:
-        export_id: see Signature.
+        shard_id: see Signature.
     """
 
     name: str
     version: int
     signature_defs: Mapping[str, Any]
-    export_id: str = ""
+    shard_id: str = ""
 
 
 class Models(Protocol):
@@ -133,5 +133,5 @@ class ModelService:
         """
         with self.lease(spec) as loaded:
             signature = loaded.servable.signatures.get(DEFAULT_SIGNATURE)
-            export_id = "" if signature is None else signature.export_id
-            return ModelMetadata(spec.name, loaded.version, loaded.servable.signature_defs, export_id)
+            shard_id = "" if signature is None else signature.shard_id
+            return ModelMetadata(spec.name, loaded.version, loaded.servable.signature_defs, shard_id)

@@ -19,8 +19,9 @@ _FORMATS: Final = (1, 2)
 """2 has fronts and split tables."""
 _PADDING: Final = int | float | str
 _KEYS: Final = ("format", "model", "shards", "padding", "front", "split", "on_failure", "tls", "api_key_file")
-_KEYS_OF_SERVERS: Final = ("name", "address", "tables", "features", "bytes", "lookups", "rows")
-_KEYS_OF_REDIS: Final = ("kind", "name", "url")
+_KEYS_OF_EXPORTS: Final = ("tables", "features", "bytes", "lookups", "rows")
+_KEYS_OF_SERVERS: Final = ("name", "address", *_KEYS_OF_EXPORTS)
+_KEYS_OF_REDIS: Final = ("kind", "name", "url", *_KEYS_OF_EXPORTS)
 _OTHER_TARGETS: Final = ("unix", "unix-abstract", "vsock", "xds", "google-c2p")
 """Schemes of gRPC's targets (doc/naming.md of gRPC) of which nothing is checked."""
 _HOST_AND_PORT: Final = re.compile(r"(?P<host>[^\s:/,\[\]]+|\[[0-9a-fA-F:.]+(?:%\w+)?\]):(?P<port>\d{1,5}|https?)")
@@ -66,6 +67,16 @@ class SplitLookup:
     max_sequence_length: int = 0
     drops_negative: bool = False
     weighted: bool = False
+
+    @property
+    def is_possible(self) -> bool:
+        """Return True if each value is of its type, and in its range."""
+        kinds = {"table": str, "rows": int, "max_sequence_length": int, "drops_negative": bool, "weighted": bool}
+        if any(type(getattr(self, name)) is not kind for name, kind in kinds.items()):
+            return False
+        policy: Any = self.out_of_vocabulary
+        is_policy = policy in ("error", "zeros") or (type(policy) is int and 0 <= policy < self.rows)
+        return is_policy and self.input in ("id", "ids") and self.rows > 0 and self.max_sequence_length >= 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,18 +174,11 @@ def _split(where: str, entry: Any, shards: Sequence[Mapping[str, Any]]) -> dict[
     for name, value in (entry if isinstance(entry, dict) else {"": entry} if entry is not None else {}).items():
         try:
             feature = found[name] = SplitLookup(**value)
-            policy = feature.out_of_vocabulary
-            is_good = feature.rows > 0 and feature.input in ("id", "ids")
-            is_good &= policy in ("error", "zeros") or 0 <= int(policy) < feature.rows
-        except (TypeError, ValueError):
-            is_good = False
-        if not is_good:
+        except TypeError:
+            feature = None
+        if feature is None or not feature.is_possible:
             raise ConfigError(f"{where}: split of {name!r} is {value!r}. Take it from the file that the export wrote.")
-        parts = sorted(
-            rows[feature.table]
-            for shard in shards
-            if isinstance(rows := shard.get("rows"), dict) and [*map(type, rows.get(feature.table) or ())] == [int, int]
-        )
+        parts = sorted(shard["rows"][feature.table] for shard in shards if feature.table in shard.get("rows", ()))
         starts, stops = [start for start, _ in parts], [stop for _, stop in parts]
         if [*starts, feature.rows] != [0, *stops]:
             raise ConfigError(
@@ -247,8 +251,8 @@ def _shard(where: str, entry: Any) -> Shard:
         if not entry.keys() & {"address"}:
             _check_keys(where, entry, _KEYS_OF_REDIS)
         keys, kind = sorted(map(str, entry)), entry.get("kind")
-        texts = all(isinstance(text, str) and text for text in entry.values())
-        if keys != ["kind", "name", "url"] or kind != "redis" or not texts:
+        texts = all(isinstance(entry.get(key), str) and entry[key] for key in ("kind", "name", "url"))
+        if "address" in entry or kind != "redis" or not texts:
             raise ConfigError(
                 f"{where}: must have the keys kind: redis, name and url, got kind {kind!r} and {', '.join(keys)}."
             )
@@ -258,22 +262,32 @@ def _shard(where: str, entry: Any) -> Shard:
             check_url(entry["url"])
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        return Shard(name=entry["name"], url=entry["url"])
+        return Shard(name=entry["name"], url=entry["url"], features=_exported(where, entry))
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a mapping with the keys name and address, got {entry!r}.")
     _check_keys(where, entry, _KEYS_OF_SERVERS)
     for key in ("name", "address"):
         if not isinstance(entry.get(key), str) or not entry[key]:
             raise ConfigError(f"{where}: {key} must be a text, got {entry.get(key)!r}. Write the {key} of its servers.")
-    features = entry.get("features", [])
-    if not isinstance(features, list) or not all(isinstance(name, str) for name in features):
-        raise ConfigError(f"{where}: features must be a list of names, got {features!r}.")
+    features = _exported(where, entry)
     if not _is_target(entry["address"]):
         raise ConfigError(
             f"{where}: address {entry['address']!r} is no target of gRPC with a port. Write HOST:PORT, dns:///HOST:PORT, or "
             "ipv4:IP:PORT,IP:PORT."
         )
-    return Shard(name=entry["name"], address=entry["address"], features=tuple(features))
+    return Shard(name=entry["name"], address=entry["address"], features=features)
+
+
+def _exported(where: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Check what the export wrote of a shard. Returns its features."""
+    features, rows = entry.get("features", []), entry.get("rows", {})
+    if not isinstance(features, list) or not all(isinstance(name, str) for name in features):
+        raise ConfigError(f"{where}: features must be a list of names, got {features!r}.")
+    parts = rows.values() if isinstance(rows, dict) else [None]
+    if not all(isinstance(part, list) and [*map(type, part)] == [int, int] for part in parts):
+        text = "rows must give each split table its first row and the row after its last"
+        raise ConfigError(f"{where}: {text}, got {rows!r}. Take them from the file that the export wrote.")
+    return tuple(features)
 
 
 def _is_target(address: str) -> bool:

@@ -39,7 +39,6 @@ from tpuembed_serving.grpc.inputs import decode_inputs, int64_columns, output_al
 from tpuembed_serving.grpc.tensor_proto import encode_tensor
 
 __all__ = [
-    "EXPORT_ID_FIELD",
     "PREDICTIONS",
     "GrpcMultiInference",
     "GrpcPredict",
@@ -51,8 +50,8 @@ __all__ = [
 ]
 
 _SIGNATURE_DEF = "signature_def"
-EXPORT_ID_FIELD: Final = "tpuembed_export"
-"""The key of Signature.export_id in the metadata of a version. TensorFlow Serving has no such key."""
+SHARD_ID_FIELD: Final = "tpuembed_shard"
+"""The key of Signature.shard_id in the metadata of a version. TensorFlow Serving has no such key."""
 
 
 def register_service(name: str) -> None:
@@ -110,6 +109,8 @@ class _GrpcPrediction:
     log_type = "predict_log"
     is_log_message = True
     degraded: tuple[str, ...] = ()
+    shard_id = ""
+    """The Signature.shard_id that the call asks for; empty if it asks for none."""
     output_bytes = 24
     """An element of an output is in the message, and in its bytes."""
 
@@ -132,6 +133,9 @@ class GrpcPredict(_GrpcPrediction):
     def decode(self, loaded: LoadedVersion, check: Check) -> list[Task]:
         """Convert the inputs to arrays. A tensor can have many more elements than the message has values."""
         self._signature = _find_signature(loaded.servable, self._request.model_spec.signature_name)
+        if self.shard_id and self.shard_id != (own := self._signature.shard_id):
+            text = f"version {loaded.version} of model {self._request.model_spec.name} is the shard {own or 'of no export'} here"
+            raise StatusError(Code.ABORTED, f"{text}, and the request is for the shard {self.shard_id}")
         inputs: Sequence[Array] | None = int64_columns(self._request, self._signature)
         if inputs is None:
             shapes = [tensor.tensor_shape.dim for tensor in self._request.inputs.values()]
@@ -253,8 +257,8 @@ async def model_metadata(service: ModelService, data: bytes) -> bytes:
     response.model_spec.name = metadata.name
     response.model_spec.version.value = metadata.version
     response.metadata[_SIGNATURE_DEF].Pack(signatures)
-    if metadata.export_id:  # for `serve --shards`
-        response.metadata[EXPORT_ID_FIELD].Pack(wrappers_pb2.StringValue(value=metadata.export_id))
+    if metadata.shard_id:  # for `serve --shards`
+        response.metadata[SHARD_ID_FIELD].Pack(wrappers_pb2.StringValue(value=metadata.shard_id))
     return bytes(response.SerializeToString())
 
 

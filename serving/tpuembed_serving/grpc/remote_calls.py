@@ -12,9 +12,9 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, predict_pb2
 
 from tpuembed_serving.core.pipeline import INLINE_BYTES, INLINE_ELEMENTS
-from tpuembed_serving.core.servable import Array, Signature, State, VersionStatus
+from tpuembed_serving.core.servable import SHARD_ID, Array, Signature, State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.grpc.prediction_service import EXPORT_ID_FIELD
+from tpuembed_serving.grpc.prediction_service import SHARD_ID_FIELD
 from tpuembed_serving.grpc.tensor_proto import decode_tensor, encode_input
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
@@ -90,11 +90,11 @@ class RemoteStates:
         signatures = get_model_metadata_pb2.SignatureDefMap()
         found.metadata["signature_def"].Unpack(signatures)
         named = sorted(signatures.signature_def.items())
-        export_id = wrappers_pb2.StringValue()
-        if EXPORT_ID_FIELD in found.metadata:
-            found.metadata[EXPORT_ID_FIELD].Unpack(export_id)
+        shard_id = wrappers_pb2.StringValue()
+        if SHARD_ID_FIELD in found.metadata:
+            found.metadata[SHARD_ID_FIELD].Unpack(shard_id)
         by_name = {
-            name: dataclasses.replace(signature_of(name, definition), export_id=export_id.value)
+            name: dataclasses.replace(signature_of(name, definition), shard_id=shard_id.value)
             for name, definition in named
         }
         in_json = {name: signature_json(definition) for name, definition in named}
@@ -136,6 +136,8 @@ class RemotePredictions:
     ) -> list[Array]:
         """Return the signature's outputs for `inputs`, both in the signature's order.
 
+        A server that has another shard than the signature's answers ABORTED. Older servers, and TensorFlow Serving, do not see it.
+
         Raises:
             StatusError: the server's status, or UNAVAILABLE if it cannot be reached.
         """
@@ -143,8 +145,11 @@ class RemotePredictions:
             request = await asyncio.to_thread(_predict_request, model, version, signature, inputs)
         else:
             request = _predict_request(model, version, signature, inputs)
+        metadata = self._access.metadata
+        if signature.shard_id:
+            metadata = (*metadata, (SHARD_ID, signature.shard_id))
         try:
-            answer = await self._predict(request, timeout=timeout_seconds, metadata=self._access.metadata)
+            answer = await self._predict(request, timeout=timeout_seconds, metadata=metadata)
         except grpc.RpcError as error:
             raise _status_error(error, self._target, self._access.server) from None
         if len(answer) > INLINE_BYTES:

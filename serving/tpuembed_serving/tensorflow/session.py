@@ -22,7 +22,7 @@ from tensorflow.python.client import pywrap_tf_session as tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
-from tpuembed.manifest import EXPORT_ID, LOOKUP_SCOPE, Manifest
+from tpuembed.manifest import LOOKUP_SCOPE, Manifest
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
 from tpuembed_serving.batching.merging import find_merging, with_padding
 from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters, read_parameters
@@ -108,7 +108,7 @@ class SavedModelServable:
         self.signatures: Mapping[str, Signature] = {
             name: dataclasses.replace(
                 with_padding(signature_of(name, sig, is_export=manifest is not None), manifest),
-                export_id="" if manifest is None else manifest.source.get(EXPORT_ID, ""),
+                shard_id="" if manifest is None else manifest.shard_id,
             )
             for name, sig in meta_graph.signature_def.items()
         }

@@ -21,11 +21,14 @@ Array = npt.NDArray[Any]
 _PADDING = -1
 
 
-def look_up(rows: RedisRows, version: int, inputs: Mapping[str, Array], timeout_seconds: float) -> dict[str, Array]:
+def look_up(
+    rows: RedisRows, manifest: Manifest, version: int, inputs: Mapping[str, Array], timeout_seconds: float
+) -> dict[str, Array]:
     """Return feature -> float32 [batch, dim], or [batch, max_sequence_length, dim] of sequences. A row is read once.
 
     Args:
         rows: of the model.
+        manifest: of the version.
         version: to read.
         inputs: of `serving_default`, by name.
         timeout_seconds: for all rows.
@@ -34,7 +37,6 @@ def look_up(rows: RedisRows, version: int, inputs: Mapping[str, Array], timeout_
         StatusError: INVALID_ARGUMENT, an input does not fit, or an id is outside its table.
         UnknownTableError, RowStoreError: as RedisRows.read.
     """
-    manifest = rows.manifest(version)
     tables = {table.name: table for table in manifest.tables}
     chosen = {one.name: _Chosen(one, tables[one.table], inputs) for one in manifest.features}
     wanted = {

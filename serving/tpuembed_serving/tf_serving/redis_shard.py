@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from tpuembed.errors import ConfigError, MissingExtraError, RowStoreDataError, RowStoreError, UnknownTableError
-from tpuembed.manifest import EXPORT_ID
 from tpuembed.row_store import PublishedModel, RowStore, connect, password_of
 from tpuembed_serving.batching.merging import with_padding
 from tpuembed_serving.core.servable import Array, Signature, State, VersionStatus
@@ -82,7 +81,7 @@ class RedisStates:
         definition = definition_of(**manifest.signatures[DEFAULT_SIGNATURE])
         signature = dataclasses.replace(
             with_padding(signature_of(DEFAULT_SIGNATURE, definition, is_export=True), manifest),
-            export_id=manifest.source.get(EXPORT_ID, ""),
+            shard_id=manifest.shard_id,
         )
         return version, ({DEFAULT_SIGNATURE: signature}, {DEFAULT_SIGNATURE: signature_json(definition)})
 
@@ -113,12 +112,13 @@ class RedisPredictions:
         """Return the signature's outputs for `inputs`, both in the signature's order.
 
         Raises:
-            StatusError: INVALID_ARGUMENT, an id is outside its table; NOT_FOUND, Redis does not have the version; DATA_LOSS, a row
-                is missing or damaged; UNAVAILABLE, it cannot be reached; DEADLINE_EXCEEDED.
+            StatusError: INVALID_ARGUMENT, an id is outside its table; NOT_FOUND, Redis does not have the version; ABORTED, the
+                version is of another export now; DATA_LOSS, a row is missing or damaged; UNAVAILABLE, it cannot be reached;
+                DEADLINE_EXCEEDED.
         """
         named = {info.alias: array for info, array in zip(signature.inputs, inputs, strict=True)}
         call = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._look_up, model, version, named, timeout_seconds
+            self._threads, self._look_up, model, version, signature.shard_id, named, timeout_seconds
         )
         try:
             found = await asyncio.wait_for(call, timeout_seconds)
@@ -133,14 +133,22 @@ class RedisPredictions:
         for rows in self._rows.values():
             rows.model.store.close()
 
-    def _look_up(self, model: str, version: int, named: dict[str, Array], timeout_seconds: float) -> dict[str, Array]:
+    def _look_up(
+        self, model: str, version: int, shard_id: str, named: dict[str, Array], timeout_seconds: float
+    ) -> dict[str, Array]:
         try:
             with self._connecting:
                 if model not in self._rows:
                     self._rows[model] = RedisRows(connect(self._url, password_of(None)), model)
             rows = self._rows[model]
             try:
-                return look_up(rows, version, named, timeout_seconds)
+                manifest = rows.manifest(version)
+                if manifest.shard_id != shard_id:
+                    text = f"Redis at {rows.model.store.url}: version {version} of model {model} is the shard"
+                    raise StatusError(
+                        Code.ABORTED, f"{text} {manifest.shard_id or 'of no export'}, and the request is for {shard_id}"
+                    )
+                return look_up(rows, manifest, version, named, timeout_seconds)
             except RowStoreDataError:
                 if version in rows.model.numbers():
                     raise

@@ -46,8 +46,10 @@ _ZEROS_SHARE: Final = 0.8
 _OTHER_REPLICAS: Final = 20
 """How often another replica is asked for a version that one does not have yet, or no longer."""
 _BETWEEN_SECONDS: Final = 0.01
-_ZEROS_LOG_SECONDS: Final = 10.0
-"""How long after a message that a shard's features are zeros further ones are only counted, in the metrics."""
+_ELSEWHERE: Final = (Code.NOT_FOUND, Code.ABORTED)
+"""A replica does not have the version, or has another shard by this number: another replica may have it."""
+_LOG_SECONDS: Final = 10.0
+"""How long after a warning that a request makes about a shard there are no further ones. Zeros are counted in the metrics."""
 _CONNECTIONS: Final = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -77,11 +79,20 @@ class ShardedStates:
     """The versions and signatures of all shards together; see StatusSource. One thread calls its methods."""
 
     def __init__(
-        self, file: ShardsFile, accesses: Sequence["Access"], routes: dict[int, list[_Route]], missing: list[str]
+        self,
+        file: ShardsFile,
+        accesses: Sequence["Access"],
+        routes: dict[int, list[_Route]],
+        missing: list[str],
+        doubted: set[int],
     ) -> None:
         """Open a channel to each shard.
 
-        `routes` gets what each shard answers of `serving_default`, by version. `missing` gets the shards that a poll did not reach.
+        Args:
+            file, accesses: the shards, and how each is called.
+            routes: gets what each shard answers of `serving_default`, by version.
+            missing: gets the shards that a poll did not reach.
+            doubted: has the versions that a server had another shard of, since the last poll.
         """
         with IMPORTING_TENSORFLOW:
             from tpuembed_serving.grpc.remote_calls import RemoteStates
@@ -96,6 +107,7 @@ class ShardedStates:
         self._threads = concurrent.futures.ThreadPoolExecutor(min(16, len(file.shards)), "poll-shards")
         self._started, self._mismatch = time.monotonic(), ""
         self._logged = dict[str, tuple[int, Code]]()
+        self._doubted = doubted
 
     def versions(self, model: str) -> list[VersionStatus]:  # noqa: ARG002 - there is one
         """Return every version, newest first. One is available if it is on all shards.
@@ -131,10 +143,27 @@ class ShardedStates:
                     Code.UNAVAILABLE, f"shard {self._file.shards[statuses.index(None)].name} does not have it"
                 )
             found.append(VersionStatus(version, worst, fault))
+        changed = {version for version in self._taken_doubts() if self._has_changed(version)}
+        # A version whose shards are others now is given up for one poll, so that its signature is read again.
+        found = [VersionStatus(one.version, State.END, None) if one.version in changed else one for one in found]
         for version in self._routes.keys() - {status.version for status in found if status.state is State.AVAILABLE}:
             del self._routes[version]
         self._check_common(by_shard)
         return found
+
+    def _taken_doubts(self) -> list[int]:
+        return [self._doubted.pop() for _ in range(len(self._doubted))]
+
+    def _has_changed(self, version: int) -> bool:
+        """Return True if a shard's server says that it has another shard than it had when the version became available."""
+        for route in self._routes.get(version, ()):
+            try:
+                _, (signatures, _) = self._states[route.shard].definitions(self._file.shards[route.shard].name, version)
+            except StatusError:
+                continue
+            if DEFAULT_SIGNATURE in signatures and signatures[DEFAULT_SIGNATURE].shard_id != route.signature.shard_id:
+                return True
+        return False
 
     def _fault(self, shard: Shard, error: StatusError) -> ReportedError:
         """Return the error of a poll with the shard's name, and what to do."""
@@ -187,7 +216,7 @@ class ShardedStates:
         """
         routes, numbers, file = [], [], self._file
         in_json: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
-        method, exports = "", dict[str, str]()
+        method, exports, parts = "", dict[str, str](), dict[str, str]()
         for number, (shard, states) in enumerate(zip(self._file.shards, self._states, strict=True)):
             try:
                 found, (signatures, definitions) = states.definitions(shard.name, version, label)
@@ -201,9 +230,15 @@ class ShardedStates:
                 answers, listed = (", ".join(sorted(names)) for names in (definition["outputs"], shard.features))
                 text = f"shard {shard.name}: the server at {shard.address} answers {answers}, and {file.path} lists {listed}"
                 raise StatusError(Code.FAILED_PRECONDITION, f"{text}. It may be another shard's server")
-            if export_id := signatures[DEFAULT_SIGNATURE].export_id:
-                exports.setdefault(export_id, shard.name)
-            routes.append(_Route(number, signatures[DEFAULT_SIGNATURE], self._zeros(shard.name, definition["outputs"])))
+            signature = signatures[DEFAULT_SIGNATURE]
+            if signature.shard_id:
+                exports.setdefault(signature.export_id, shard.name)
+                if (other := parts.setdefault(signature.shard_id, shard.name)) != shard.name:
+                    text = f"shards {other} and {shard.name}: their servers have the same rows of the same tables"
+                    raise StatusError(
+                        Code.FAILED_PRECONDITION, f"{text}. Give each shard the address of its own servers"
+                    )
+            routes.append(_Route(number, signature, self._zeros(shard.name, definition["outputs"])))
             for side in ("inputs", "outputs"):
                 both = sorted((in_json[side].keys() & definition[side].keys()) - self._of_several)
                 if both:
@@ -265,7 +300,7 @@ class ShardedStates:
             outputs,
             padding=padding if any(value is not None for value in padding) else (),
             row_bytes=sum(route.signature.row_bytes for route in routes),
-            export_id=next((route.signature.export_id for route in routes if route.signature.export_id), ""),
+            shard_id=next((route.signature.export_id for route in routes if route.signature.export_id), ""),
         )
 
     def close(self) -> None:
@@ -282,11 +317,17 @@ def _by_alias(infos: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
 class ShardedPredictions:
     """Runs requests on all shards; see Predictions. One event loop calls its methods."""
 
-    def __init__(self, file: ShardsFile, accesses: Sequence["Access"], routes: Mapping[int, Sequence[_Route]]) -> None:
-        """Open a channel to each shard. `routes` are those of ShardedStates."""
+    def __init__(
+        self,
+        file: ShardsFile,
+        accesses: Sequence["Access"],
+        routes: Mapping[int, Sequence[_Route]],
+        doubted: set[int],
+    ) -> None:
+        """Open a channel to each shard. `routes` and `doubted` are those of ShardedStates."""
         from tpuembed_serving.grpc.remote_calls import RemotePredictions
 
-        self._file, self._routes = file, routes
+        self._file, self._routes, self._doubted = file, routes, doubted
         self._next_log = dict[str, float]()
         self._predictions = [
             RedisPredictions(shard.url) if shard.url else RemotePredictions(shard.address, access)
@@ -304,8 +345,8 @@ class ShardedPredictions:
         """Return the outputs of all shards for `inputs`, all of one version.
 
         A shard that cannot be reached, or has not answered after 30% of the time, is asked a second time. The first answer counts.
-        If a replica does not have the version, others are asked. Zeros replace the outputs of a shard that does not answer, if the
-        file allows that: the outputs are DegradedOutputs then.
+        If a replica does not have the version, or has another shard by this number, others are asked. Zeros replace the outputs
+        of a shard that does not answer, if the file allows that: the outputs are DegradedOutputs then.
 
         Raises:
             VersionGoneError: a shard does not have the version any more.
@@ -393,11 +434,14 @@ class ShardedPredictions:
                     if not isinstance(failed, StatusError):
                         raise failed
                     error = failed
-                    if failed.code is Code.NOT_FOUND and others < _OTHER_REPLICAS:
+                    if failed.code is Code.ABORTED:
+                        self._doubted.add(version)
+                        self._warn(shard.name, f"shard {shard.name}: {failed.message}. Is it a server of this shard?")
+                    if failed.code in _ELSEWHERE and others < _OTHER_REPLICAS:
                         others += 1
                         await asyncio.sleep(_BETWEEN_SECONDS)
                         running = {*running, self._call(route, version, named, ends - loop.time())}
-                    elif failed.code not in (Code.NOT_FOUND, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED):
+                    elif failed.code not in (*_ELSEWHERE, Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED):
                         raise StatusError(_code(failed), f"shard {shard.name}: {_text(failed, self._file)}")
                 is_late = not done or error.code is Code.UNAVAILABLE
                 if is_late and not has_hedged:
@@ -407,16 +451,21 @@ class ShardedPredictions:
             for each in running:
                 each.cancel()
         text = f"shard {shard.name}: {error.message}"
-        if error.code is Code.DEADLINE_EXCEEDED and shard.address:
-            text = f"shard {shard.name}: has not answered within {seconds:.3g} seconds at {shard.address}"
-        if error.code is Code.NOT_FOUND:
+        if error.code is Code.DEADLINE_EXCEEDED:
+            text = f"shard {shard.name}: has not answered within {seconds:.3g} seconds at {shard.address or shard.url}"
+        if error.code in _ELSEWHERE:
             raise VersionGoneError(text, max(self._routes.keys() - {version}, default=None))
         if route.shapes is None:
             raise StatusError(error.code, text)
-        if loop.time() >= self._next_log.get(shard.name, 0):
-            self._next_log[shard.name] = loop.time() + _ZEROS_LOG_SECONDS
-            logger.warning("its features are zeros: %s", text, extra=ONCE)
+        self._warn(shard.name, f"its features are zeros: {text}")
         return None
+
+    def _warn(self, shard: str, text: str) -> None:
+        """Log a warning, unless there was one about this shard a short time ago."""
+        now = time.monotonic()
+        if now >= self._next_log.get(shard, 0):
+            self._next_log[shard] = now + _LOG_SECONDS
+            logger.warning("%s", text, extra=ONCE)
 
     def close(self) -> None:
         """Start to close the channels."""
@@ -433,9 +482,14 @@ def _check_ids(name: str, feature: SplitLookup, named: dict[str, Array]) -> None
     """Check the ids of a feature of a split table, and replace those that become others.
 
     Raises:
-        StatusError: INVALID_ARGUMENT, an id is outside the table.
+        StatusError: INVALID_ARGUMENT, the input has another rank, or an id is outside the table.
     """
     ids = named[name]
+    if ids.ndim == 0 or (feature.input == "ids" and ids.ndim != 2):
+        wanted = "an id" if feature.input == "id" else "a list of ids"
+        raise StatusError(
+            Code.INVALID_ARGUMENT, f"input {name} has shape {list(ids.shape)}. Send {wanted} for each example"
+        )
     weights = named[f"{name}_weights"] if feature.weighted else None
     if weights is not None and weights.shape != ids.shape:
         shapes = f"{name}_weights has shape {list(weights.shape)}, but {name} has {list(ids.shape)}"
@@ -488,6 +542,7 @@ class Shards:
         self._file, self._routes = file, dict[int, list[_Route]]()
         self.name = f"the shards of {file.path}"
         self.missing = list[str]()
+        self._doubted = set[int]()
 
     def _access(self, shard: Shard, *, checks_health: bool) -> "Access":
         """Return how a shard is called: replicas in turn, and with `checks_health` only those whose model is available."""
@@ -511,9 +566,9 @@ class Shards:
         """Connect for queries of versions."""
         with IMPORTING_TENSORFLOW:
             accesses = [self._access(shard, checks_health=False) for shard in self._file.shards]
-        return ShardedStates(self._file, accesses, self._routes, self.missing)
+        return ShardedStates(self._file, accesses, self._routes, self.missing, self._doubted)
 
     def predictions(self) -> ShardedPredictions:
         """Connect for requests, on the event loop that is running."""
         accesses = [self._access(shard, checks_health=True) for shard in self._file.shards]
-        return ShardedPredictions(self._file, accesses, self._routes)
+        return ShardedPredictions(self._file, accesses, self._routes, self._doubted)

@@ -20,6 +20,12 @@ from tpuembed.row_store.client import PASSWORD_VARIABLE
         "redis://",
         "u:s3cret@host:6379",
         "redis://u:s3cret@host:port",
+        " redis://host:1",
+        "REDIS://host:1",
+        "redis://host:0",
+        "redis://host:1?decode_responses=True",
+        "redis://host:1?ssl_ca_certs=ca.pem",
+        "rediss://host:1?ssl_ca_cert=ca.pem",
     ],
 )
 def test_urls_that_are_refused(url: str) -> None:

@@ -142,10 +142,8 @@ class OverlayWriter(FolderWriter):
 
     def too_many(self) -> str:
         """Return why the export is no overlay, as a sentence without its full stop."""
-        return (
-            f"more than {self._max_overlay:.4g} of the {format_bytes(self.plan.table_bytes)} of tables changed since version "
-            f"{self.base.number} (max_overlay)"
-        )
+        of_all = f"{100 * self._max_overlay:.4g}% of the {format_bytes(self.plan.table_bytes)}"
+        return f"more than {of_all} of tables changed since version {self.base.number} (max_overlay)"
 
 
 def _check_packages(place: FilePath, model_dir: Path) -> None:

@@ -334,6 +334,11 @@ class _Wanted:
     split: Mapping[str, int]
     ids_per_list: Mapping[str, int]
 
+    def __post_init__(self) -> None:
+        for name in ("shards", "shard_bytes"):
+            if (count := getattr(self, name)) is not None:
+                check_count(name, count)
+
 
 def _planned(folder: Path, exported: _Exported, wanted: _Wanted) -> ShardingPlan:
     """Return the plan: with the placement that `folder` has, or a new one.

@@ -76,6 +76,21 @@ def test_a_shard_may_be_in_redis(tmp_path: Path) -> None:
     assert ShardsFile.read(path).shards == (Shard(name="r", url="redis://host:1"), Shard(name="a", address="host:1"))
 
 
+def test_a_part_of_a_table_may_be_in_redis(tmp_path: Path) -> None:
+    path = tmp_path / "shards.yaml"
+    content = divided([0, 10], [10, 30])
+    redis = {
+        **REDIS,
+        "rows": {"videos": [10, 30]},
+        "tables": ["videos"],
+        "features": ["watched"],
+        "bytes": 1,
+        "lookups": 2,
+    }
+    path.write_text(yaml.safe_dump({**content, "shards": [content["shards"][0], redis]}))
+    assert ShardsFile.read(path).shards[1] == Shard(name="r", url="redis://host:1", features=("watched",))
+
+
 WITH_FEATURES = {
     **GOOD,
     "shards": [
@@ -93,12 +108,30 @@ def divided(*parts: Any) -> dict[str, Any]:
     return {**GOOD, "format": 2, "shards": shards, "split": {"watched": VIDEOS}}
 
 
+SPLITS: list[tuple[str, Any]] = [
+    ("table", ["videos"]),
+    ("rows", True),
+    ("out_of_vocabulary", 3.7),
+    ("out_of_vocabulary", True),
+    ("out_of_vocabulary", "3"),
+    ("out_of_vocabulary", 30),
+    ("max_sequence_length", "3"),
+    ("max_sequence_length", -1),
+    ("drops_negative", "false"),
+    ("weighted", "no"),
+]
 WRONG: dict[str, Any] = {
     "a part that no shard has": divided([10, 20], [20, 30]),
     "a part in the middle that no shard has": divided([20, 30], [0, 10]),
     "a part at the end that no shard has": divided([0, 10]),
     "a part that two shards have": divided([0, 20], [10, 30]),
     "no rows of a split table": divided(None, None),
+    "rows that are a number": {**divided(), "shards": [{**GOOD["shards"][0], "rows": {"videos": 30}}]},
+    "rows that are a list": {**divided(), "shards": [{**GOOD["shards"][0], "rows": [0, 30]}]},
+    **{
+        f"a split of {key} {value!r}": {**divided([0, 30]), "split": {"watched": {**VIDEOS, key: value}}}
+        for key, value in SPLITS
+    },
     "redis without a scheme": {**GOOD, "shards": [{**REDIS, "url": "host:1"}]},
     "redis of another scheme": {**GOOD, "shards": [{**REDIS, "url": "http://host:1"}]},
     "redis with a password": {**GOOD, "shards": [{**REDIS, "url": "redis://:secret@host:1"}]},

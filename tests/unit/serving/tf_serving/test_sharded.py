@@ -1,6 +1,7 @@
 """Requests to shards that fail, are slow, or lack a version: `ShardedPredictions` against shards of this process."""
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import pytest
 from tests.support.serving.doubles import signature
 from tpuembed_serving.core.api_keys import KEY_REFUSAL
 from tpuembed_serving.core.servable import DegradedOutputs, State, VersionStatus
+from tpuembed_serving.core.service import DEFAULT_SIGNATURE
 from tpuembed_serving.core.shards_file import Shard, ShardsFile, SplitLookup
 from tpuembed_serving.core.status import Code, StatusError, VersionGoneError
 from tpuembed_serving.grpc import remote_calls
@@ -68,12 +70,28 @@ def run(
     ]
 
     async def scenario() -> list[Any]:
-        predictions = ShardedPredictions(file, [remote_calls.Access()] * 2, dict.fromkeys(versions, routes))
+        predictions = ShardedPredictions(file, [remote_calls.Access()] * 2, dict.fromkeys(versions, routes), set())
         for _ in range(requests):
             found = await predictions.run("m", 1, ALL, [np.arange(2), np.arange(2)], seconds)
         return found
 
     return asyncio.run(scenario())
+
+
+OTHER_SHARD = StatusError(Code.ABORTED, "version 1 of model b is the shard x here, and the request is for the shard y")
+
+
+def test_a_replica_that_has_another_shard_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: dict[str, Answer] = {"a": lambda *_: ok("a"), "b": lambda count, _: ok("b") if count % 2 else OTHER_SHARD}
+    for found, name in zip(run(monkeypatch, answers, requests=3), "ab", strict=True):
+        np.testing.assert_array_equal(found, ok(name))
+    (text,) = [record.message for record in caplog.records]
+    assert text == f"shard b: {OTHER_SHARD.message}. Is it a server of this shard?"
+    monkeypatch.setattr(sharded, "_OTHER_REPLICAS", 3)
+    with pytest.raises(VersionGoneError, match="shard x here"):
+        run(monkeypatch, {**answers, "b": lambda *_: OTHER_SHARD})
 
 
 def test_outputs_are_those_of_both_shards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +125,7 @@ def test_zeros_of_many_requests_are_logged_now_and_then(
     first = "its features are zeros: shard b: not reached"
     assert [record.getMessage() for record in caplog.records] == [first]
     caplog.clear()
-    monkeypatch.setattr(sharded, "_ZEROS_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(sharded, "_LOG_SECONDS", 0.0)
     run(monkeypatch, answers, zeros="b", requests=2)
     assert [record.getMessage() for record in caplog.records] == [first] * 2
 
@@ -153,6 +171,14 @@ def test_weights_of_a_split_feature_have_the_shape_of_its_ids(shape: tuple[int, 
     assert caught.value.code is Code.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize(("takes", "shape"), [("id", ()), ("ids", ()), ("ids", (3,)), ("ids", (2, 2, 2))])
+def test_ids_of_another_rank_are_refused(takes: str, shape: tuple[int, ...]) -> None:
+    feature = SplitLookup(table="t", rows=9, out_of_vocabulary="error", input=takes)
+    with pytest.raises(StatusError, match="input x has shape .*for each example") as caught:
+        _check_ids("x", feature, {"x": np.full(shape, 99)})
+    assert caught.value.code is Code.INVALID_ARGUMENT
+
+
 def test_a_key_that_a_shard_refuses_is_no_fault_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = StatusError(Code.UNAUTHENTICATED, KEY_REFUSAL)
     with pytest.raises(StatusError, match=r"shard a: no valid API key\. Set api_key_file in shards") as caught:
@@ -166,7 +192,7 @@ def test_a_key_that_a_shard_refuses_is_no_fault_of_the_client(monkeypatch: pytes
 class Polled:
     """The polls of two shards, a and b, whose answers a test sets."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, doubted: set[int] | None = None, **more: Any) -> None:
         self.answers: dict[str, list[int] | StatusError] = {}
 
         class States:
@@ -189,7 +215,9 @@ class Polled:
         shards = tuple(Shard(name=name, address=f"{name}:8500") for name in "ab")
         file = ShardsFile(path=Path("f"), model="shop", shards=shards, **more)
         self.missing = list[str]()
-        self.states = ShardedStates(file, [remote_calls.Access()] * 2, {}, self.missing)
+        self.states = ShardedStates(
+            file, [remote_calls.Access()] * 2, {}, self.missing, set() if doubted is None else doubted
+        )
 
     def fault(self, a: list[int] | StatusError, b: list[int] | StatusError) -> str:
         """Poll, and return the error."""
@@ -230,6 +258,35 @@ def test_shards_without_a_common_version_say_what_each_has(
     ]
     polled.fault([2, 3], [4])
     assert len(logged(caplog)) == 1, "again"
+
+
+def test_a_version_whose_shard_is_another_now_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    doubted, ids = {1}, ["x-1", "x-2"]
+    polled = Polled(monkeypatch, doubted=doubted)
+
+    def definitions(states: Any, model: str, *_: Any) -> Any:
+        number = "ab".index(model)
+        found = dataclasses.replace(
+            signature({model: "int64"}, {model: "float"}), name=DEFAULT_SIGNATURE, shard_id=ids[number]
+        )
+        dims = {"tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}
+        in_json = {"inputs": {model: dims}, "outputs": {model: dims}, "method_name": ""}
+        return 1, ({DEFAULT_SIGNATURE: found}, {DEFAULT_SIGNATURE: in_json})
+
+    monkeypatch.setattr(remote_calls.RemoteStates, "definitions", definitions)
+    polled.answers = {"a": [1], "b": [1]}
+    polled.states.definitions("shop", 1)
+    assert polled.versions([1], [1]) == [(1, State.AVAILABLE)], "a doubt that was wrong"
+    assert not doubted
+    doubted.add(1)
+    ids[1] = "y-2"
+    assert polled.versions([1], [1]) == [(1, State.END)]
+    assert polled.versions([1], [1]) == [(1, State.AVAILABLE)]
+    with pytest.raises(StatusError, match="of the export x, and that of shard b of the export y"):
+        polled.states.definitions("shop", 1)
+    ids[:] = ["y-2", "y-2"]
+    with pytest.raises(StatusError, match="shards a and b: their servers have the same rows of the same tables"):
+        polled.states.definitions("shop", 1)
 
 
 def test_requests_and_the_status_say_why_no_version_is_available(
