@@ -174,7 +174,7 @@ def test_weights_of_a_split_feature_have_the_shape_of_its_ids(shape: tuple[int, 
 @pytest.mark.parametrize(("takes", "shape"), [("id", ()), ("ids", ()), ("ids", (3,)), ("ids", (2, 2, 2))])
 def test_ids_of_another_rank_are_refused(takes: str, shape: tuple[int, ...]) -> None:
     feature = SplitLookup(table="t", rows=9, out_of_vocabulary="error", input=takes)
-    with pytest.raises(StatusError, match="input x has shape .*for each example") as caught:
+    with pytest.raises(StatusError, match=r"input x has shape .* for each example") as caught:
         _check_ids("x", feature, {"x": np.full(shape, 99)})
     assert caught.value.code is Code.INVALID_ARGUMENT
 
