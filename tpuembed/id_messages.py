@@ -6,11 +6,11 @@ __all__ = [
     "MOST_OF_NAME",
     "NOWHERE",
     "OF_ROW",
-    "UNKNOWN_NAME",
     "Span",
     "outside_message",
     "outside_texts",
     "unknown_name_texts",
+    "unknown_texts",
 ]
 
 
@@ -24,8 +24,6 @@ class Span(NamedTuple):
 
 NOWHERE: Final = 1 << 62
 """The row of an unknown name, past the end of every table."""
-UNKNOWN_NAME: Final = "of an unknown name"
-"""What messages have for NOWHERE."""
 _LONGEST: Final = 199
 MOST_OF_NAME: Final = 24
 """Bytes of a name in messages. Longer ones are cut."""
@@ -72,6 +70,19 @@ def unknown_name_texts(feature: str, table: str, count: int) -> tuple[str, str, 
     shown = _shortened(table, min(len(table), room - of_feature))
     before = f"{texts[0]}{_shortened(feature, of_feature)}{texts[1]}"
     return before, texts[2], f"{texts[3]}{shown}{texts[4]}{remedy}"
+
+
+def unknown_texts(feature: str, table: str) -> tuple[str, str]:
+    """Return the message for NOWHERE, an unknown name that is not at hand, as `outside_texts` does for ids."""
+    texts = ("feature ", ": a name", OF_ROW, " is not in the vocabulary of table ")
+    remedy = "; correct the name, or set oov_buckets or out_of_vocabulary"
+    room = _LONGEST - sum(map(len, texts)) - len(str(2**31))
+    if len(feature) + len(table) > room - len(remedy):
+        remedy = ""
+    room -= len(remedy)
+    of_feature = min(len(feature), max(room - len(table), room // 2))
+    shown = _shortened(table, min(len(table), room - of_feature))
+    return f"{texts[0]}{_shortened(feature, of_feature)}{texts[1]}", f"{texts[3]}{shown}{remedy}"
 
 
 def _room_for_names(span: Span, remedy: str) -> int:

@@ -687,7 +687,7 @@ def test_a_whole_model_takes_names(tmp_path: Path, layout: str) -> None:
         signature = servable.signatures["serving_default"]
         found = servable.run(signature, [inputs[info.alias] for info in signature.inputs])
         np.testing.assert_allclose(found[0], wanted, rtol=1e-5)
-        with pytest.raises(Exception, match="feature users: id of an unknown name of row 1 is not in table users"):
+        with pytest.raises(Exception, match="feature users: a name of row 1 is not in the vocabulary of table users"):
             servable.run(
                 signature, [{**inputs, "user": np.array([b"user 3", b"x"], object)}[i.alias] for i in signature.inputs]
             )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError
-from tpuembed.id_messages import NOWHERE, OF_ROW, UNKNOWN_NAME, Span, outside_texts
+from tpuembed.id_messages import NOWHERE, OF_ROW, Span, outside_texts, unknown_texts
 from tpuembed.lookup.branches import not_inlined
 
 __all__ = [
@@ -212,11 +212,15 @@ def _outside_message(groups: Sequence[RangedIds]) -> Tensor:
         named.append(tf.fill([tf.size(group.ids)], group.has_names))
     first = tf.where(tf.concat(outside, 0))[0, 0]
     which, found, row, is_name = (tf.gather(tf.concat(parts, 0), first) for parts in (features, ids, rows, named))
-    texts = [pair for group in groups for pair in map(outside_texts, group.ranges.features, group.ranges.spans)]
+    of_features = [pair for group in groups for pair in zip(group.ranges.features, group.ranges.spans, strict=True)]
+    texts = [outside_texts(feature, span) for feature, span in of_features]
+    texts += [unknown_texts(feature, span.table) for feature, span in of_features]
     before, after = zip(*texts, strict=True)
+    is_unknown = is_name & tf.equal(found, NOWHERE)
+    which += tf.where(is_unknown, tf.constant(len(of_features), tf.int64), 0)
     parts = [
         tf.gather(before, which, name=NOT_FOR_XLA),
-        tf.where(is_name & tf.equal(found, NOWHERE), UNKNOWN_NAME, tf.strings.as_string(found)),
+        tf.where(is_unknown, "", tf.strings.as_string(found)),
         OF_ROW,
         tf.strings.as_string(row),
     ]

@@ -8,7 +8,7 @@ import numpy as np
 from tpuembed.backends.tf_config import local
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.moved_rows import check_rows_can_move
-from tpuembed.errors import CheckpointMismatchError
+from tpuembed.errors import CheckpointMismatchError, warn
 from tpuembed.layer_vocabularies import check_shared
 from tpuembed.table_access import LiveTables
 from tpuembed.vocabulary import NamesPlan, Vocabulary
@@ -46,6 +46,12 @@ def names_by_number(
     found: dict[str, Vocabulary] = {}
     for plan in plans:
         own = vocabularies.get(plan.table)
+        if own is None and checkpoint.vocabulary_header(plan.source) is not None:
+            warn(
+                f"checkpoint {checkpoint.path}: table {plan.source!r} has names, and table {plan.table!r} of layer {live.layer!r} "
+                "takes row numbers. The rows are restored by number, and what the layer saves has no names. To keep them, give the "
+                "features vocabulary=Vocabulary()"
+            )
         saved = None if own is None or plan.names is not None else checkpoint.vocabulary(plan.source)
         if own is None or saved is None:
             continue
@@ -132,7 +138,8 @@ def plan_names(
         if len(saved) and not len(own):
             raise CheckpointMismatchError(
                 f"{where} has {len(saved)} names. The vocabulary of table {table!r} of layer {layer!r} has none, so all of them "
-                "would be dropped. Leave by='name' out to take the checkpoint's names, or give the vocabulary the names to keep."
+                "would be dropped. Leave by='name' out to take the checkpoint's names, give the vocabulary the names to keep, or "
+                "restore other tables alone with tables=[...]."
             )
         found[table] = NamesPlan.of(saved, own)
         check_rows_can_move(checkpoint, source, found[table])

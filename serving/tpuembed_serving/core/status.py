@@ -28,8 +28,10 @@ _OUTSIDE: Final = re.compile(
 )
 """The error of an export about an id outside its table. The name of the failing operation is `OUTSIDE` in tpuembed.lookup."""
 _ESCAPED: Final = re.compile(r"\\(['\"\\])")
-_ROW: Final = re.compile(r"(?<=: id )((?:-?\d+|of an unknown name) of row )(\d+)(?= is not in table )")
-_NAMED_ROW: Final = re.compile(r"(: name '.*' of row )(\d+)(?= is not in the vocabulary of table )", re.DOTALL)
+_ROW: Final = re.compile(r"(?<=: id )(-?\d+ of row )(\d+)(?= is not in table )")
+_NAMED_ROW: Final = re.compile(
+    r"(: (?:name '.*'|a name) of row )(\d+)(?= is not in the vocabulary of table )", re.DOTALL
+)
 
 
 class Code(enum.IntEnum):

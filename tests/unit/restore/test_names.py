@@ -346,6 +346,16 @@ def test_a_row_for_unknown_names_cannot_move(tmp_path: Path, row: int, how: str)
     assert not list(tmp_path.glob("new*"))
 
 
+def test_a_layer_without_names_warns_that_it_drops_them(tmp_path: Path) -> None:
+    table = TableConfig(6, 3, "films")
+    trained = TPUEmbedding({"f": FeatureConfig(table, vocabulary=Vocabulary(["a", "b", "c"]))}, optimizer="sgd")
+    path = tf.train.Checkpoint(layer=trained).write(str(tmp_path / "ckpt"))
+    layer = TPUEmbedding({"f": FeatureConfig(table)}, optimizer="sgd")
+    with pytest.warns(UserWarning, match="'films' has names, and table 'films' of layer .* takes row numbers"):
+        layer.restore_tables(path)
+    np.testing.assert_array_equal(held(layer)["films"][None], held(trained)["films"][None])
+
+
 @pytest.mark.parametrize("how", ["restore", "carry"])
 def test_a_bucket_for_unknown_names_stays_one(tmp_path: Path, how: str) -> None:
     """With fewer buckets, a name got the row that unknown names have."""

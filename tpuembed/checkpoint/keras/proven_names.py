@@ -94,7 +94,9 @@ def check_names(
                 f"{same[0].vocabulary.layer!r}. {_REMEDY}"
             )
         else:
-            shown = dict.fromkeys(f"{one.vocabulary.layer!r} ({_shown_size(one.vocabulary)})" for one in known)
+            shown = dict.fromkeys(
+                f"{one.vocabulary.layer!r} ({_difference(one.vocabulary, vocabulary)})" for one in known
+            )
             raise CheckpointMismatchError(
                 f"model file {source}: the {giver} gives the names of table {table!r}, {len(names)} after {vocabulary.oov_buckets} "
                 f"rows for unknown ones, and the file has others, of layer {', '.join(shown)}. {_REMEDY}"
@@ -119,7 +121,15 @@ def _take_all(dtypes: frozenset[str], names: Sequence[Any]) -> bool:
     return limits is not None and all(limits.min <= name <= limits.max for name in names if name is not None)
 
 
-def _shown_size(lookup: LayerVocabulary) -> str:
+def _difference(lookup: LayerVocabulary, given: Vocabulary) -> str:
+    """Return in what a lookup differs from the names that are given: their number, or the first row with another name."""
+    first = given.oov_buckets
+    if (lookup.buckets, lookup.described.size) == (first, given.rows):
+        assert lookup.entries is not None
+        pairs = zip(given.names(np.arange(first, given.rows)), islice(lookup.entries(), first, None), strict=True)
+        for row, (mine, its) in enumerate(pairs, first):
+            if _as_entry(mine) != its:
+                return f"row {row} is {its!r} there, and {mine!r} here"
     if lookup.buckets == -1:
         return f"{lookup.described.size} entries, with a mask before the names"
     return f"{lookup.described.size - (lookup.buckets or 0)} after {lookup.buckets}"
@@ -262,5 +272,9 @@ def _has_names(saved: LayerVocabulary, buckets: int, names: Sequence[Any]) -> bo
     assert saved.entries is not None
     if saved.buckets != buckets or saved.described.size != buckets + len(names):
         return False
-    entries = (name if name is None or isinstance(name, bytes) else str(name).encode() for name in names)
-    return all(map(operator.eq, islice(saved.entries(), buckets, None), entries))
+    return all(map(operator.eq, islice(saved.entries(), buckets, None), map(_as_entry, names)))
+
+
+def _as_entry(name: bytes | int | None) -> bytes | None:
+    """Return a name of a vocabulary as entries of lookups are."""
+    return str(name).encode() if isinstance(name, int) else name

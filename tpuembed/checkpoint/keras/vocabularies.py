@@ -48,8 +48,8 @@ def add_pairs(where: str, names: Any, numbers: Any, found: Vocabulary) -> None:
     if not np.array_equal(np.sort(numbers), np.arange(first, last + 1)):
         raise ConfigError(
             f"{where}: its {len(names)} names have numbers from {numbers.min()} to {numbers.max()}, and not each from {first} to "
-            f"{last}, as with {first} rows for unknown names. If it has a mask_token, that has row 0, and no number is right. "
-            "Make a Vocabulary of its names."
+            f"{last}, as with {first} rows for unknown names. Pass oov_buckets={numbers.min()}, if that is how many it has. If it "
+            "has a mask_token, that has row 0, and no number is right: make a Vocabulary of its names."
         )
     found.add(names[np.argsort(numbers)])
 

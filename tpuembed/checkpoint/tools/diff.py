@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.checkpoint.tools.exports import ReadableTables, first_row, open_tables, read_numbers
+from tpuembed.checkpoint.tools.exports import ReadableTables, first_row, is_export, open_tables, read_numbers
 from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.config.checks import check_choice
 from tpuembed.errors import ConfigError
@@ -202,9 +202,10 @@ def _places(a: ReadableTables, b: ReadableTables, tables: list[str]) -> dict[str
         if one is None and other is None:
             continue
         if one is None or other is None:
+            lacks, has = (a, b) if one is None else (b, a)
+            why = ", because exports have hashes of names" if is_export(lacks) else ""
             raise ConfigError(
-                f"{a.path if one is None else b.path}: table {table!r} has no vocabulary there, and has one in "
-                f"{b.path if one is None else a.path}. Compare by number."
+                f"{lacks.path}: table {table!r} has no vocabulary there{why}, and has one in {has.path}. Compare by number."
             )
         if one.dtype != other.dtype:
             raise ConfigError(

@@ -78,6 +78,11 @@ def first_row(tables: "ReadableTables", table: str) -> int:
     return tables.first_row(table) if isinstance(tables, _ExportTables) else 0
 
 
+def is_export(tables: "ReadableTables") -> bool:
+    """Return True if it is an export, and no checkpoint."""
+    return isinstance(tables, _ExportTables)
+
+
 def vocabulary_of(tables: "ReadableTables", table: str) -> Vocabulary:
     """Return the vocabulary of `table`.
 

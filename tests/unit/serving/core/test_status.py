@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tpuembed.id_messages import MOST_OF_NAME, UNKNOWN_NAME, Span, outside_texts, unknown_name_texts
+from tpuembed.id_messages import MOST_OF_NAME, Span, outside_texts, unknown_name_texts, unknown_texts
 from tpuembed.lookup import OUTSIDE
 from tpuembed_serving.core.status import Code, StatusError, of_later_rows, plain_message
 
@@ -48,9 +48,10 @@ def test_the_row_of_an_unknown_name_in_a_later_part() -> None:
         later = of_later_rows(error, 16)
         assert isinstance(later, StatusError)
         assert later.message == f"{before}{name}{between}19{after}"
-    unknown = f"feature user: id {UNKNOWN_NAME} of row 3 is not in table users, which has 5 rows"
+    unknown = " of row 3".join(unknown_texts("user", "users"))
     later = of_later_rows(StatusError(Code.INVALID_ARGUMENT, unknown), 16)
-    assert str(later) == unknown.replace("row 3", "row 19")
+    assert isinstance(later, StatusError)
+    assert later.message == unknown.replace("row 3", "row 19")
 
 
 def test_a_sentence_of_a_name_has_less_than_200_characters() -> None:
@@ -62,6 +63,10 @@ def test_a_sentence_of_a_name_has_less_than_200_characters() -> None:
         if len(feature) + len(table) < 25:
             assert before == f"feature {feature}: name '"
             assert f" of table {table}, " in after
+        before, after = unknown_texts(feature, table)
+        assert len(f"{before} of row {2**31}{after}") < 200
+        if len(feature) + len(table) < 25:
+            assert (before, f" of table {table}; " in after) == (f"feature {feature}: a name", True)
 
 
 def test_a_sentence_has_less_than_200_characters() -> None:
