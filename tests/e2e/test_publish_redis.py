@@ -322,6 +322,26 @@ def test_a_publish_that_lost_its_lease_changes_nothing(
         check_rows(RedisRows(store, "rec"), trained, version)
 
 
+def test_a_publish_that_lost_its_lease_removes_nothing(
+    trained: Trained, server: redis_servers.Server, store: RowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "_CHUNK_ROWS", 40)
+    publish_rows(trained.model_dir, server.url, version=1)
+    remove, others = RowStore.remove, list[int]()
+
+    def stopped(self: RowStore, *arguments: Any) -> None:
+        remove(self, *arguments)
+        if not others:  # as if it was stopped here
+            store.client.delete("tpuembed:rec:lease")
+            others.append(publish_rows(trained.model_dir, server.url, version=1).version)
+
+    monkeypatch.setattr(RowStore, "remove", stopped)
+    with pytest.raises(ExportError, match="another process has begun to publish"):
+        publish_rows(trained.model_dir, server.url, version=3, keep=1)
+    assert (others, PublishedModel(store, "rec").current()) == ([1], 1)
+    check_rows(RedisRows(store, "rec"), trained, 1)
+
+
 def test_ids_and_tables_that_do_not_exist(trained: Trained, server: redis_servers.Server, store: RowStore) -> None:
     publish_rows(trained.model_dir, server.url, version=2)
     rows = RedisRows(store, "rec")

@@ -332,6 +332,7 @@ class _Publishing:
                 self._model.put_array(record.emptied)  # a removal that is interrupted leaves no array that seems whole
                 for start in range(0, record.rows, _CHUNK_ROWS):
                     rows = np.arange(start, min(start + _CHUNK_ROWS, record.rows), dtype=np.int64)
+                    self._model.check_writer()  # the rows may be another publish's by now
                     self._store.remove(Keys.of([(self._model.keys_of(record), rows)]), _SECONDS)
                     renew()
                 self._model.remove(f"array:{id_}")

@@ -214,6 +214,10 @@ class PublishedModel:
         """Remove fields of the hash; see `_change`."""
         self._change("HDEL", *fields)
 
+    def check_writer(self) -> None:
+        """Raise ExportError if another publish has begun since."""
+        self._change("HSET", "writer", self._writer)
+
     def _change(self, verb: str, *words: Any) -> None:
         """Change the hash.
 

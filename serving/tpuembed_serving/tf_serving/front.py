@@ -111,21 +111,47 @@ class FrontModels:
         """
         if label is not None:
             raise StatusError(Code.INVALID_ARGUMENT, f"Unrecognized servable version label: {label}")
-        number = self._newest(name) if version is None else version
-        if number is None:
-            if not self.statuses(name):
-                raise servable_not_found(name, version)
-            raise StatusError(Code.UNAVAILABLE, self._difference(name))
-        with self.local.lease(name, number) as loaded, self._shards.lease(name, number) as remote:
-            servable = self._servables.get(number)
-            if servable is None or servable.front is not loaded.servable or servable.shards is not remote.servable:
-                assert isinstance(remote.servable, RemoteServable)
-                servable = _servable(loaded.servable, remote.servable)
-                kept = {one.version for one in self.local.statuses(name)}
-                self._servables = {key: value for key, value in self._servables.items() if key in kept} | {
-                    number: servable
-                }
-            yield LoadedVersion(number, servable)
+        numbers = self._available(name) if version is None else [version]
+        fault = None
+        for number in numbers:
+            with self.local.lease(name, number) as loaded, self._shards.lease(name, number) as remote:
+                try:
+                    servable = self._fitting(name, number, loaded.servable, remote.servable)
+                except StatusError as error:
+                    fault = fault or error
+                    continue
+                yield LoadedVersion(number, servable)
+                return
+        if fault is not None:
+            raise fault
+        if not self.statuses(name):
+            raise servable_not_found(name, version)
+        raise StatusError(Code.UNAVAILABLE, self._difference(name))
+
+    def _fitting(self, name: str, number: int, front: Servable, shards: Servable) -> FrontServable:
+        """Return the version of the whole model.
+
+        Raises:
+            StatusError: UNAVAILABLE, the front and the shards do not fit together. What the shards have is read again.
+        """
+        found = self._servables.get(number)
+        if found is not None and found.front is front and found.shards is shards:
+            return found
+        assert isinstance(shards, RemoteServable)
+        try:
+            found = _servable(front, shards)
+        except StatusError:
+            self._shards.forget(name, number)
+            raise
+        kept = {one.version for one in self.local.statuses(name)}
+        self._servables = {key: value for key, value in self._servables.items() if key in kept} | {number: found}
+        return found
+
+    def _available(self, name: str) -> list[int]:
+        """Return the versions that the front and all shards have, newest first. They may not fit together."""
+        on_shards = {one.version for one in self._shards.statuses(name) if one.state is State.AVAILABLE}
+        local = [one.version for one in self.local.statuses(name) if one.state is State.AVAILABLE]
+        return [number for number in local if number in on_shards]
 
     def _newest(self, name: str) -> int | None:
         return max((one.version for one in self.statuses(name) if one.state is State.AVAILABLE), default=None)
@@ -140,7 +166,7 @@ class FrontModels:
         return f"no version is on the front and on all shards: {'; '.join(parts)}. Are their folders of one export?"
 
     def statuses(self, name: str) -> list[VersionStatus]:
-        """Return every version of the front, newest first. One is available if it is on all shards too.
+        """Return every version of the front, newest first. One is available if it is on all shards too, and fits to theirs.
 
         Raises:
             StatusError: UNAVAILABLE, a shard does not answer.
@@ -151,6 +177,15 @@ class FrontModels:
             other = on_shards.get(status.version)
             if status.state is State.AVAILABLE and (other is None or other.state is not State.AVAILABLE):
                 status = other or VersionStatus(status.version, State.LOADING, None)
+            elif status.state is State.AVAILABLE:
+                try:
+                    with (
+                        self.local.lease(name, status.version) as loaded,
+                        self._shards.lease(name, status.version) as remote,
+                    ):
+                        self._fitting(name, status.version, loaded.servable, remote.servable)
+                except StatusError as error:
+                    status = VersionStatus(status.version, State.START, error)
             found.append(status)
         return found
 

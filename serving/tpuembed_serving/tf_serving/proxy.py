@@ -156,6 +156,7 @@ class RemoteModels:
         self._server, self._poll_seconds = server, poll_seconds
         self._states: StatusSource | None = None
         self._models = {name: _Model(fault=_not_polled(server.name)) for name in names}
+        self._forgotten = set[tuple[str, int]]()
         self._stopping, self._has_polled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="remote-models", daemon=True)
 
@@ -201,6 +202,10 @@ class RemoteModels:
         if servable is None:
             raise servable_not_found(name, version)
         yield LoadedVersion(servable.version, servable)
+
+    def forget(self, name: str, version: int) -> None:
+        """Read the signatures of a version again with the next poll: something does not fit to those that are known."""
+        self._forgotten.add((name, version))
 
     def _find(self, name: str) -> "_Model | None":
         model = self._models.get(name)
@@ -272,8 +277,12 @@ class RemoteModels:
         available = [status.version for status in statuses if status.state is State.AVAILABLE]
         loaded, fault = {}, None
         for number in available:
+            known = before.loaded.get(number)
+            if (name, number) in self._forgotten:
+                self._forgotten.discard((name, number))
+                known = None
             try:
-                loaded[number] = before.loaded.get(number) or self._servable(states, name, number)
+                loaded[number] = known or self._servable(states, name, number)
             except StatusError as error:
                 if error.code is Code.FAILED_PRECONDITION:  # this version does not fit. Others may
                     fault = error

@@ -6,6 +6,7 @@ versions. A request runs on one version of all of them, and its outputs are thos
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import logging
@@ -45,9 +46,13 @@ _ZEROS_SHARE: Final = 0.8
 """A shard whose features may be zeros has this share of the request's time."""
 _OTHER_REPLICAS: Final = 20
 """How often another replica is asked for a version that one does not have yet, or no longer."""
+_REPLICAS: Final = 8
+"""How often the replicas of a shard are asked what they have, if they do not fit together. Calls go to them in turn."""
 _BETWEEN_SECONDS: Final = 0.01
 _ELSEWHERE: Final = (Code.NOT_FOUND, Code.ABORTED)
 """A replica does not have the version, or has another shard by this number: another replica may have it."""
+_REFUSALS: Final = (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED)
+"""A replica takes no such key. Another one may."""
 _LOG_SECONDS: Final = 10.0
 """How long after a warning that a request makes about a shard there are no further ones. Zeros are counted in the metrics."""
 _CONNECTIONS: Final = (
@@ -146,24 +151,62 @@ class ShardedStates:
         changed = {version for version in self._taken_doubts() if self._has_changed(version)}
         # A version whose shards are others now is given up for one poll, so that its signature is read again.
         found = [VersionStatus(one.version, State.END, None) if one.version in changed else one for one in found]
-        for version in self._routes.keys() - {status.version for status in found if status.state is State.AVAILABLE}:
+        available = {status.version for status in found if status.state is State.AVAILABLE}
+        gone = self._routes.keys() - available
+        for version in gone:
             del self._routes[version]
         self._check_common(by_shard)
+        if gone and not available:
+            raise ReportedError(
+                Code.UNAVAILABLE, f"version {max(gone)} is not on all shards any more. They are asked again"
+            )
         return found
 
     def _taken_doubts(self) -> list[int]:
         return [self._doubted.pop() for _ in range(len(self._doubted))]
 
     def _has_changed(self, version: int) -> bool:
-        """Return True if a shard's server says that it has another shard than it had when the version became available."""
+        """Return True if no replica of a shard has the shard that it had when the version became available, but another one."""
         for route in self._routes.get(version, ()):
-            try:
-                _, (signatures, _) = self._states[route.shard].definitions(self._file.shards[route.shard].name, version)
-            except StatusError:
-                continue
-            if DEFAULT_SIGNATURE in signatures and signatures[DEFAULT_SIGNATURE].shard_id != route.signature.shard_id:
+            ids = set()
+            for _ in range(_REPLICAS):
+                with contextlib.suppress(StatusError):
+                    _, (signatures, _) = self._states[route.shard].definitions(
+                        self._file.shards[route.shard].name, version
+                    )
+                    ids.add(signatures[DEFAULT_SIGNATURE].shard_id if DEFAULT_SIGNATURE in signatures else "")
+                if route.signature.shard_id in ids:
+                    break
+            if ids and route.signature.shard_id not in ids:
                 return True
         return False
+
+    def _of_one_export(
+        self, version: int | None, label: str, first: Sequence[tuple[int, Any]]
+    ) -> Sequence[tuple[int, Any]]:
+        """Return the definitions of all shards, of one export if there is one that a replica of each shard has.
+
+        Calls go to the replicas in turn, so that further ones come to the others.
+
+        Args:
+            version, label: as of `definitions`.
+            first: the answer of each shard's first call.
+        """
+        by_export: list[dict[str, tuple[int, Any]]] = [{_export_id(one): one} for one in first]
+        for _ in range(_REPLICAS):
+            known = [each.keys() for each in by_export if each.keys() != {""}]
+            if not known or (common := set.intersection(*map(set, known)) - {""}):
+                break
+            for shard, states, each in zip(self._file.shards, self._states, by_export, strict=True):
+                with contextlib.suppress(StatusError):
+                    one = states.definitions(shard.name, version, label)
+                    each.setdefault(_export_id(one), one)
+        else:
+            return first
+        if not known:
+            return first
+        chosen = next((export_id for export_id in map(_export_id, first) if export_id in common), min(common))
+        return [each.get(chosen, one) for each, one in zip(by_export, first, strict=True)]
 
     def _fault(self, shard: Shard, error: StatusError) -> ReportedError:
         """Return the error of a poll with the shard's name, and what to do."""
@@ -214,14 +257,16 @@ class ShardedStates:
         Raises:
             StatusError: a shard has no such version or no such signature, two have one input, or the label names several versions.
         """
-        routes, numbers, file = [], [], self._file
+        routes, numbers, file, told = [], [], self._file, list[tuple[int, Any]]()
         in_json: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
         method, exports, parts = "", dict[str, str](), dict[str, str]()
-        for number, (shard, states) in enumerate(zip(self._file.shards, self._states, strict=True)):
+        for shard, states in zip(self._file.shards, self._states, strict=True):
             try:
-                found, (signatures, definitions) = states.definitions(shard.name, version, label)
+                told.append(states.definitions(shard.name, version, label))
             except StatusError as error:
                 raise StatusError(_code(error), f"shard {shard.name}: {error.message}") from None
+        told = [*self._of_one_export(version, label, told)]
+        for number, (shard, (found, (signatures, definitions))) in enumerate(zip(file.shards, told, strict=True)):
             if DEFAULT_SIGNATURE not in signatures:
                 raise StatusError(Code.NOT_FOUND, f"shard {shard.name}: version {found} has no {DEFAULT_SIGNATURE}")
             numbers.append(found)
@@ -308,6 +353,12 @@ class ShardedStates:
         self._threads.shutdown()
         for states in self._states:
             states.close()
+
+
+def _export_id(answer: tuple[int, Any]) -> str:
+    """Return the export of a shard's definitions; empty if it tells none."""
+    signature = answer[1][0].get(DEFAULT_SIGNATURE)
+    return "" if signature is None else signature.export_id
 
 
 def _by_alias(infos: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
@@ -437,7 +488,10 @@ class ShardedPredictions:
                     if failed.code is Code.ABORTED:
                         self._doubted.add(version)
                         self._warn(shard.name, f"shard {shard.name}: {failed.message}. Is it a server of this shard?")
-                    if failed.code in _ELSEWHERE and others < _OTHER_REPLICAS:
+                    is_refused = failed.code in _REFUSALS and others < _REPLICAS
+                    if is_refused:
+                        self._warn(shard.name, f"shard {shard.name}: {_text(failed, self._file)}")
+                    if is_refused or (failed.code in _ELSEWHERE and others < _OTHER_REPLICAS):
                         others += 1
                         await asyncio.sleep(_BETWEEN_SECONDS)
                         running = {*running, self._call(route, version, named, ends - loop.time())}
@@ -518,12 +572,12 @@ def _check_ids(name: str, feature: SplitLookup, named: dict[str, Array]) -> None
 
 def _code(error: StatusError) -> Code:
     """Return the code for the client, whose own key is not the one that a shard refuses."""
-    return Code.UNAVAILABLE if error.code in (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED) else error.code
+    return Code.UNAVAILABLE if error.code in _REFUSALS else error.code
 
 
 def _text(error: StatusError, file: ShardsFile) -> str:
     """Return the message of a shard's error. A client cannot send the key that a shard asks for."""
-    if error.code not in (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED):
+    if error.code not in _REFUSALS:
         return error.message
     remedy = f"{'Set' if file.api_key is None else 'Correct'} api_key_file in shards.yaml"
     return f"{error.message.partition('. ')[0]}. {remedy}"

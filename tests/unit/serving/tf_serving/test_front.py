@@ -1,13 +1,20 @@
 """The versions that a front and its shards have in common."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tpuembed_serving.core.servable import State, VersionStatus
+from tpuembed_serving.core.servable import LoadedVersion, State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.tf_serving.front import FrontModels
+from tpuembed_serving.tf_serving import front as front_module
+from tpuembed_serving.tf_serving.front import FrontModels, FrontServable
+from tpuembed_serving.tf_serving.proxy import RemoteServable
+
+_ANY: Any = None
+FRONT = FrontServable({}, {}, _ANY, RemoteServable({}, {}, "shop", 1), {})
 
 
 class Side:
@@ -17,6 +24,15 @@ class Side:
 
     def __init__(self, *versions: int) -> None:
         self.versions = versions
+        self.servables: dict[int, Any] = {}
+        self.forgotten: list[int] = []
+
+    @contextlib.contextmanager
+    def lease(self, name: str, version: int, label: str | None = None) -> Iterator[LoadedVersion]:
+        yield LoadedVersion(version, self.servables.setdefault(version, RemoteServable({}, {}, name, version)))
+
+    def forget(self, name: str, version: int) -> None:
+        self.forgotten.append(version)
 
     def labels(self) -> dict[str, Any]:
         return {"shop": {}}
@@ -25,7 +41,9 @@ class Side:
         return [VersionStatus(version, State.AVAILABLE, None) for version in self.versions if name == "shop"]
 
 
-def test_a_front_without_a_version_of_the_shards_says_what_both_have(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_front_without_a_version_of_the_shards_says_what_both_have(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     front, shards = Side(4, 3), Side(2, 1)
     given: Any = front, shards
     models = FrontModels(*given)
@@ -40,5 +58,36 @@ def test_a_front_without_a_version_of_the_shards_says_what_both_have(caplog: pyt
     with pytest.raises(StatusError, match="Servable not found") as caught, models.lease("other", None):
         pass
     assert caught.value.code is Code.NOT_FOUND
+    monkeypatch.setattr(front_module, "_servable", lambda *_: FRONT)
     shards.versions = (4,)
     assert models.ready
+
+
+def test_versions_that_do_not_fit_together_are_read_again_and_others_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    front, shards = Side(2, 1), Side(2, 1)
+    given: Any = front, shards
+    models = FrontModels(*given)
+    wrong = {2}
+
+    def servable(_: Any, remote: RemoteServable) -> Any:
+        if remote.version in wrong:
+            raise StatusError(Code.UNAVAILABLE, "they are of two exports")
+        return FRONT
+
+    monkeypatch.setattr(front_module, "_servable", servable)
+    with models.lease("shop", None) as loaded:
+        assert loaded == LoadedVersion(1, FRONT)
+    assert shards.forgotten == [2]
+    with pytest.raises(StatusError, match="of two exports"), models.lease("shop", 2):
+        pass
+    assert [(one.version, one.state) for one in models.statuses("shop")] == [(2, State.START), (1, State.AVAILABLE)]
+    assert models.ready
+    wrong.add(1)
+    front.servables.clear()
+    assert not models.ready
+    with pytest.raises(StatusError, match="of two exports"), models.lease("shop", None):
+        pass
+    wrong.clear()
+    assert models.ready
+    with models.lease("shop", None) as loaded:
+        assert loaded.version == 2

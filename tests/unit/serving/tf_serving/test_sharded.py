@@ -78,6 +78,18 @@ def run(
     return asyncio.run(scenario())
 
 
+def test_a_replica_that_refuses_the_key_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal = StatusError(Code.UNAUTHENTICATED, KEY_REFUSAL)
+    answers: dict[str, Answer] = {"a": lambda *_: ok("a"), "b": lambda count, _: ok("b") if count % 2 else refusal}
+    for found, name in zip(run(monkeypatch, answers, requests=3), "ab", strict=True):
+        np.testing.assert_array_equal(found, ok(name))
+    assert [record.message for record in caplog.records] == [
+        "shard b: no valid API key. Set api_key_file in shards.yaml"
+    ]
+
+
 OTHER_SHARD = StatusError(Code.ABORTED, "version 1 of model b is the shard x here, and the request is for the shard y")
 
 
@@ -260,18 +272,22 @@ def test_shards_without_a_common_version_say_what_each_has(
     assert len(logged(caplog)) == 1, "again"
 
 
+def described(model: str, shard_id: str) -> Any:
+    """Return what `definitions` of a shard's server says of version 1."""
+    found = dataclasses.replace(
+        signature({model: "int64"}, {model: "float"}), name=DEFAULT_SIGNATURE, shard_id=shard_id
+    )
+    dims = {"tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}
+    in_json = {"inputs": {model: dims}, "outputs": {model: dims}, "method_name": ""}
+    return 1, ({DEFAULT_SIGNATURE: found}, {DEFAULT_SIGNATURE: in_json})
+
+
 def test_a_version_whose_shard_is_another_now_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     doubted, ids = {1}, ["x-1", "x-2"]
     polled = Polled(monkeypatch, doubted=doubted)
 
     def definitions(states: Any, model: str, *_: Any) -> Any:
-        number = "ab".index(model)
-        found = dataclasses.replace(
-            signature({model: "int64"}, {model: "float"}), name=DEFAULT_SIGNATURE, shard_id=ids[number]
-        )
-        dims = {"tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}
-        in_json = {"inputs": {model: dims}, "outputs": {model: dims}, "method_name": ""}
-        return 1, ({DEFAULT_SIGNATURE: found}, {DEFAULT_SIGNATURE: in_json})
+        return described(model, ids["ab".index(model)])
 
     monkeypatch.setattr(remote_calls.RemoteStates, "definitions", definitions)
     polled.answers = {"a": [1], "b": [1]}
@@ -280,12 +296,37 @@ def test_a_version_whose_shard_is_another_now_is_read_again(monkeypatch: pytest.
     assert not doubted
     doubted.add(1)
     ids[1] = "y-2"
-    assert polled.versions([1], [1]) == [(1, State.END)]
+    assert polled.fault([1], [1]) == "version 1 is not on all shards any more. They are asked again"
     assert polled.versions([1], [1]) == [(1, State.AVAILABLE)]
     with pytest.raises(StatusError, match="of the export x, and that of shard b of the export y"):
         polled.states.definitions("shop", 1)
     ids[:] = ["y-2", "y-2"]
     with pytest.raises(StatusError, match="shards a and b: their servers have the same rows of the same tables"):
+        polled.states.definitions("shop", 1)
+
+
+def test_replicas_of_two_exports_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls go to the replicas in turn, and the first ones of a poll may come to those that do not fit together."""
+    doubted = set[int]()
+    polled = Polled(monkeypatch, doubted=doubted)
+    ids = {"a": itertools.cycle(["y-1", "x-1"]), "b": itertools.cycle(["x-2"])}
+
+    def definitions(states: Any, model: str, *_: Any) -> Any:
+        found = dataclasses.replace(
+            signature({model: "int64"}, {model: "float"}), name=DEFAULT_SIGNATURE, shard_id=next(ids[model])
+        )
+        dims = {"tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}
+        in_json = {"inputs": {model: dims}, "outputs": {model: dims}, "method_name": ""}
+        return 1, ({DEFAULT_SIGNATURE: found}, {DEFAULT_SIGNATURE: in_json})
+
+    monkeypatch.setattr(remote_calls.RemoteStates, "definitions", definitions)
+    _, (signatures, _) = polled.states.definitions("shop", 1)
+    assert signatures[DEFAULT_SIGNATURE].export_id == "x"
+    for _ in range(3):
+        doubted.add(1)
+        assert polled.versions([1], [1]) == [(1, State.AVAILABLE)], "a replica still has it"
+    ids["a"] = itertools.cycle(["y-1", "z-1"])
+    with pytest.raises(StatusError, match="of the export"):
         polled.states.definitions("shop", 1)
 
 
