@@ -147,6 +147,15 @@ class FrontModels:
         self._servables = {key: value for key, value in self._servables.items() if key in kept} | {number: found}
         return found
 
+    def _misfit(self, name: str, number: int) -> StatusError | None:
+        """Return why a version that both have cannot be served; None if it can."""
+        try:
+            with self.local.lease(name, number) as loaded, self._shards.lease(name, number) as remote:
+                self._fitting(name, number, loaded.servable, remote.servable)
+        except StatusError as error:
+            return error
+        return None
+
     def _available(self, name: str) -> list[int]:
         """Return the versions that the front and all shards have, newest first. They may not fit together."""
         on_shards = {one.version for one in self._shards.statuses(name) if one.state is State.AVAILABLE}
@@ -157,7 +166,10 @@ class FrontModels:
         return max((one.version for one in self.statuses(name) if one.state is State.AVAILABLE), default=None)
 
     def _difference(self, name: str) -> str:
-        """Return which versions the front has, and which the shards have."""
+        """Return which versions the front has, and which the shards have; or why the newest one that both have does not fit."""
+        for number in self._available(name):
+            if fault := self._misfit(name, number):
+                return fault.message
         sides = {"the front has": self.local.statuses(name), "the shards have": self._shards.statuses(name)}
         parts = [
             f"{side} {', '.join(str(one.version) for one in statuses if one.state is State.AVAILABLE) or 'none'}"
@@ -177,15 +189,8 @@ class FrontModels:
             other = on_shards.get(status.version)
             if status.state is State.AVAILABLE and (other is None or other.state is not State.AVAILABLE):
                 status = other or VersionStatus(status.version, State.LOADING, None)
-            elif status.state is State.AVAILABLE:
-                try:
-                    with (
-                        self.local.lease(name, status.version) as loaded,
-                        self._shards.lease(name, status.version) as remote,
-                    ):
-                        self._fitting(name, status.version, loaded.servable, remote.servable)
-                except StatusError as error:
-                    status = VersionStatus(status.version, State.START, error)
+            elif status.state is State.AVAILABLE and (fault := self._misfit(name, status.version)):
+                status = VersionStatus(status.version, State.START, fault)
             found.append(status)
         return found
 

@@ -63,7 +63,9 @@ def test_a_front_without_a_version_of_the_shards_says_what_both_have(
     assert models.ready
 
 
-def test_versions_that_do_not_fit_together_are_read_again_and_others_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_do_not_fit_together_are_read_again_and_others_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     front, shards = Side(2, 1), Side(2, 1)
     given: Any = front, shards
     models = FrontModels(*given)
@@ -85,6 +87,7 @@ def test_versions_that_do_not_fit_together_are_read_again_and_others_answer(monk
     wrong.add(1)
     front.servables.clear()
     assert not models.ready
+    assert [record.message for record in caplog.records] == ["model shop: they are of two exports"]
     with pytest.raises(StatusError, match="of two exports"), models.lease("shop", None):
         pass
     wrong.clear()
