@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
+from tensorflow_serving.apis import predict_pb2
 
 from tests.support import capi
 from tests.support.serving.shards import FEATURES, Cluster, Trained, requests
@@ -107,9 +107,9 @@ def test_a_call_for_another_shard_is_refused(cluster: Cluster) -> None:
     request = predict_pb2.PredictRequest()
     request.model_spec.name = "shard-0"
     with grpc.insecure_channel(cluster.servers["shard-0"][0].grpc_address) as channel:
-        stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
+        call = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Predict(request, timeout=60, metadata=[("tpuembed-shard", "other-1")])
+            call(request.SerializeToString() + b"\xc2\x3e\x07other-1", timeout=60)
     assert caught.value.code() is grpc.StatusCode.ABORTED
     assert re.fullmatch(
         r"version 1 of model shard-0 is the shard [0-9a-f]{16}-[0-9a-f]{8} here, and the request is for the shard other-1",

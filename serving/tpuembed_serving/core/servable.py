@@ -5,7 +5,7 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tpuembed_serving.batching.parameters import BatchingParameters
 
 __all__ = [
-    "SHARD_ID",
     "Array",
     "Columns",
     "DegradedOutputs",
@@ -34,8 +33,6 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-SHARD_ID: Final = "tpuembed-shard"
-"""The metadata of a gRPC call that has the `Signature.shard_id` which it asks for."""
 
 
 class Columns(Sequence[Array]):

@@ -12,9 +12,9 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, predict_pb2
 
 from tpuembed_serving.core.pipeline import INLINE_BYTES, INLINE_ELEMENTS
-from tpuembed_serving.core.servable import SHARD_ID, Array, Signature, State, VersionStatus
+from tpuembed_serving.core.servable import Array, Signature, State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.grpc.prediction_service import SHARD_ID_FIELD
+from tpuembed_serving.grpc.prediction_service import SHARD_ID_FIELD, shard_field
 from tpuembed_serving.grpc.tensor_proto import decode_tensor, encode_input
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
@@ -145,11 +145,8 @@ class RemotePredictions:
             request = await asyncio.to_thread(_predict_request, model, version, signature, inputs)
         else:
             request = _predict_request(model, version, signature, inputs)
-        metadata = self._access.metadata
-        if signature.shard_id:
-            metadata = (*metadata, (SHARD_ID, signature.shard_id))
         try:
-            answer = await self._predict(request, timeout=timeout_seconds, metadata=metadata)
+            answer = await self._predict(request, timeout=timeout_seconds, metadata=self._access.metadata)
         except grpc.RpcError as error:
             raise _status_error(error, self._target, self._access.server) from None
         if len(answer) > INLINE_BYTES:
@@ -174,16 +171,16 @@ def _predict_request(model: str, version: int, signature: Signature, inputs: Seq
         encode_input(info.alias, array, "string" if array.dtype.kind == "O" else info.dtype)
         for info, array in zip(signature.inputs, inputs, strict=True)
     ]
-    return _request_head(model, version, signature.name) + b"".join(named)
+    return _request_head(model, version, signature.name, signature.shard_id) + b"".join(named)
 
 
 @functools.lru_cache(maxsize=256)
-def _request_head(model: str, version: int, signature: str) -> bytes:
+def _request_head(model: str, version: int, signature: str, shard_id: str) -> bytes:
     """Return a serialized PredictRequest without inputs."""
     request = predict_pb2.PredictRequest()
     request.model_spec.name, request.model_spec.version.value = model, version
     request.model_spec.signature_name = signature
-    return bytes(request.SerializeToString())
+    return bytes(request.SerializeToString()) + shard_field(shard_id)
 
 
 def _outputs(answer: bytes, signature: Signature, target: str) -> list[Array]:

@@ -37,7 +37,6 @@ from tpuembed_serving.core.request_record import (
     sane_request_id,
 )
 from tpuembed_serving.core.security import SecuritySettings
-from tpuembed_serving.core.servable import SHARD_ID
 from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, StatusError, still_loading
 from tpuembed_serving.core.tls import TlsSettings
@@ -327,11 +326,7 @@ class GrpcServer:
             prediction = methods.predictions.get(name)
             if prediction is None:
                 return await methods.calls[name](request)
-            started: Any = prediction()
-            started.shard_id = next(
-                (value for key, value in context.invocation_metadata() or () if key == SHARD_ID), ""
-            )
-            return await self._run(started, request, context, record)
+            return await self._run(prediction(), request, context, record)
         except StatusError:
             raise
         except Exception:
