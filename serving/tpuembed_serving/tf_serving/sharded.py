@@ -345,7 +345,7 @@ class ShardedStates:
             outputs,
             padding=padding if any(value is not None for value in padding) else (),
             row_bytes=sum(route.signature.row_bytes for route in routes),
-            shard_id=next((route.signature.export_id for route in routes if route.signature.export_id), ""),
+            shard_id=_export_of(routes),
         )
 
     def close(self) -> None:
@@ -359,6 +359,11 @@ def _export_id(answer: tuple[int, Any]) -> str:
     """Return the export of a shard's definitions; empty if it tells none."""
     signature = answer[1][0].get(DEFAULT_SIGNATURE)
     return "" if signature is None else signature.export_id
+
+
+def _export_of(routes: Sequence[_Route]) -> str:
+    """Return the export that the shards of `routes` are of; empty if none tells it."""
+    return next((route.signature.export_id for route in routes if route.signature.export_id), "")
 
 
 def _by_alias(infos: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
@@ -410,7 +415,8 @@ class ShardedPredictions:
             text = f"input {least} has {sizes[least]} rows, but input {most} has {sizes[most]}. Send as many"
             raise StatusError(Code.INVALID_ARGUMENT, text)
         routes = self._routes.get(version)
-        if routes is None:
+        # A request that has waited since its version was leased may find the routes of another export by now.
+        if routes is None or _export_of(routes) != signature.shard_id:
             raise VersionGoneError(f"version {version} is not on all shards any more", max(self._routes, default=None))
         for name, feature in self._file.split.items():
             _check_ids(name, feature, named)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,12 @@ def run(
         return found
 
     return asyncio.run(scenario())
+
+
+def test_a_request_for_another_export_than_the_routes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ALL", dataclasses.replace(ALL, shard_id="x"))
+    with pytest.raises(VersionGoneError, match="version 1 is not on all shards any more"):
+        run(monkeypatch, {"a": lambda *_: ok("a"), "b": lambda *_: ok("b")})
 
 
 def test_a_replica_that_refuses_the_key_is_passed_over(
