@@ -110,7 +110,8 @@ def test_a_layer_of_the_new_size_restores_it(tmp_path: Path) -> None:
         variable = state.variable if slot is None else state.slots[slot]
         np.testing.assert_array_equal(variable.numpy(), np.concatenate([empty, truth[slot][::-1], empty]))
     np.testing.assert_array_equal(dense.numpy(), [[1.0, 2.0]])
-    layer.restore_tables(tmp_path / "new")
+    with pytest.warns(UserWarning, match="'films' has names, and table 'films' of layer .* takes row numbers"):
+        layer.restore_tables(tmp_path / "new")
 
 
 def test_the_default_initializer_is_that_of_tables(tmp_path: Path) -> None:
