@@ -40,13 +40,9 @@ def outside_message(feature: str, span: Span, found: int, row: int) -> str:
 
 def outside_texts(feature: str, span: Span) -> tuple[str, str]:
     """Return the message for an id outside `span`, as the texts before the id and after the row: at most 199 characters in all."""
-    remedy = "; correct the id or set out_of_vocabulary"
-    if len(feature) + len(span.table) > _room_for_names(span, remedy):
-        remedy = ""
-    room = _room_for_names(span, remedy)
-    of_feature = min(len(feature), max(room - len(span.table), room // 2))
-    table = _shortened(span.table, min(len(span.table), room - of_feature))
-    return _texts(_shortened(feature, of_feature), table, span, remedy)
+    room = _LONGEST - _DIGITS - sum(map(len, _texts("", "", span, "")))
+    shown, table, remedy = _fitted(feature, span.table, room, "; correct the id or set out_of_vocabulary")
+    return _texts(shown, table, span, remedy)
 
 
 def _texts(feature: str, table: str, span: Span, remedy: str) -> tuple[str, str]:
@@ -61,32 +57,26 @@ def unknown_name_texts(feature: str, table: str, count: int) -> tuple[str, str, 
     """
     names = "1 name" if count == 1 else f"{count} names"
     texts = ("feature ", ": name '", f"'{OF_ROW}", " is not in the vocabulary of table ", f", which has {names}")
-    remedy = "; correct the name or set out_of_vocabulary"
     room = _LONGEST - sum(map(len, texts)) - MOST_OF_NAME - len("...") - len(str(2**31))
-    if len(feature) + len(table) > room - len(remedy):
-        remedy = ""
-    room -= len(remedy)
-    of_feature = min(len(feature), max(room - len(table), room // 2))
-    shown = _shortened(table, min(len(table), room - of_feature))
-    before = f"{texts[0]}{_shortened(feature, of_feature)}{texts[1]}"
-    return before, texts[2], f"{texts[3]}{shown}{texts[4]}{remedy}"
+    shown, table, remedy = _fitted(feature, table, room, "; correct the name or set out_of_vocabulary")
+    return f"{texts[0]}{shown}{texts[1]}", texts[2], f"{texts[3]}{table}{texts[4]}{remedy}"
 
 
 def unknown_texts(feature: str, table: str) -> tuple[str, str]:
     """Return the message for NOWHERE, an unknown name that is not at hand, as `outside_texts` does for ids."""
     texts = ("feature ", ": a name", OF_ROW, " is not in the vocabulary of table ")
-    remedy = "; correct the name, or set oov_buckets or out_of_vocabulary"
     room = _LONGEST - sum(map(len, texts)) - len(str(2**31))
+    shown, table, remedy = _fitted(feature, table, room, "; correct the name, or set oov_buckets or out_of_vocabulary")
+    return f"{texts[0]}{shown}{texts[1]}", f"{texts[3]}{table}{remedy}"
+
+
+def _fitted(feature: str, table: str, room: int, remedy: str) -> tuple[str, str, str]:
+    """Return both names and the remedy in `room` characters: without the remedy, and shortened, if they are longer."""
     if len(feature) + len(table) > room - len(remedy):
         remedy = ""
     room -= len(remedy)
     of_feature = min(len(feature), max(room - len(table), room // 2))
-    shown = _shortened(table, min(len(table), room - of_feature))
-    return f"{texts[0]}{_shortened(feature, of_feature)}{texts[1]}", f"{texts[3]}{shown}{remedy}"
-
-
-def _room_for_names(span: Span, remedy: str) -> int:
-    return _LONGEST - _DIGITS - sum(map(len, _texts("", "", span, remedy)))
+    return _shortened(feature, of_feature), _shortened(table, min(len(table), room - of_feature)), remedy
 
 
 def _shortened(name: str, room: int) -> str:

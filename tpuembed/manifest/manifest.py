@@ -1,6 +1,7 @@
 """What an export has, and where it comes from."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -153,7 +154,7 @@ class Manifest:
             sizes[array.file] = max(sizes.get(array.file, 0), array.offset + array.size)
         return sizes
 
-    @property
+    @functools.cached_property
     def shard_id(self) -> str:
         """Return what tells this part of an export for several servers from its other parts, and from other exports.
 

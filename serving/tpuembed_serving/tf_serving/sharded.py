@@ -148,7 +148,8 @@ class ShardedStates:
                     Code.UNAVAILABLE, f"shard {self._file.shards[statuses.index(None)].name} does not have it"
                 )
             found.append(VersionStatus(version, worst, fault))
-        changed = {version for version in self._taken_doubts() if self._has_changed(version)}
+        doubts = [self._doubted.pop() for _ in range(len(self._doubted))]
+        changed = {version for version in doubts if self._has_changed(version)}
         # A version whose shards are others now is given up for one poll, so that its signature is read again.
         found = [VersionStatus(one.version, State.END, None) if one.version in changed else one for one in found]
         available = {status.version for status in found if status.state is State.AVAILABLE}
@@ -161,9 +162,6 @@ class ShardedStates:
                 Code.UNAVAILABLE, f"version {max(gone)} is not on all shards any more. They are asked again"
             )
         return found
-
-    def _taken_doubts(self) -> list[int]:
-        return [self._doubted.pop() for _ in range(len(self._doubted))]
 
     def _has_changed(self, version: int) -> bool:
         """Return True if no replica of a shard has the shard that it had when the version became available, but another one."""
@@ -193,17 +191,16 @@ class ShardedStates:
             first: the answer of each shard's first call.
         """
         by_export: list[dict[str, tuple[int, Any]]] = [{_export_id(one): one} for one in first]
-        for _ in range(_REPLICAS):
-            known = [each.keys() for each in by_export if each.keys() != {""}]
-            if not known or (common := set.intersection(*map(set, known)) - {""}):
+        common = _common(by_export)
+        for _ in range(_REPLICAS - 1):
+            if common is None or common:
                 break
             for shard, states, each in zip(self._file.shards, self._states, by_export, strict=True):
                 with contextlib.suppress(StatusError):
                     one = states.definitions(shard.name, version, label)
                     each.setdefault(_export_id(one), one)
-        else:
-            return first
-        if not known:
+            common = _common(by_export)
+        if not common:
             return first
         chosen = next((export_id for export_id in map(_export_id, first) if export_id in common), min(common))
         return [each.get(chosen, one) for each, one in zip(by_export, first, strict=True)]
@@ -364,6 +361,12 @@ def _export_id(answer: tuple[int, Any]) -> str:
 def _export_of(routes: Sequence[_Route]) -> str:
     """Return the export that the shards of `routes` are of; empty if none tells it."""
     return next((route.signature.export_id for route in routes if route.signature.export_id), "")
+
+
+def _common(by_export: Iterable[Mapping[str, Any]]) -> set[str] | None:
+    """Return the exports that all shards have which tell theirs; None if none tells it."""
+    known = [set(each) for each in by_export if each.keys() != {""}]
+    return set.intersection(*known) - {""} if known else None
 
 
 def _by_alias(infos: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
