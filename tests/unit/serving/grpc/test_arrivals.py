@@ -1,6 +1,7 @@
 """Calls that arrive one by one start together."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -13,10 +14,10 @@ Scene = Callable[[Arrivals], Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time passes, unless a test says so."""
-    for name in ("_NEXT_SECONDS", "_LONGEST_SECONDS", "_PAUSE_SECONDS"):
-        monkeypatch.setattr(module, name, 60.0)
+def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop is always busy, and no wait ends early, unless a test says so."""
+    monkeypatch.setattr(module, "_BUSY_SHARE", -1.0)
+    monkeypatch.setattr(module, "_LONGEST_SECONDS", 60.0)
 
 
 def play(scene: Scene) -> None:
@@ -89,52 +90,50 @@ def test_calls_that_run_are_not_waited_for() -> None:
     play(scene)
 
 
-def test_after_a_wait_in_vain_no_call_waits_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_NEXT_SECONDS", 0.001)
+def test_no_call_waits_while_the_event_loop_has_time_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BUSY_SHARE", 0.5)
 
     async def scene(arrivals: Arrivals) -> None:
-        arrivals.announce()
-        arrivals.announce()  # its message never arrives
-        await arrivals.enter()
-        monkeypatch.setattr(module, "_NEXT_SECONDS", 60.0)
-        arrivals.announce()
-        arrivals.announce()
-        await arrivals.enter()
+        for _ in range(3):
+            await asyncio.sleep(0.02)
+            arrivals.announce()
+            arrivals.announce()  # its message never arrives
+            await arrivals.enter()
 
     play(scene)
 
 
-def test_a_wait_is_not_in_vain_because_other_calls_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_NEXT_SECONDS", 0.2)
+def test_calls_wait_while_the_event_loop_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BUSY_SHARE", 0.1)
+    work = 0.02
 
     async def scene(arrivals: Arrivals) -> None:
-        for _ in range(2):
-            arrivals.announce()
-        running = await arrive(arrivals)
-        await arrivals.enter()
-        await running
-        for _ in range(4):
-            arrivals.announce()
-        first, second = await arrive(arrivals), await arrive(arrivals)
+        arrivals.announce()
+        arrivals.announce()
+        await arrivals.enter()  # the loop's load is measured from here
         arrivals.leave()
-        arrivals.leave()
-        await asyncio.sleep(0.3)  # one more wait has begun
+        end = time.thread_time() + work
+        while time.thread_time() < end:
+            pass
+        arrivals.announce()
+        arrivals.announce()
+        first = asyncio.create_task(arrivals.enter())
+        await asyncio.sleep(0)
         assert not first.done()
-        assert not second.done()
+        await asyncio.wait_for(first, 5)  # the loop has time to spare again
 
     play(scene)
 
 
-def test_a_wait_in_vain_expects_no_more_than_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_NEXT_SECONDS", 0.001)
-    monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.0)
+def test_a_wait_that_ends_before_all_have_come_expects_no_more_than_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LONGEST_SECONDS", 0.001)
 
     async def scene(arrivals: Arrivals) -> None:
         arrivals.announce()
         arrivals.announce()
         await arrivals.enter()
         arrivals.leave()
-        monkeypatch.setattr(module, "_NEXT_SECONDS", 60.0)
+        monkeypatch.setattr(module, "_LONGEST_SECONDS", 60.0)
         arrivals.announce()
         await arrivals.enter()
 
@@ -142,7 +141,6 @@ def test_a_wait_in_vain_expects_no_more_than_have_come(monkeypatch: pytest.Monke
 
 
 def test_no_call_waits_longer_than_the_limit_while_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_NEXT_SECONDS", 0.05)
     monkeypatch.setattr(module, "_LONGEST_SECONDS", 0.1)
 
     async def scene(arrivals: Arrivals) -> None:

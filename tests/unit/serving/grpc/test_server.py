@@ -285,9 +285,8 @@ def test_calls_of_several_clients_share_a_batch(tmp_path: Path, monkeypatch: pyt
             await asyncio.gather(*calls)
             assert isinstance(app.executor, ModelExecutor)
             app.executor.watch = lambda requests, *_: sizes.append(len(requests))
-            for name in ("_NEXT_SECONDS", "_LONGEST_SECONDS"):
-                monkeypatch.setattr(arrivals, name, 20.0)
-            monkeypatch.setattr(arrivals, "_PAUSE_SECONDS", 0.0)
+            monkeypatch.setattr(arrivals, "_LONGEST_SECONDS", 20.0)
+            monkeypatch.setattr(arrivals, "_BUSY_SHARE", -1.0)
             found = await asyncio.gather(*(predict(channel, request(number)) for number in range(8)))
             assert found == [[2 * number] for number in range(8)]
             assert sizes[0] == 8  # a request whose value is new may run again
