@@ -141,7 +141,7 @@ class FrontModels:
         try:
             found = _servable(front, shards)
         except StatusError:
-            self._shards.forget(name, number)
+            shards.is_doubted = True
             raise
         kept = {one.version for one in self.local.statuses(name)}
         self._servables = {key: value for key, value in self._servables.items() if key in kept} | {number: found}

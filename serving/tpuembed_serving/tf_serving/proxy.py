@@ -115,10 +115,16 @@ class ForwardedServable:
 
 @dataclasses.dataclass
 class RemoteServable(ForwardedServable):
-    """A version in the other server."""
+    """A version in the other server.
+
+    Attributes:
+        model, version: its name and number there.
+        is_doubted: True once something did not fit to its signatures. The next poll reads them again.
+    """
 
     model: str
     version: int
+    is_doubted: bool = False
 
 
 @dataclasses.dataclass
@@ -156,7 +162,6 @@ class RemoteModels:
         self._server, self._poll_seconds = server, poll_seconds
         self._states: StatusSource | None = None
         self._models = {name: _Model(fault=_not_polled(server.name)) for name in names}
-        self._forgotten = set[tuple[str, int]]()
         self._stopping, self._has_polled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="remote-models", daemon=True)
 
@@ -202,10 +207,6 @@ class RemoteModels:
         if servable is None:
             raise servable_not_found(name, version)
         yield LoadedVersion(servable.version, servable)
-
-    def forget(self, name: str, version: int) -> None:
-        """Read the signatures of a version again with the next poll: something does not fit to those that are known."""
-        self._forgotten.add((name, version))
 
     def _find(self, name: str) -> "_Model | None":
         model = self._models.get(name)
@@ -278,11 +279,10 @@ class RemoteModels:
         loaded, fault = {}, None
         for number in available:
             known = before.loaded.get(number)
-            if (name, number) in self._forgotten:
-                self._forgotten.discard((name, number))
-                known = None
             try:
-                loaded[number] = known or self._servable(states, name, number)
+                if known is None or known.is_doubted:
+                    known = self._servable(states, name, number)
+                loaded[number] = known
             except StatusError as error:
                 if error.code is Code.FAILED_PRECONDITION:  # this version does not fit. Others may
                     fault = error
@@ -348,12 +348,13 @@ class RemoteExecutor:
             self._predictions.run, servable.model, servable.version, signature, inputs, seconds
         )  # not a coroutine yet: a task that is cancelled before it starts would never await it
         self._pending += 1
-        task = asyncio.get_running_loop().create_task(self._finish(call, on_outcome, record))
+        task = asyncio.get_running_loop().create_task(self._finish(servable, call, on_outcome, record))
         task.add_done_callback(self._end)
         return task
 
     async def _finish(
         self,
+        servable: RemoteServable,
         call: Callable[[], Awaitable[list[Array]]],
         on_outcome: Callable[[list[Array] | Exception], None],
         record: RequestRecord | None,
@@ -364,6 +365,8 @@ class RemoteExecutor:
             outcome = await call()
         except Exception as error:
             outcome = error
+            if isinstance(error, StatusError) and error.code is Code.ABORTED:  # the server has another shard now
+                servable.is_doubted = True
         if record is not None:
             record.ran(None, 0.0, time.perf_counter() - started)
         on_outcome(outcome)

@@ -25,14 +25,10 @@ class Side:
     def __init__(self, *versions: int) -> None:
         self.versions = versions
         self.servables: dict[int, Any] = {}
-        self.forgotten: list[int] = []
 
     @contextlib.contextmanager
     def lease(self, name: str, version: int, label: str | None = None) -> Iterator[LoadedVersion]:
         yield LoadedVersion(version, self.servables.setdefault(version, RemoteServable({}, {}, name, version)))
-
-    def forget(self, name: str, version: int) -> None:
-        self.forgotten.append(version)
 
     def labels(self) -> dict[str, Any]:
         return {"shop": {}}
@@ -79,7 +75,7 @@ def test_versions_that_do_not_fit_together_are_read_again_and_others_answer(
     monkeypatch.setattr(front_module, "_servable", servable)
     with models.lease("shop", None) as loaded:
         assert loaded == LoadedVersion(1, FRONT)
-    assert shards.forgotten == [2]
+    assert shards.servables[2].is_doubted
     with pytest.raises(StatusError, match="of two exports"), models.lease("shop", 2):
         pass
     assert [(one.version, one.state) for one in models.statuses("shop")] == [(2, State.START), (1, State.AVAILABLE)]

@@ -1,8 +1,10 @@
-"""Calls of another server: given up, and with large inputs."""
+"""Calls of another server: given up, with large inputs, and of a version that has changed there."""
 
 import asyncio
+import dataclasses
 import gc
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 from tensorflow_serving.apis import predict_pb2
 
 from tests.support.serving.doubles import signature
+from tpuembed_serving.core.servable import Signature, State, VersionStatus
+from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.grpc import remote_calls
 from tpuembed_serving.grpc.tensor_proto import encode_tensor
-from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteServable, TensorFlowServing
+from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels, RemoteServable, TensorFlowServing
 
 SIGNATURE = signature({"x": "int64"}, {"y": "int64"})
 
@@ -53,6 +57,64 @@ def test_a_call_that_is_given_up_before_it_begins_leaves_nothing() -> None:
         asyncio.run(scenario())
         gc.collect()
     assert not [str(one.message) for one in found if "never awaited" in str(one.message)]
+
+
+class Changing:
+    """A server whose version becomes another export's."""
+
+    name = "server"
+
+    def __init__(self) -> None:
+        self.shard, self.polls = "x-1", 0
+
+    def states(self) -> Any:
+        return self
+
+    def predictions(self) -> Any:
+        return self
+
+    def versions(self, _: str) -> list[VersionStatus]:
+        self.polls += 1
+        return [VersionStatus(1, State.AVAILABLE, None)]
+
+    def definitions(self, _: str, version: int | None, __: str = "") -> tuple[int | None, Any]:
+        return version, ({"f": dataclasses.replace(SIGNATURE, shard_id=self.shard)}, {})
+
+    async def run(self, _: str, __: int, signature: Signature, *___: Any) -> list[str]:
+        if signature.shard_id != self.shard:
+            raise StatusError(Code.ABORTED, "another shard")
+        return [self.shard]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_version_that_the_server_aborts_is_read_again() -> None:
+    """A server that forwards to another one answered ABORTED for ever."""
+    server = Changing()
+    models, executor = RemoteModels(["m"], server, 0.01), RemoteExecutor(server, 10, 1)
+    models.start()
+    models.wait_for_first_poll(lambda: False)
+
+    async def ask() -> Any:
+        found = asyncio.get_running_loop().create_future()
+        with models.lease("m", 1) as loaded:
+            signature = loaded.servable.signatures["f"]
+            executor.submit(loaded.servable, signature, [np.array([1])], found.set_result)
+            return await found
+
+    def polled() -> None:
+        before = server.polls
+        while server.polls < before + 2:
+            time.sleep(0.001)
+
+    assert asyncio.run(ask()) == ["x-1"]
+    server.shard = "y-1"
+    polled()
+    assert isinstance(asyncio.run(ask()), StatusError)
+    polled()
+    assert asyncio.run(ask()) == ["y-1"]
+    models.stop()
 
 
 STRINGS = np.array([b"x" * 300_000], dtype=object)
