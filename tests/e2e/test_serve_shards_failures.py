@@ -79,6 +79,70 @@ def test_shards_behind_tls_and_keys_answer_the_front_alone(trained: Trained, tmp
 
 
 @pytest.mark.long
+def test_a_front_follows_its_certificates_and_its_key(trained: Trained, tmp_path: Path) -> None:
+    """All are replaced while it answers, in the order in which none is refused."""
+    export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": FEATURES}, shards=2)
+    before, after, others = trustme.CA(), trustme.CA(), trustme.CA()
+    new = KEY[::-1]
+
+    def write(name: str, *blobs: trustme.Blob) -> None:
+        written = tmp_path / f"{name}.new"
+        written.write_bytes(b"".join(blob.bytes() for blob in blobs))
+        written.replace(tmp_path / name)
+
+    def issue(name: str, authority: trustme.CA) -> None:
+        write(name, authority.issue_cert("shards.example").private_key_and_cert_chain_pem)
+
+    for name in ("ca.pem", "client-ca.pem"):
+        write(name, before.cert_pem)
+    for name in ("server.pem", "client.pem"):
+        issue(name, before)
+    (tmp_path / "keys").write_text(f"{KEY}\n")
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    pem = str(tmp_path / "server.pem")
+    protected = ["--tls-cert", pem, "--tls-key", pem, "--tls-client-ca", str(tmp_path / "client-ca.pem")]
+    protected += ["--api-key-file", str(tmp_path / "keys")]
+    tls = {"ca": "ca.pem", "certificate": "client.pem", "key": "client.pem", "server_name": "shards.example"}
+    inputs = requests(np.random.default_rng(1), 3)
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path / "s", tmp_path, stack, of_shards=protected, tls=tls, api_key_file="key")
+        shards = [server for servers in cluster.servers.values() for server in servers]
+        _, wanted = cluster.ask(inputs)
+
+        def follow(text: str, servers: list[ServerProcess], change: Any) -> None:
+            """Make a change, and ask until all servers have logged it."""
+            known = [server.log.count(text) for server in servers]
+            change()
+            ends = time.monotonic() + 30
+            while any(server.log.count(text) == count for server, count in zip(servers, known, strict=True)):
+                assert time.monotonic() < ends, text
+                cluster.ask(inputs)
+            _, found = cluster.ask(inputs)
+            for name, value in wanted.items():
+                np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+        certificate, of_front = "TLS certificate", "certificates and key for the shards: read again"
+        follow(certificate, shards, lambda: write("client-ca.pem", before.cert_pem, after.cert_pem))
+        follow(of_front, [cluster.front], lambda: write("ca.pem", before.cert_pem, after.cert_pem))
+        follow(certificate, shards, lambda: issue("server.pem", after))
+        follow(of_front, [cluster.front], lambda: issue("client.pem", after))
+        follow("API key file", shards, lambda: (tmp_path / "keys").write_text(f"{KEY}\n{new}\n"))
+        follow(of_front, [cluster.front], lambda: (tmp_path / "key").write_text(f"{new}\n"))
+        follow("API key file", shards, lambda: (tmp_path / "keys").write_text(f"{new}\n"))
+        follow(of_front, [cluster.front], lambda: write("ca.pem", after.cert_pem))
+        follow(certificate, shards, lambda: write("client-ca.pem", after.cert_pem))
+        follow("What was read before stays in use", [cluster.front], lambda: (tmp_path / "ca.pem").write_text("no"))
+        write("ca.pem", others.cert_pem)
+        wait_until_ready_is(cluster.front, {"status": "ready", "missing_shards": ["shard-0", "shard-1"]})
+        with pytest.raises(grpc.RpcError):
+            cluster.ask(inputs, timeout=5)
+        write("ca.pem", after.cert_pem)
+        wait_until_ready_is(cluster.front, {"status": "ready"})
+        cluster.ask(inputs)
+        assert not [secret for secret in (KEY, new) if secret in cluster.front.log]
+
+
+@pytest.mark.long
 def test_zeros_of_a_dead_shard_are_marked_and_counted(trained: Trained, tmp_path: Path) -> None:
     config = {"features": FEATURES}
     plan = export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=2)

@@ -3,6 +3,7 @@
 import dataclasses
 import ipaddress
 import re
+import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,8 +13,9 @@ import yaml
 from tpuembed.errors import ConfigError, one_line, reason
 from tpuembed.files import FilePath, as_path
 from tpuembed_serving.core.api_keys import read_keys
+from tpuembed_serving.core.tls import load_authorities, load_pair
 
-__all__ = ["Shard", "ShardsFile", "ShardsTls", "SplitLookup"]
+__all__ = ["Shard", "ShardsFile", "ShardsSecrets", "ShardsTls", "SplitLookup"]
 
 _FORMATS: Final = (1, 2)
 """2 has fronts and split tables."""
@@ -81,7 +83,7 @@ class SplitLookup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardsTls:
-    """How shards are called over TLS. Certificates and keys are in PEM format.
+    """How shards are called over TLS. The files are in PEM format.
 
     Attributes:
         ca: certificates of authorities. The shards' certificates must be of one of them.
@@ -89,10 +91,30 @@ class ShardsTls:
         server_name: the name in the shards' certificates; None is the host of each address.
     """
 
-    ca: bytes = dataclasses.field(repr=False)
+    ca: Path
+    certificate: Path | None = None
+    key: Path | None = None
+    server_name: str | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the files."""
+        return tuple(path for path in (self.ca, self.certificate, self.key) if path is not None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardsSecrets:
+    """What the files of a ShardsFile have: certificates and keys.
+
+    Attributes:
+        ca, certificate, key: those of its ShardsTls; None without it.
+        api_key: the key that the shards ask for; None sends none.
+    """
+
+    ca: bytes | None = None
     certificate: bytes | None = dataclasses.field(default=None, repr=False)
     key: bytes | None = dataclasses.field(default=None, repr=False)
-    server_name: str | None = None
+    api_key: str | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +130,7 @@ class ShardsFile:
         split: the features of tables that are divided by rows.
         zeros: the features that become zeros if their shard does not answer. Requests with others fail then.
         tls: None is plain text.
-        api_key: the key that the shards ask for; None sends none.
+        api_key_file: has the key that the shards ask for; None sends none.
     """
 
     path: Path
@@ -119,14 +141,14 @@ class ShardsFile:
     split: Mapping[str, SplitLookup] = dataclasses.field(default_factory=dict)
     zeros: frozenset[str] = frozenset()
     tls: ShardsTls | None = None
-    api_key: str | None = dataclasses.field(default=None, repr=False)
+    api_key_file: Path | None = None
 
     @classmethod
     def read(cls, path: Path) -> "ShardsFile":
-        """Read a file that `tpuembed export --shards` wrote, with the addresses of the servers, and the certificates and keys.
+        """Read a file that `tpuembed export --shards` wrote, with the addresses of the servers.
 
         Raises:
-            ConfigError: it cannot be read, or a key is missing, unknown or wrong.
+            ConfigError: it, a certificate or a key cannot be read, or a field is missing, unknown or wrong.
         """
         where = f"shards {path}"
         try:
@@ -155,7 +177,7 @@ class ShardsFile:
         for key, value in (("front", front), ("api_key_file", key_file)):
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{where}: {key} must be a path, got {value!r}.")
-        return cls(
+        found = cls(
             path=path,
             model=model,
             shards=shards,
@@ -163,9 +185,38 @@ class ShardsFile:
             zeros=_zeros(where, content.get("on_failure"), entries),
             tls=_tls(where, content.get("tls"), path.parent),
             front=None if front is None else as_path(front if "://" in front else path.absolute().parent / front),
-            api_key=None if key_file is None else read_keys(path.parent / key_file)[0][1],
+            api_key_file=None if key_file is None else path.parent / key_file,
             split=_split(where, content.get("split"), entries),
         )
+        found.secrets()
+        return found
+
+    @property
+    def secret_files(self) -> tuple[Path, ...]:
+        """Return the files of certificates and keys."""
+        return (*(self.tls.files if self.tls else ()), *([self.api_key_file] if self.api_key_file else []))
+
+    def secrets(self) -> ShardsSecrets:
+        """Return what the files of certificates and keys have now.
+
+        Raises:
+            ConfigError: one cannot be read, or has another content.
+        """
+        api_key = None if self.api_key_file is None else read_keys(self.api_key_file)[0][1]
+        if self.tls is None:
+            return ShardsSecrets(api_key=api_key)
+        tls, where = self.tls, f"shards {self.path}: tls"
+        found = {}
+        for name, path in (("ca", tls.ca), ("certificate", tls.certificate), ("key", tls.key)):
+            try:
+                found[name] = None if path is None else path.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"{where}: {name} {path} cannot be read: {reason(error)}.") from None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        load_authorities(context, tls.ca, f"{where}: ca")
+        if tls.certificate is not None and tls.key is not None:
+            load_pair(context, tls.certificate, tls.key, f"{where}: certificate")
+        return ShardsSecrets(**found, api_key=api_key)
 
 
 def _split(where: str, entry: Any, shards: Sequence[Mapping[str, Any]]) -> dict[str, SplitLookup]:
@@ -234,16 +285,8 @@ def _tls(where: str, entry: Any, folder: Path) -> ShardsTls | None:
     _check_keys(f"{where}: tls", entry, ("ca", "certificate", "key", "server_name"))
     if "ca" not in entry or ("certificate" in entry) != ("key" in entry):
         raise ConfigError(f"{where}: tls needs ca, and takes certificate and key together. It has {', '.join(entry)}.")
-    pem = {}
-    for name in ("ca", "certificate", "key"):
-        if name in entry:
-            try:
-                pem[name] = (folder / entry[name]).read_bytes()
-            except OSError as error:
-                raise ConfigError(
-                    f"{where}: tls: {name} {folder / entry[name]} cannot be read: {reason(error)}."
-                ) from None
-    return ShardsTls(**pem, server_name=entry.get("server_name"))
+    paths = {name: folder / entry[name] for name in ("ca", "certificate", "key") if name in entry}
+    return ShardsTls(**paths, server_name=entry.get("server_name"))
 
 
 def _shard(where: str, entry: Any) -> Shard:

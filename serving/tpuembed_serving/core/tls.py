@@ -7,7 +7,7 @@ from typing import Any
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["TlsSettings"]
+__all__ = ["TlsSettings", "load_authorities", "load_pair"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,20 +47,9 @@ class TlsSettings:
         return f"TLS certificate {self.certificate}: read again, for new connections"
 
     def _load_into(self, context: ssl.SSLContext) -> None:
-        try:
-            context.load_cert_chain(self.certificate, self.key, password=_no_password)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"TLS certificate {self.certificate} with key {self.key}: {_reason(error)}. Give both in PEM format, and the "
-                "key of this certificate without a password"
-            ) from None
-        if self.client_ca is None:
-            return
-        try:
-            context.load_verify_locations(self.client_ca)
-        except (OSError, ValueError) as error:
-            text = f"TLS client authorities {self.client_ca}: {_reason(error)}. Give their certificates in PEM format"
-            raise ConfigError(text) from None
+        load_pair(context, self.certificate, self.key)
+        if self.client_ca is not None:
+            load_authorities(context, self.client_ca, "TLS client authorities")
 
     def uvicorn_options(self) -> dict[str, Any]:
         """Return the TLS options of uvicorn.Config."""
@@ -91,6 +80,33 @@ class TlsSettings:
         return grpc.dynamic_ssl_server_credentials(read(), fetch, self.client_ca is not None)
 
 
+def load_pair(context: ssl.SSLContext, certificate: Path, key: Path, what: str = "TLS certificate") -> None:
+    """Load a certificate and its key into `context`. `what` begins the message of an error.
+
+    Raises:
+        ConfigError: they cannot be read, or do not fit.
+    """
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{what} {certificate} with key {key}: {_reason(error)}. Give both in PEM format, and the "
+            "key of this certificate without a password"
+        ) from None
+
+
+def load_authorities(context: ssl.SSLContext, path: Path, what: str) -> None:
+    """Load the certificates of authorities into `context`. `what` begins the message of an error.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    try:
+        context.load_verify_locations(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} {path}: {_reason(error)}. Give their certificates in PEM format") from None
+
+
 def _no_password(*_: object) -> str:
     """Raise ValueError: OpenSSL would otherwise ask for the password on the terminal."""
     raise ValueError("the key has a password")
@@ -98,5 +114,5 @@ def _no_password(*_: object) -> str:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return (error.reason or str(error)).replace("_", " ").lower()
+        return error.reason.replace("_", " ").lower() if error.reason else "not in PEM format"
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -47,6 +47,8 @@ class Access(NamedTuple):
 
 
 _PLAIN: Final = Access()
+_closing: Final[set["asyncio.Future[None]"]] = set()
+"""Channels that close. The event loop does not keep their tasks."""
 _POLL: Final = ("x-request-id", "poll")
 """Our server returns this with each answer, errors included. So an answer can be told from an error of the connection."""
 
@@ -153,9 +155,11 @@ class RemotePredictions:
             return await asyncio.to_thread(_outputs, answer, signature, self._target)
         return _outputs(answer, signature, self._target)
 
-    def close(self) -> None:
-        """Start to close the channel."""
-        self._closing = asyncio.ensure_future(self._channel.close())
+    def close(self, seconds: float | None = None) -> None:
+        """Start to close the channel. Calls in progress may take `seconds`; None cancels them."""
+        closing = asyncio.ensure_future(self._channel.close(seconds))
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
 
 
 def _is_large(inputs: Sequence[Array]) -> bool:

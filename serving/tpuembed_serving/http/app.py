@@ -360,14 +360,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await app.start_grpc()
     app.repository.start()
     keys = app.settings.security.api_keys
-    following = asyncio.create_task(follow_files([keys.path], keys.reload)) if keys and keys.path else None
+    following = [asyncio.create_task(follow_files([keys.path], keys.reload))] if keys and keys.path else []
+    if isinstance(app._server, Shards) and app._server.secret_files:
+        following.append(asyncio.create_task(follow_files(app._server.secret_files, app._server.reload)))
     try:
         await app.load_first()
         await app.start_grpc()
         yield
     finally:
-        if following:
-            following.cancel()
+        for each in following:
+            each.cancel()
         await app.stop_grpc()
         app.stopping.set()
         app.executor.close()

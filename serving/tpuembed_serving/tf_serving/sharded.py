@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -55,6 +56,8 @@ _REFUSALS: Final = (Code.UNAUTHENTICATED, Code.PERMISSION_DENIED)
 """A replica takes no such key. Another one may."""
 _LOG_SECONDS: Final = 10.0
 """How long after a warning that a request makes about a shard there are no further ones. Zeros are counted in the metrics."""
+_OLD_CALLS_SECONDS: Final = 60.0
+"""How long calls may take that were made before the certificates or the key were replaced."""
 _CONNECTIONS: Final = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -99,20 +102,31 @@ class ShardedStates:
             missing: gets the shards that a poll did not reach.
             doubted: has the versions that a server had another shard of, since the last poll.
         """
-        with IMPORTING_TENSORFLOW:
-            from tpuembed_serving.grpc.remote_calls import RemoteStates
-
         self._file, self._routes, self._missing = file, routes, missing
-        self._states = [
-            RedisStates(shard.url) if shard.url else RemoteStates(shard.address, _POLL_TIMEOUT_SECONDS, access)
-            for shard, access in zip(file.shards, accesses, strict=True)
-        ]
+        self._states: list[Any] = [RedisStates(shard.url) if shard.url else None for shard in file.shards]
+        self._renewed: Sequence[Access] | None = None
+        self._connect(accesses)
         self._known: list[list[VersionStatus] | None] = [None] * len(file.shards)
         self._of_several = {*file.split, *(f"{name}_weights" for name, one in file.split.items() if one.weighted)}
         self._threads = concurrent.futures.ThreadPoolExecutor(min(16, len(file.shards)), "poll-shards")
         self._started, self._mismatch = time.monotonic(), ""
         self._logged = dict[str, tuple[int, Code]]()
         self._doubted = doubted
+
+    def _connect(self, accesses: Sequence["Access"]) -> None:
+        """Open a new channel to each server."""
+        with IMPORTING_TENSORFLOW:
+            from tpuembed_serving.grpc.remote_calls import RemoteStates
+
+        for number, (shard, access) in enumerate(zip(self._file.shards, accesses, strict=True)):
+            if shard.address:
+                if self._states[number] is not None:
+                    self._states[number].close()
+                self._states[number] = RemoteStates(shard.address, _POLL_TIMEOUT_SECONDS, access)
+
+    def renew(self, accesses: Sequence["Access"]) -> None:
+        """Call the shards by `accesses` from the next poll on. Any thread may call this."""
+        self._renewed = accesses
 
     def versions(self, model: str) -> list[VersionStatus]:  # noqa: ARG002 - there is one
         """Return every version, newest first. One is available if it is on all shards.
@@ -122,6 +136,9 @@ class ShardedStates:
         Raises:
             ReportedError: a shard has not answered yet, or no version is on all shards.
         """
+        renewed, self._renewed = self._renewed, None
+        if renewed is not None:
+            self._connect(renewed)
         faults = {}
         for number, found in enumerate(self._threads.map(self._poll, range(len(self._states)))):
             shard, is_new = self._file.shards[number], self._known[number] is None
@@ -384,14 +401,25 @@ class ShardedPredictions:
         doubted: set[int],
     ) -> None:
         """Open a channel to each shard. `routes` and `doubted` are those of ShardedStates."""
-        from tpuembed_serving.grpc.remote_calls import RemotePredictions
-
         self._file, self._routes, self._doubted = file, routes, doubted
         self._next_log = dict[str, float]()
-        self._predictions = [
-            RedisPredictions(shard.url) if shard.url else RemotePredictions(shard.address, access)
-            for shard, access in zip(file.shards, accesses, strict=True)
-        ]
+        self._predictions: list[Any] = [RedisPredictions(shard.url) if shard.url else None for shard in file.shards]
+        self._renewed: Sequence[Access] | None = None
+        self._connect(accesses)
+
+    def _connect(self, accesses: Sequence["Access"]) -> None:
+        """Open a new channel to each server. Calls in progress end on the old ones."""
+        from tpuembed_serving.grpc.remote_calls import RemotePredictions
+
+        for number, (shard, access) in enumerate(zip(self._file.shards, accesses, strict=True)):
+            if shard.address:
+                if self._predictions[number] is not None:
+                    self._predictions[number].close(_OLD_CALLS_SECONDS)
+                self._predictions[number] = RemotePredictions(shard.address, access)
+
+    def renew(self, accesses: Sequence["Access"]) -> None:
+        """Call the shards by `accesses` from the next request on. Any thread may call this."""
+        self._renewed = accesses
 
     async def run(
         self,
@@ -411,6 +439,9 @@ class ShardedPredictions:
             VersionGoneError: a shard does not have the version any more.
             StatusError: that of the first shard that cannot answer; its message names it.
         """
+        renewed, self._renewed = self._renewed, None
+        if renewed is not None:
+            self._connect(renewed)
         named = {info.alias: array for info, array in zip(signature.inputs, inputs, strict=True)}
         sizes = {name: len(array) for name, array in named.items() if array.ndim}
         if len(set(sizes.values())) > 1:
@@ -588,7 +619,7 @@ def _text(error: StatusError, file: ShardsFile) -> str:
     """Return the message of a shard's error. A client cannot send the key that a shard asks for."""
     if error.code not in _REFUSALS:
         return error.message
-    remedy = f"{'Set' if file.api_key is None else 'Correct'} api_key_file in shards.yaml"
+    remedy = f"{'Set' if file.api_key_file is None else 'Correct'} api_key_file in shards.yaml"
     return f"{error.message.partition('. ')[0]}. {remedy}"
 
 
@@ -606,6 +637,30 @@ class Shards:
         self.name = f"the shards of {file.path}"
         self.missing = list[str]()
         self._doubted = set[int]()
+        self._secrets = file.secrets()
+        self._states: ShardedStates | None = None
+        self._predictions: ShardedPredictions | None = None
+
+    @property
+    def secret_files(self) -> tuple[Path, ...]:
+        """Return the files of certificates and keys."""
+        return self._file.secret_files
+
+    def reload(self) -> str:
+        """Read the certificates and the key again, for new connections to the shards. Return the line to log.
+
+        Raises:
+            ConfigError: a file cannot be read, or they do not fit. Those of before stay in use.
+        """
+        self._secrets = self._file.secrets()
+        if self._states is not None:
+            self._states.renew(self._accesses(checks_health=False))
+        if self._predictions is not None:
+            self._predictions.renew(self._accesses(checks_health=True))
+        return f"shards {self._file.path}: certificates and key for the shards: read again"
+
+    def _accesses(self, *, checks_health: bool) -> "list[Access]":
+        return [self._access(shard, checks_health=checks_health) for shard in self._file.shards]
 
     def _access(self, shard: Shard, *, checks_health: bool) -> "Access":
         """Return how a shard is called: replicas in turn, and with `checks_health` only those whose model is available."""
@@ -618,20 +673,24 @@ class Shards:
             balancing["healthCheckConfig"] = {"serviceName": shard.name}
         options: list[tuple[str, Any]] = [("grpc.service_config", json.dumps(balancing)), *_CONNECTIONS]
         credentials = None
-        tls, key = self._file.tls, self._file.api_key
+        tls, own = self._file.tls, self._secrets
         if tls is not None:
-            credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+            credentials = grpc.ssl_channel_credentials(own.ca, own.key, own.certificate)
             if tls.server_name is not None:
                 options.append(("grpc.ssl_target_name_override", tls.server_name))
-        return Access(options, credentials, () if key is None else (("x-api-key", key),), "the server", _REMEDY)
+        return Access(
+            options, credentials, () if own.api_key is None else (("x-api-key", own.api_key),), "the server", _REMEDY
+        )
 
     def states(self) -> ShardedStates:
         """Connect for queries of versions."""
         with IMPORTING_TENSORFLOW:
-            accesses = [self._access(shard, checks_health=False) for shard in self._file.shards]
-        return ShardedStates(self._file, accesses, self._routes, self.missing, self._doubted)
+            accesses = self._accesses(checks_health=False)
+        self._states = ShardedStates(self._file, accesses, self._routes, self.missing, self._doubted)
+        return self._states
 
     def predictions(self) -> ShardedPredictions:
         """Connect for requests, on the event loop that is running."""
-        accesses = [self._access(shard, checks_health=True) for shard in self._file.shards]
-        return ShardedPredictions(self._file, accesses, self._routes, self._doubted)
+        accesses = self._accesses(checks_health=True)
+        self._predictions = ShardedPredictions(self._file, accesses, self._routes, self._doubted)
+        return self._predictions

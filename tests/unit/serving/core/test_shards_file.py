@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import yaml
 from click.testing import CliRunner
 
@@ -41,15 +42,30 @@ def test_a_file_says_how_shards_are_called_and_what_fails(tmp_path: Path) -> Non
     }
     path.write_text(yaml.safe_dump({**GOOD, **more}))
     (tmp_path / "key.txt").write_text(f"# of all shards\n{key}\n")
-    for name in ("ca.pem", "own.pem", "own.key"):
+    authority = trustme.CA()
+    own, other = authority.issue_cert("front.example"), authority.issue_cert("other.example")
+    written = {"ca.pem": authority.cert_pem, "own.pem": own.cert_chain_pems[0], "own.key": own.private_key_pem}
+    for name, blob in written.items():
         with refused(ConfigError):
             ShardsFile.read(path)
-        (tmp_path / name).write_text(f"secret {name}")
+        (tmp_path / name).write_text("nothing in PEM format")
+        with refused(ConfigError):
+            ShardsFile.read(path)
+        blob.write_to_path(tmp_path / name)
     found = ShardsFile.read(path)
-    tls = ShardsTls(ca=b"secret ca.pem", certificate=b"secret own.pem", key=b"secret own.key", server_name="rec")
-    assert (set(found.zeros), found.tls, found.api_key) == ({"watched"}, tls, key)
-    assert "secret" not in repr(found)
-    assert key not in repr(found)
+    ca, certificate, own_key = (tmp_path / name for name in written)
+    tls = ShardsTls(ca=ca, certificate=certificate, key=own_key, server_name="rec")
+    assert (set(found.zeros), found.tls) == ({"watched"}, tls)
+    assert found.secret_files == (*tls.files, tmp_path / "key.txt")
+    secrets = found.secrets()
+    assert (secrets.ca, secrets.certificate, secrets.key) == tuple(blob.bytes() for blob in written.values())
+    assert secrets.api_key == key
+    for shown in (repr(found), repr(secrets)):
+        assert key not in shown
+        assert "PRIVATE" not in shown
+    other.private_key_pem.write_to_path(tmp_path / "own.key")
+    with refused(ConfigError):  # that of another certificate
+        found.secrets()
 
 
 def test_a_front_loads_its_model_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -403,7 +403,7 @@ def test_a_shard_that_never_answers_is_a_warning_after_a_while(
         (StatusError(Code.UNAUTHENTICATED, KEY_REFUSAL), {}, "no valid API key. Set api_key_file in shards.yaml"),
         (
             StatusError(Code.UNAUTHENTICATED, KEY_REFUSAL),
-            {"api_key": "k"},
+            {"api_key_file": Path("k")},
             "no valid API key. Correct api_key_file in shards.yaml",
         ),
         (
