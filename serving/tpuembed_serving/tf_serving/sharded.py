@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from tpuembed.id_messages import Span, outside_message
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.servable import Array, DegradedOutputs, Signature, State, TensorInfo, VersionStatus
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE
-from tpuembed_serving.core.shards_file import Shard, ShardsFile, SplitLookup
+from tpuembed_serving.core.shards_file import Shard, ShardsFile
 from tpuembed_serving.core.status import Code, ReportedError, StatusError, VersionGoneError
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 from tpuembed_serving.tf_serving.redis_shard import RedisPredictions, RedisStates
+from tpuembed_serving.tf_serving.split_ids import check_ids
 
 if TYPE_CHECKING:
     from tpuembed_serving.grpc.remote_calls import Access
@@ -453,7 +453,7 @@ class ShardedPredictions:
         if routes is None or _export_of(routes) != signature.shard_id:
             raise VersionGoneError(f"version {version} is not on all shards any more", max(self._routes, default=None))
         for name, feature in self._file.split.items():
-            _check_ids(name, feature, named)
+            check_ids(name, feature, named)
         start = asyncio.get_running_loop().time()
         calls = [self._call(route, version, named, timeout_seconds * _share(route)) for route in routes]
         waits = min(map(_share, routes)) * _HEDGE_SHARE * timeout_seconds
@@ -570,44 +570,6 @@ class ShardedPredictions:
 def _share(route: _Route) -> float:
     """Return the share of the request's time that a shard has."""
     return 1.0 if route.shapes is None else _ZEROS_SHARE
-
-
-def _check_ids(name: str, feature: SplitLookup, named: dict[str, Array]) -> None:
-    """Check the ids of a feature of a split table, and replace those that become others.
-
-    Raises:
-        StatusError: INVALID_ARGUMENT, the input has another rank, or an id is outside the table.
-    """
-    ids = named[name]
-    if ids.ndim == 0 or (feature.input == "ids" and ids.ndim != 2):
-        wanted = "an id" if feature.input == "id" else "a list of ids"
-        raise StatusError(
-            Code.INVALID_ARGUMENT, f"input {name} has shape {list(ids.shape)}. Send {wanted} for each example"
-        )
-    weights = named[f"{name}_weights"] if feature.weighted else None
-    if weights is not None and weights.shape != ids.shape:
-        shapes = f"{name}_weights has shape {list(weights.shape)}, but {name} has {list(ids.shape)}"
-        text = f"input {shapes}. Send one weight for each id"
-        raise StatusError(Code.INVALID_ARGUMENT, text)
-    if feature.drops_negative and (negative := ids < -1).any():
-        named[name] = ids = np.where(negative, ids.dtype.type(-1), ids)
-        if weights is not None:
-            named[f"{name}_weights"] = np.where(negative, np.float32(0), weights)
-    if feature.out_of_vocabulary == "zeros":
-        return
-    outside = (ids < 0) | (ids >= feature.rows)
-    if feature.input == "ids":
-        outside &= ids != -1
-    if feature.max_sequence_length and ids.ndim > 1:
-        outside[:, feature.max_sequence_length :] = False
-    if not outside.any():
-        return
-    if feature.out_of_vocabulary != "error":
-        named[name] = np.where(outside, ids.dtype.type(feature.out_of_vocabulary), ids)
-        return
-    first = tuple(np.argwhere(outside)[0])
-    text = outside_message(name, Span(feature.table, 0, feature.rows), int(ids[first]), int(first[0]))
-    raise StatusError(Code.INVALID_ARGUMENT, text)
 
 
 def _code(error: StatusError) -> Code:
