@@ -21,7 +21,8 @@ from tpuembed_serving.core.status import Code, StatusError, VersionGoneError
 from tpuembed_serving.grpc import remote_calls
 from tpuembed_serving.tf_serving import sharded
 from tpuembed_serving.tf_serving.proxy import RemoteModels
-from tpuembed_serving.tf_serving.sharded import ShardedPredictions, ShardedStates, Shards, _check_ids, _Route
+from tpuembed_serving.tf_serving.sharded import ShardedPredictions, ShardedStates, Shards, _Route
+from tpuembed_serving.tf_serving.split_ids import check_ids
 
 Answer = Callable[[int, int], Any]
 """Of a shard: takes the number of the call, from 0, and the version. Returns its output, an error, or how many seconds it takes."""
@@ -186,7 +187,7 @@ def test_weights_of_a_split_feature_have_the_shape_of_its_ids(shape: tuple[int, 
     feature = SplitLookup(table="t", rows=9, out_of_vocabulary="error", input="ids", drops_negative=True, weighted=True)
     named: dict[str, Any] = {"x": np.array([[1, -2], [3, 4]]), "x_weights": np.ones(shape, np.float32)}
     with pytest.raises(StatusError, match="Send one weight for each id") as caught:
-        _check_ids("x", feature, named)
+        check_ids("x", feature, named)
     assert caught.value.code is Code.INVALID_ARGUMENT
 
 
@@ -194,7 +195,7 @@ def test_weights_of_a_split_feature_have_the_shape_of_its_ids(shape: tuple[int, 
 def test_ids_of_another_rank_are_refused(takes: str, shape: tuple[int, ...]) -> None:
     feature = SplitLookup(table="t", rows=9, out_of_vocabulary="error", input=takes)
     with pytest.raises(StatusError, match=r"input x has shape .* for each example") as caught:
-        _check_ids("x", feature, {"x": np.full(shape, 99)})
+        check_ids("x", feature, {"x": np.full(shape, 99)})
     assert caught.value.code is Code.INVALID_ARGUMENT
 
 
