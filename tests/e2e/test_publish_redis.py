@@ -127,7 +127,7 @@ def check_rows(rows: RedisRows, trained: Trained, version: int) -> None:
         name: np.concatenate([ids, random.permutation(len(trained.values[version][name]))])
         for name, ids in wanted.items()
     }
-    found = rows.read(version, wanted)
+    found = rows.read(rows.open(version), wanted)
     values = trained.values[version]
     np.testing.assert_array_equal(found["a"], values["a"][wanted["a"]])
     np.testing.assert_array_equal(
@@ -166,7 +166,7 @@ def test_all_versions_in_turn(trained: Trained, server: redis_servers.Server, st
     assert keys_in(server) == 871
 
     with refused(UnknownTableError):
-        RedisRows(store, "rec").read(2, {"a": np.array([0])})
+        RedisRows(store, "rec").open(2)
     back = publish_rows(trained.model_dir, server.url, version=1)
     assert (back.rows_written, model.current(), model.numbers()) == (870, 1, [1, 3])
 
@@ -219,10 +219,10 @@ def test_missing_rows_and_rows_of_another_length(
     for damaged in (content[:-1], b"", content + b"x"):
         store.client.set(key, damaged)
         with pytest.raises(RowStoreDataError, match="row 5 of table a has "):
-            rows.read(1, {"c": np.array([1]), "a": np.array([4, 5, 6])})
+            rows.read(rows.open(1), {"c": np.array([1]), "a": np.array([4, 5, 6])})
     store.client.delete(key)
     with pytest.raises(RowStoreDataError, match="row 5 of table a is missing"):
-        rows.read(1, {"a": np.array([5])})
+        rows.read(rows.open(1), {"a": np.array([5])})
     assert publish_rows(trained.model_dir, server.url, version=1).rows_written == 0  # Redis should have it
     assert publish_rows(trained.model_dir, server.url, version=1, rewrite=True).rows_written == 870
     check_rows(rows, trained, 1)
@@ -237,7 +237,7 @@ def test_records_that_differ(trained: Trained, server: redis_servers.Server, sto
     for other in (dataclasses.replace(array, crc32c=7), dataclasses.replace(array, written=3)):
         store.client.hset(model.key, f"array:{array.id}", other.to_json())
         with pytest.raises(RowStoreDataError, match="Publish the version again"):
-            RedisRows(store, "rec").read(2, {"a": np.array([0])})
+            RedisRows(store, "rec").open(2)
     store.client.hset(model.key, f"array:{array.id}", dataclasses.replace(array, crc32c=7).to_json())
     with pytest.raises(ExportError, match="Publish under another name"):
         publish_rows(trained.model_dir, server.url, version=2)
@@ -247,13 +247,13 @@ def test_records_that_differ(trained: Trained, server: redis_servers.Server, sto
     key = Keys.of([(model.keys_of(words), np.array([0]))]).keys[0].tobytes()
     store.client.setrange(key, 9, b"x")
     with pytest.raises(RowStoreDataError, match="CRC32C"):
-        RedisRows(store, "rec").read(2, {"a": np.array([0])})
+        RedisRows(store, "rec").open(2)
 
     text = json.loads(store.client.hget(model.key, "version:2"))
     for wrong in ({**text, "digest": "0"}, {**text, "format": 9}, {"format": 1}, {**text, "manifest": "{}"}, 3):
         store.client.hset(model.key, "version:2", json.dumps(wrong))
         with pytest.raises(RowStoreDataError, match="is damaged"):
-            RedisRows(store, "rec").read(2, {"a": np.array([0])})
+            RedisRows(store, "rec").open(2)
 
 
 def test_a_version_of_another_export_is_refused(trained: Trained, server: redis_servers.Server, tmp_path: Path) -> None:
@@ -347,10 +347,10 @@ def test_ids_and_tables_that_do_not_exist(trained: Trained, server: redis_server
     rows = RedisRows(store, "rec")
     for ids in ([-1], [3, 507]):
         with refused(RowRangeError):
-            rows.read(2, {"a": np.array(ids)})
+            rows.read(rows.open(2), {"a": np.array(ids)})
     with refused(UnknownTableError):
-        rows.read(2, {"z": np.array([1])})
-    assert rows.read(2, {"a": np.array([], np.int64)})["a"].shape == (0, 8)
+        rows.read(rows.open(2), {"z": np.array([1])})
+    assert rows.read(rows.open(2), {"a": np.array([], np.int64)})["a"].shape == (0, 8)
 
 
 def test_exports_that_rows_cannot_answer_for(trained: Trained, tmp_path: Path) -> None:
@@ -478,6 +478,28 @@ def test_a_number_that_another_export_has_after_redis_was_emptied(tmp_path: Path
     states.close()
 
 
+@pytest.mark.long
+def test_rows_are_those_of_the_version_that_was_opened(tmp_path: Path, server: redis_servers.Server) -> None:
+    """A request that had opened a version read rows of another export, if Redis was filled again in between."""
+    random, store = np.random.default_rng(1), connect(server.url)
+    tables = [random.normal(size=(9, 4)).astype(np.float32) for _ in range(2)]
+    for number, table in enumerate(tables):
+        path = tf.train.Checkpoint(a=tf.Variable(table, name="a")).write(str(tmp_path / f"ckpt{number}"))
+        config = {"features": {"x": {"table": "a", "input": "id"}}}
+        export_saved_model(path, tmp_path / str(number) / "again", serving_config=config)
+    rows, ids = RedisRows(store, "again"), np.array([2, 5])
+    publish_rows(tmp_path / "0" / "again", server.url)
+    opened = rows.open(1)
+    np.testing.assert_array_equal(rows.read(opened, {"a": ids})["a"], tables[0][ids])
+    store.client.flushall()
+    publish_rows(tmp_path / "1" / "again", server.url)
+    time.sleep(1.1)
+    with pytest.raises(RowStoreDataError, match="row 2 of table a is missing"):
+        rows.read(opened, {"a": ids})
+    np.testing.assert_array_equal(rows.read(rows.open(1), {"a": ids})["a"], tables[1][ids])
+    store.close()
+
+
 def test_a_redis_that_is_away(trained: Trained) -> None:
     states = RedisStates("redis://127.0.0.1:1")
     with pytest.raises(StatusError, match="Connection refused") as caught:
@@ -585,7 +607,7 @@ def test_the_command(trained: Trained, server: redis_servers.Server) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_master(trained: Trained, tmp_path: Path) -> None:
+def test_a_killed_master(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with redis_servers.cluster(tmp_path) as cluster:
         for version in (1, 2):
             publish_rows(trained.model_dir, cluster.url, version=version)
@@ -602,8 +624,16 @@ def test_a_killed_master(trained: Trained, tmp_path: Path) -> None:
         with cluster.moving(key_slot(TAGS[0])):  # some of its keys are on another node, and some are not
             for store in stores:
                 check_rows(RedisRows(store, "rec"), trained, 2)
+        singly, read_singly = list[int](), RowStore._singly
+
+        def counting(store: RowStore, calls: Any, spans: Any, errors: Any) -> Any:
+            singly.append(len(spans))
+            return read_singly(store, calls, spans, errors)
+
+        monkeypatch.setattr(RowStore, "_singly", counting)
         for store in stores:  # whose topology is old
             check_rows(RedisRows(store, "rec"), trained, 2)
+        assert not singly, "a slot that has moved was read key by key, for ever"
         time.sleep(1.0)  # replication is asynchronous
 
         stop, outcomes = threading.Event(), list[tuple[float, str]]()
@@ -614,7 +644,7 @@ def test_a_killed_master(trained: Trained, tmp_path: Path) -> None:
             while not stop.is_set():
                 ids = random.integers(0, len(values), 100)
                 try:
-                    same = np.array_equal(rows.read(2, {"a": ids}, 0.5)["a"], values[ids])
+                    same = np.array_equal(rows.read(rows.open(2), {"a": ids}, 0.5)["a"], values[ids])
                     outcomes.append((time.monotonic(), "" if same else "wrong"))
                 except RowStoreDataError as error:
                     outcomes.append((time.monotonic(), f"wrong: {error}"))
@@ -660,6 +690,6 @@ def test_a_cluster_without_any_node_fails_requests_at_once(trained: Trained, tmp
         for most in (2.5, 0.5):
             start = time.monotonic()
             with pytest.raises(RowStoreError):
-                rows.read(1, {"a": np.arange(100)}, 30.0)
+                rows.read(rows.open(1), {"a": np.arange(100)}, 30.0)
             assert time.monotonic() - start < most
         store.close()

@@ -328,9 +328,11 @@ def _is_refused(error: BaseException | None) -> bool:
 
 
 def _is_moving(errors: Sequence[Exception]) -> bool:
+    """Returns True if a slot is on its way to another node. One that has arrived there is found by a refresh."""
     from redis import exceptions
 
-    return any(isinstance(error, exceptions.AskError | exceptions.TryAgainError) for error in errors)
+    moving = exceptions.AskError, exceptions.TryAgainError
+    return any(isinstance(error, moving) and not isinstance(error, exceptions.MovedError) for error in errors)
 
 
 def _is_passing(error: Exception) -> bool:

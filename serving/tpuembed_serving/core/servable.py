@@ -95,6 +95,7 @@ class Signature:
         shapes: by input, the shape that every request must have; -1 is any size, and None any shape. Empty if the graph decides.
         row_bytes: the bytes of the outputs per row of the inputs, as far as the signature says.
         shard_id: `Manifest.shard_id` of its version. Empty if it is no part of an export for several servers, or not known.
+        is_of_no_export: True if its server knows such exports, and says that its version is no part of one.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Signature:
     shapes: tuple[tuple[int, ...] | None, ...] = ()
     row_bytes: int = 0
     shard_id: str = ""
+    is_of_no_export: bool = False
 
     @property
     def export_id(self) -> str:

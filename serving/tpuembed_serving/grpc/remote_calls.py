@@ -73,7 +73,7 @@ class RemoteStates:
         """
         request = get_model_status_pb2.GetModelStatusRequest()
         request.model_spec.name = model
-        found = self._call(f"{_MODEL}GetModelStatus", request, get_model_status_pb2.GetModelStatusResponse)
+        found, _ = self._call(f"{_MODEL}GetModelStatus", request, get_model_status_pb2.GetModelStatusResponse)
         return sorted(map(_version_status, found.model_version_status), key=lambda status: -status.version)
 
     def definitions(self, model: str, version: int | None, label: str = "") -> tuple[int, Definitions]:
@@ -88,15 +88,18 @@ class RemoteStates:
             request.model_spec.version.value = version
         else:
             request.model_spec.version_label = label
-        found = self._call(f"{_PREDICTION}GetModelMetadata", request, get_model_metadata_pb2.GetModelMetadataResponse)
+        found, is_tpuembed = self._call(
+            f"{_PREDICTION}GetModelMetadata", request, get_model_metadata_pb2.GetModelMetadataResponse
+        )
         signatures = get_model_metadata_pb2.SignatureDefMap()
         found.metadata["signature_def"].Unpack(signatures)
         named = sorted(signatures.signature_def.items())
         shard_id = wrappers_pb2.StringValue()
         if SHARD_ID_FIELD in found.metadata:
             found.metadata[SHARD_ID_FIELD].Unpack(shard_id)
+        of_none = is_tpuembed and not shard_id.value
         by_name = {
-            name: dataclasses.replace(signature_of(name, definition), shard_id=shard_id.value)
+            name: dataclasses.replace(signature_of(name, definition), shard_id=shard_id.value, is_of_no_export=of_none)
             for name, definition in named
         }
         in_json = {name: signature_json(definition) for name, definition in named}
@@ -106,10 +109,12 @@ class RemoteStates:
         """Close the channel."""
         self._channel.close()
 
-    def _call(self, method: str, request: Any, response: Any) -> Any:
+    def _call(self, method: str, request: Any, response: Any) -> tuple[Any, bool]:
+        """Return the answer, and whether the server is one of tpuembed."""
         call = self._channel.unary_unary(method, request.SerializeToString, response.FromString)
         try:
-            return call(request, timeout=self._timeout, metadata=(*self._access.metadata, _POLL))
+            found, done = call.with_call(request, timeout=self._timeout, metadata=(*self._access.metadata, _POLL))
+            return found, any(tuple(pair) == _POLL for pair in done.trailing_metadata() or ())
         except grpc.RpcError as error:
             raise _status_error(error, self._target, self._access.server, self._access.remedy) from None
 

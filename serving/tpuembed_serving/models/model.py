@@ -17,7 +17,7 @@ from tpuembed_serving.core.status import Code, LoadStopped, StatusError, servabl
 from tpuembed_serving.models.labels import VersionLabels
 from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
 from tpuembed_serving.models.stores.followed import FollowedStore
-from tpuembed_serving.models.versions import find_versions, fingerprint
+from tpuembed_serving.models.versions import find_versions, fingerprint, identity
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings
 
 __all__ = ["Lease", "Loader", "ServedModel"]
@@ -36,6 +36,7 @@ class _Version:
         users: how many leases are open.
         held: keeps its folder while it is loaded.
         tried: the fingerprint of the files at the last load.
+        identity: that of the files that are loaded.
         tries: how many loads of those files failed.
         fault: why the last one failed, and what happens next.
         retry_at: when the next load is due, by `time.monotonic`.
@@ -49,6 +50,7 @@ class _Version:
     error: StatusError | None = None
     users: int = 0
     tried: object = None
+    identity: object = None
     tries: int = 0
     fault: str = ""
     retry_at: float = 0.0
@@ -118,6 +120,10 @@ class _ModelFolder:
         """Return a context without an effect: the folder belongs to its user."""
         return contextlib.ExitStack()
 
+    def identity(self, path: Path) -> object:
+        """Return what tells the files at `path` from those that replace them. None while they are not complete."""
+        return identity(path)
+
 
 class ServedModel:
     """The versions of one model. A version is loaded before the one that it replaces is unloaded.
@@ -153,6 +159,7 @@ class ServedModel:
         self._options = options
         self._lock = threading.Lock()
         self._versions: dict[int, _Version] = {}
+        self._replaced: list[_Version] = []
         self._labels = VersionLabels(settings.name, settings.labels, allow_unavailable=options.labels_for_unavailable)
         self._folder: _ModelFolder | FollowedStore
         if isinstance(settings.base_path, UrlPath):
@@ -181,7 +188,7 @@ class ServedModel:
     def idle(self) -> bool:
         """Returns True if no version is loaded."""
         with self._lock:
-            return all(record.servable is None for record in self._versions.values())
+            return all(record.servable is None for record in (*self._versions.values(), *self._replaced))
 
     def lease(self, version: int | None, label: str | None = None) -> Lease:
         """Return a lease of version `version`, or of the one that `label` names, or of the newest available one.
@@ -282,9 +289,9 @@ class ServedModel:
     def unload(self) -> None:
         """Free the retired versions that no request uses."""
         with self._lock:
-            unused = [
-                record for record in self._versions.values() if record.state is State.UNLOADING and record.users == 0
-            ]
+            leaving = [record for record in self._versions.values() if record.state is State.UNLOADING]
+            unused = [record for record in (*leaving, *self._replaced) if record.users == 0]
+            self._replaced = [record for record in self._replaced if record.users]
             servables = [(record.servable, record.held) for record in unused]
             for record in unused:
                 record.servable = None
@@ -322,45 +329,65 @@ class ServedModel:
         with self._lock:
             record = self._versions.setdefault(number, _Version(State.START, path))
             loaded = record.servable is not None
-        if loaded:
+        found = self._folder.identity(path)
+        if loaded and found in (None, record.identity):
             self._enter(record, State.AVAILABLE, None)
             return
         tried = path, fingerprint(path)
         if record.tried != tried:
             record.tried, record.tries = tried, 0
-        elif record.error and (record.tries > self._options.max_retries or time.monotonic() < record.retry_at):
+        elif record.tries and (record.tries > self._options.max_retries or time.monotonic() < record.retry_at):
             return
         self._try_load(number, record, path)
 
     def _try_load(self, number: int, record: _Version, path: Path) -> None:
-        record.path = path
-        self._enter(record, State.LOADING, None)
-        started = time.monotonic()
+        """Load a version. If its files were replaced, those of before are served until the new ones are loaded."""
+        replaced = record.servable is not None
+        if replaced:
+            text = "model %s version %d: its files were replaced. It is loaded again"
+            logger.warning(text, self.name, number, extra=ONCE)
+        else:
+            record.path = path
+            self._enter(record, State.LOADING, None)
+        started, found = time.monotonic(), self._folder.identity(path)
         held = contextlib.ExitStack()
         try:
             held = self._folder.hold(path)
             servable = self._load(path)
         except LoadStopped as stop:
             held.close()
-            record.fault = ""
-            self._enter(record, State.END, _without_traceback(number, stop))
+            if not replaced:
+                record.fault = ""
+                self._enter(record, State.END, _without_traceback(number, stop))
             return
         except Exception as error:  # whatever a model does, the server and its other versions go on
             held.close()
-            self._note_failure(record, _without_traceback(number, error))
+            self._note_failure(number, record, _without_traceback(number, error), replaced=replaced)
             return
         with self._lock:
+            if replaced:
+                record.state = State.UNLOADING
+                self._replaced.append(record)
+                record = self._versions[number] = dataclasses.replace(
+                    record, state=State.LOADING, path=path, users=0, error=None, fault=""
+                )
             record.servable, record.held, record.tries = servable, held, 0
-            record.load_seconds = time.monotonic() - started
+            record.identity, record.load_seconds = found, time.monotonic() - started
         self._enter(record, State.AVAILABLE, None)
 
-    def _note_failure(self, record: _Version, status: StatusError) -> None:
+    def _note_failure(self, number: int, record: _Version, status: StatusError, *, replaced: bool) -> None:
         record.tries += 1
         record.retry_at = time.monotonic() + self._options.retry_seconds
         left = self._options.max_retries + 1 - record.tries
         more = f"Next retry in {self._options.retry_seconds:g} s" if left else "No retry until its files change"
         record.fault = f"{status.message.rstrip('.')}. {more}"
-        self._enter(record, State.END, status)
+        if replaced:
+            text = (
+                "model %s version %d: the files that replaced its own cannot be loaded: %s. Those of before are served"
+            )
+            logger.error(text, self.name, number, record.fault, extra=ONCE)
+        else:
+            self._enter(record, State.END, status)
 
     def _enter(self, record: _Version, state: State, error: StatusError | None) -> None:
         with self._lock:

@@ -8,7 +8,16 @@ from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest
 from tpuembed.saved_model import GRAPH_FILE, file_crc32c, size_faults
 from tpuembed_serving.core.status import Code, StatusError
 
-__all__ = ["GRAPH_FILE", "INDEX_FILE", "check_files", "find_versions", "fingerprint", "is_free", "parse_version"]
+__all__ = [
+    "GRAPH_FILE",
+    "INDEX_FILE",
+    "check_files",
+    "find_versions",
+    "fingerprint",
+    "identity",
+    "is_free",
+    "parse_version",
+]
 
 INDEX_FILE = Path("variables") / "variables.index"
 
@@ -44,6 +53,23 @@ def find_versions(base_path: Path) -> dict[int, Path]:
 def fingerprint(version_dir: Path) -> tuple[tuple[int, int] | None, ...]:
     """Return the times and sizes of the files that a load reads first. They change when a version is written again."""
     return tuple(_stamp(version_dir / path) for path in _LOOKED_AT)
+
+
+def identity(version_dir: Path) -> tuple[tuple[int, int, int], ...] | None:
+    """Return what tells the graph and the manifest from those of another version at this path. None while one is missing.
+
+    A version without a manifest is told by its graph alone.
+    """
+    found = []
+    for path in (version_dir / GRAPH_FILE, version_dir / MANIFEST_PATH):
+        try:
+            status = path.stat()
+        except OSError:
+            if path == version_dir / GRAPH_FILE:
+                return None
+        else:
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(found)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -218,16 +218,20 @@ def _servable(front: Servable, shards: RemoteServable) -> FrontServable:
         from_whole[entry.name] = entry.ids
         if entry.weighted:
             from_whole[f"{entry.name}_weights"] = entry.weights
-    theirs, own = shards.signatures[DEFAULT_SIGNATURE].export_id, manifest.source.get(EXPORT_ID, "")
-    if theirs and theirs != own:
-        text = f"the front is of the export {own or 'unknown'}, and the shards are of the export {theirs}"
+    lookups, own = shards.signatures[DEFAULT_SIGNATURE], manifest.source.get(EXPORT_ID, "")
+    if lookups.export_id != own and (lookups.export_id or lookups.is_of_no_export):
+        text = f"the front is of the export {own or 'unknown'}, and the shards are of {_named(lookups.export_id)}"
         raise StatusError(Code.UNAVAILABLE, f"{text}. Take both from one export")
-    asked = {info.alias for info in shards.signatures[DEFAULT_SIGNATURE].inputs}
+    asked = {info.alias for info in lookups.inputs}
     if asked != from_whole.keys():
         text = f"the shards take {', '.join(sorted(asked))}, and the front needs {', '.join(sorted(from_whole))}"
         raise StatusError(Code.UNAVAILABLE, f"{text}. Export both again, into one folder")
     in_json = signature_json(definition)
     return FrontServable({DEFAULT_SIGNATURE: signature}, {DEFAULT_SIGNATURE: in_json}, front, shards, from_whole)
+
+
+def _named(export_id: str) -> str:
+    return f"the export {export_id}" if export_id else "none"
 
 
 @dataclasses.dataclass

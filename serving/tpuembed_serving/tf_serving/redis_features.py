@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tpuembed.id_messages import Span, outside_message
 from tpuembed.manifest import FeatureEntry, Manifest, TableEntry
 from tpuembed_serving.core.status import invalid_argument
-from tpuembed_serving.tf_serving.redis_rows import RedisRows
+from tpuembed_serving.tf_serving.redis_rows import CheckedVersion, RedisRows
 
 __all__ = ["look_up"]
 
@@ -22,14 +22,13 @@ _PADDING = -1
 
 
 def look_up(
-    rows: RedisRows, manifest: Manifest, version: int, inputs: Mapping[str, Array], timeout_seconds: float
+    rows: RedisRows, opened: CheckedVersion, inputs: Mapping[str, Array], timeout_seconds: float
 ) -> dict[str, Array]:
     """Return feature -> float32 [batch, dim], or [batch, max_sequence_length, dim] of sequences. A row is read once.
 
     Args:
         rows: of the model.
-        manifest: of the version.
-        version: to read.
+        opened: the version to read.
         inputs: of `serving_default`, by name.
         timeout_seconds: for all rows.
 
@@ -37,13 +36,14 @@ def look_up(
         StatusError: INVALID_ARGUMENT, an input does not fit, or an id is outside its table.
         UnknownTableError, RowStoreError: as RedisRows.read.
     """
+    manifest = opened.manifest
     tables = {table.name: table for table in manifest.tables}
     chosen = {one.name: _Chosen(one, tables[one.table], inputs) for one in manifest.features}
     wanted = {
         table: np.unique(np.concatenate([one.ids for one in of_table]))
         for table, of_table in _by_table(manifest, chosen).items()
     }
-    found = rows.read(version, wanted, timeout_seconds)
+    found = rows.read(opened, wanted, timeout_seconds)
     return {
         name: one.pooled(found[one.feature.table][np.searchsorted(wanted[one.feature.table], one.ids)])
         for name, one in chosen.items()

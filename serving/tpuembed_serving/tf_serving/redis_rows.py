@@ -18,7 +18,7 @@ from tpuembed.row_store.client import Keys
 from tpuembed.row_store.records import records_of
 from tpuembed.saved_model.stored_rows import decode_int8
 
-__all__ = ["RedisRows"]
+__all__ = ["CheckedVersion", "RedisRows"]
 
 Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
@@ -41,7 +41,7 @@ class RedisRows:
 
     def __init__(self, store: RowStore, model: str) -> None:
         self._model = PublishedModel(store, model)
-        self._versions: dict[int, _CheckedVersion] = {}
+        self._versions: dict[int, CheckedVersion] = {}
         self._opening = threading.Lock()
 
     @property
@@ -49,28 +49,19 @@ class RedisRows:
         """Return the records of the model."""
         return self._model
 
-    def manifest(self, version: int) -> Manifest:
-        """Return the manifest of a version.
-
-        Raises:
-            UnknownTableError: Redis does not have the version.
-            RowStoreDataError: a table of it is not whole, or another one.
-            RowStoreError: Redis cannot be reached.
-        """
-        return self._version(version).manifest
-
     def read(
-        self, version: int, wanted: Mapping[str, Array], timeout_seconds: float = _SECONDS
+        self, opened: "CheckedVersion", wanted: Mapping[str, Array], timeout_seconds: float = _SECONDS
     ) -> dict[str, npt.NDArray[np.float32]]:
         """Return table -> float32 [n, dim], the rows of its `wanted` ids, int64 [n]. All tables are read at once.
 
+        The rows are of the export that `opened` is of, also if Redis has another one of its number by now.
+
         Raises:
-            UnknownTableError: the version has no such table, or Redis does not have the version.
+            UnknownTableError: the version has no such table.
             RowRangeError: an id is not a row of its table.
             RowStoreDataError: a row is missing, or has another length.
             RowStoreError: Redis cannot be reached, or has not answered in time.
         """
-        opened = self._version(version)
         tables = [opened.table(name) for name in wanted]
         parts, orders = list[tuple[ArrayKeys, _Ids]](), list[_Ids]()
         for table, ids in zip(tables, wanted.values(), strict=True):
@@ -85,7 +76,7 @@ class RedisRows:
         found, start = {}, 0
         for (name, ids), table, order in zip(wanted.items(), tables, orders, strict=True):
             own, start = values[start : start + len(order)], start + len(order)
-            stored = self._joined(version, table, own, np.asarray(ids)[order])
+            stored = self._joined(opened.number, table, own, np.asarray(ids)[order])
             rows = np.empty((len(order), table.entry.dim), np.float32)
             rows[order] = _DECODE[table.stack.storage](stored)
             found[name] = rows
@@ -106,7 +97,14 @@ class RedisRows:
             "maxmemory-policy noeviction."
         )
 
-    def _version(self, number: int) -> "_CheckedVersion":
+    def open(self, number: int) -> "CheckedVersion":
+        """Return a version. It is opened anew if Redis has another export of its number now, which is looked up once a second.
+
+        Raises:
+            UnknownTableError: Redis does not have the version.
+            RowStoreDataError: a table of it is not whole, or another one.
+            RowStoreError: Redis cannot be reached.
+        """
         opened = self._versions.get(number)
         if opened is not None and time.monotonic() < opened.checked + _CHECK_SECONDS:
             return opened
@@ -120,7 +118,7 @@ class RedisRows:
                 self._versions = {**{one: self._versions[one] for one in others}, number: opened}
         return opened
 
-    def _open(self, number: int) -> "_CheckedVersion":
+    def _open(self, number: int) -> "CheckedVersion":
         model = self._model
         record = model.version(number)
         if record is None:
@@ -146,7 +144,7 @@ class RedisRows:
             entry.name: _TableRows(model, entry, stacks[entry.stack], words.get(entry.stack))
             for entry in record.manifest.tables
         }
-        return _CheckedVersion(record.manifest, tables, record.digest, time.monotonic())
+        return CheckedVersion(number, record.manifest, tables, record.digest, time.monotonic())
 
     def _words(self, number: int, stack: StackEntry) -> Array:
         """Return the index of an overlay, int32 [words, 2]; see OverlayEntry."""
@@ -167,15 +165,17 @@ class RedisRows:
 
 
 @dataclasses.dataclass
-class _CheckedVersion:
+class CheckedVersion:
     """A version whose records are checked. Its digest was that in Redis when it was `checked`, by `time.monotonic`."""
 
+    number: int
     manifest: Manifest
     tables: Mapping[str, "_TableRows"]
     digest: str
     checked: float
 
     def table(self, name: str) -> "_TableRows":
+        """Return where the rows of a table are. Raises UnknownTableError if the version has no such table."""
         if name not in self.tables:
             raise UnknownTableError(f"table {name!r} is not in the version. It has {', '.join(sorted(self.tables))}.")
         return self.tables[name]

@@ -82,6 +82,7 @@ class RedisStates:
         signature = dataclasses.replace(
             with_padding(signature_of(DEFAULT_SIGNATURE, definition, is_export=True), manifest),
             shard_id=manifest.shard_id,
+            is_of_no_export=not manifest.shard_id,
         )
         return version, ({DEFAULT_SIGNATURE: signature}, {DEFAULT_SIGNATURE: signature_json(definition)})
 
@@ -142,13 +143,13 @@ class RedisPredictions:
                     self._rows[model] = RedisRows(connect(self._url, password_of(None)), model)
             rows = self._rows[model]
             try:
-                manifest = rows.manifest(version)
-                if manifest.shard_id != shard_id:
+                opened = rows.open(version)
+                if (found := opened.manifest.shard_id) != shard_id:
                     text = f"Redis at {rows.model.store.url}: version {version} of model {model} is the shard"
                     raise StatusError(
-                        Code.ABORTED, f"{text} {manifest.shard_id or 'of no export'}, and the request is for {shard_id}"
+                        Code.ABORTED, f"{text} {found or 'of no export'}, and the request is for {shard_id}"
                     )
-                return look_up(rows, manifest, version, named, timeout_seconds)
+                return look_up(rows, opened, named, timeout_seconds)
             except RowStoreDataError:
                 if version in rows.model.numbers():
                     raise

@@ -317,6 +317,18 @@ class ShardedStates:
             raise StatusError(
                 Code.FAILED_PRECONDITION, f"{text}. Give the addresses of one export, or copy its versions again"
             )
+        of_none = [
+            shard.name for shard, route in zip(file.shards, routes, strict=True) if route.signature.is_of_no_export
+        ]
+        if exports and of_none:
+            one, other = next(iter(exports.items()))
+            text = (
+                f"version {numbers[0]} of shard {other} is of the export {one}, and that of shard {of_none[0]} of none"
+            )
+            raise StatusError(Code.FAILED_PRECONDITION, f"{text}. Export the shards again, into one folder")
+        if of_none and numbers[0] not in self._routes:
+            text = "model %s version %d: its shards are of no export for several servers. Nothing shows that they fit together"
+            logger.warning(text, file.model, numbers[0], extra=ONCE)
         self._routes[numbers[0]] = routes
         return numbers[0], (
             {DEFAULT_SIGNATURE: self._merged(routes)},
@@ -360,6 +372,7 @@ class ShardedStates:
             padding=padding if any(value is not None for value in padding) else (),
             row_bytes=sum(route.signature.row_bytes for route in routes),
             shard_id=_export_of(routes),
+            is_of_no_export=any(route.signature.is_of_no_export for route in routes),
         )
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from tpuembed.export.run import Progress, make_plan, run_export, source_of
 from tpuembed.export.sharding.files import SHARDS_FILE, check_same, placed_in, read_shards, write_shards
 from tpuembed.export.sharding.placement import PlacedShard, TableLoad, place, weighed
 from tpuembed.export.sharding.plan import FRONT, FrontEntry, ShardEntry, ShardingPlan, SplitFeature
+from tpuembed.export.stream.shard import Source
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import EXPORT_ID, FeatureEntry, Manifest
 
@@ -144,7 +145,7 @@ def export_shards(
         exported = _exported(opened, chosen, serving_config, model, output_names, allow_unused_weights)
         plan = _planned(target, exported, wanted)
         target.mkdir(parents=True, exist_ok=True)
-        export_id = _export_id(plan, exported, chosen, source.fingerprint)
+        export_id = _export_id(plan, exported, chosen, source)
         version, done = _version(target, plan, chosen.version, export_id)
         reports = {}
 
@@ -443,10 +444,10 @@ def _lookups(features: Sequence[FeatureEntry], ids_per_list: Mapping[str, int]) 
     return found
 
 
-def _export_id(plan: ShardingPlan, exported: _Exported, options: ExportOptions, fingerprint: str) -> str:
+def _export_id(plan: ShardingPlan, exported: _Exported, options: ExportOptions, source: Source) -> str:
     """Return what tells this export's shards and front from those of any other: a digest of all that decides their numbers."""
     decided = {
-        "checkpoint": fingerprint,
+        "checkpoint": [source.fingerprint, source.options],
         "plan": plan.to_dict(),
         "features": [dataclasses.asdict(feature) for feature in exported.features],
         "storage": exported.storages,

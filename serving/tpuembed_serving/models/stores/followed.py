@@ -61,3 +61,7 @@ class FollowedStore:
     def hold(self, path: Path, /) -> contextlib.ExitStack:
         """Keep the version at `path` in the cache until the returned context is closed."""
         return hold(path)
+
+    def identity(self, _: Path, /) -> object:
+        """Return None: a version that is loaded stays as it was pulled."""
+        return None

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.checkpoint.partitioned import partitioned
 from tests.support.export.fronts import Front, load
 from tests.support.export.in_process import exports_in_this_process
 from tests.support.messages import refused
@@ -233,6 +234,36 @@ def test_an_unfinished_version_of_another_export_is_not_passed_over(tmp_path: Pa
             export_shards(second, tmp_path / "s", **options, version=number)
     shutil.rmtree(tmp_path / "s" / "shard-0" / "2")
     assert export_shards(second, tmp_path / "s", **options).version == 2
+
+
+def test_an_export_with_other_options_of_the_checkpoint_is_no_part_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of partitions decides which row is which."""
+    checkpoint = partitioned(tmp_path, "0,4:-", "4,4:-", "8,3:-")
+    options: dict[str, Any] = {"serving_config": {"features": {"x": {"table": "emb", "input": "id"}}}, "shards": 2}
+    exported: list[str] = []
+
+    def first_alone(opened: Any, request: Any, folder: Path, *given: Any, **more: Any) -> Any:
+        if exported:
+            raise KeyboardInterrupt
+        exported.append(folder.name)
+        return run_export(opened, request, folder, *given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharding, "run_export", first_alone)
+        with pytest.raises(KeyboardInterrupt):
+            export_shards(
+                checkpoint,
+                tmp_path / "s",
+                **options,
+                split={"emb": 2},
+                checkpoint_options={"partition_strategy": "mod"},
+            )
+    report = export_shards(
+        checkpoint, tmp_path / "s", **options, split={"emb": 2}, checkpoint_options={"partition_strategy": "div"}
+    )
+    assert (report.version, sorted(report.reports)) == (2, ["shard-0", "shard-1"])
 
 
 def test_an_export_of_other_names_is_no_part_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,90 @@ def test_a_version_that_fails_is_kept_with_its_error_and_the_old_one_serves(
     assert model.statuses()[0].error is None
 
 
+def replace(base_path: Path) -> None:
+    """Write version 1 again, as another export does."""
+    shutil.rmtree(base_path / "1", ignore_errors=True)
+    (make_version(base_path, 1) / "saved_model.pb").write_bytes(b"another graph")
+
+
+def test_a_version_whose_files_are_replaced_is_loaded_again(
+    model: ServedModel, loader: FakeLoader, base_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_version(base_path, 1)
+    model.poll()
+    before, seen = loader.loaded["1"], list[tuple[int, dict[int, State]]]()
+    with model.lease(1) as old:
+        replace(base_path)
+        loader.during = lambda: seen.append((served(model), states(model)))
+        model.poll()
+        assert seen == [(1, {1: State.AVAILABLE})], "that of before answers until the new one is loaded"
+        after = loader.loaded["1"]
+        assert after is not before
+        assert old.servable is before
+        assert not before.closed.is_set()
+        with model.lease(1) as new:
+            assert new.servable is after
+    model.poll()
+    assert before.closed.is_set()
+    assert not after.closed.is_set()
+    assert (loader.calls, states(model)) == (["1", "1"], {1: State.AVAILABLE})
+    assert [record.message for record in caplog.records] == [
+        "model m version 1: its files were replaced. It is loaded again"
+    ]
+    model.retire()
+    model.unload()
+    assert model.idle
+
+
+def test_a_version_that_is_removed_during_a_request_and_written_again_is_loaded_again(
+    model: ServedModel, loader: FakeLoader, base_path: Path
+) -> None:
+    make_version(base_path, 1)
+    model.poll()
+    before = loader.loaded["1"]
+    with model.lease(1):
+        shutil.rmtree(base_path / "1")
+        model.poll()
+        assert states(model) == {1: State.UNLOADING}
+        replace(base_path)
+        model.poll()
+        with model.lease(1) as loaded:
+            assert loaded.servable is not before
+    model.poll()
+    assert before.closed.is_set()
+    assert states(model) == {1: State.AVAILABLE}
+
+
+def test_files_that_cannot_replace_a_version_leave_it(
+    model: ServedModel, loader: FakeLoader, base_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_version(base_path, 1)
+    model.poll()
+    before = loader.loaded["1"]
+    loader.broken["1"] = StatusError(Code.DATA_LOSS, "version 1: torn")
+    replace(base_path)
+    for _ in range(3):
+        model.poll()
+    assert (loader.calls, states(model)) == (["1", "1"], {1: State.AVAILABLE})
+    text = "model m version 1: the files that replaced its own cannot be loaded: version 1: torn. Next retry in 60 s. "
+    assert caplog.records[-1].message == f"{text}Those of before are served"
+    with model.lease(1) as loaded:
+        assert loaded.servable is before
+    loader.broken.clear()
+    (base_path / "1" / "saved_model.pb").write_bytes(b"a whole graph")
+    model.poll()
+    assert loader.loaded["1"] is not before
+    assert before.closed.is_set()
+
+
+def test_a_version_without_its_files_is_served_on(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
+    (make_version(base_path, 1) / "saved_model.pb").unlink()
+    model.poll()
+    (base_path / "1" / "saved_model.pb").unlink(missing_ok=True)
+    model.poll()
+    assert (loader.calls, states(model)) == (["1"], {1: State.AVAILABLE})
+
+
 def test_an_unexpected_exception_is_a_failed_load(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
     make_version(base_path, 1)
     loader.broken["1"] = MemoryError("no room")

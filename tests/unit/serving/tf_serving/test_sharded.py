@@ -280,10 +280,14 @@ def test_shards_without_a_common_version_say_what_each_has(
     assert len(logged(caplog)) == 1, "again"
 
 
-def described(model: str, shard_id: str) -> Any:
+def described(model: str, shard_id: str, *, is_tpuembed: bool = True) -> Any:
     """Return what `definitions` of a shard's server says of version 1."""
+    of_none = is_tpuembed and not shard_id
     found = dataclasses.replace(
-        signature({model: "int64"}, {model: "float"}), name=DEFAULT_SIGNATURE, shard_id=shard_id
+        signature({model: "int64"}, {model: "float"}),
+        name=DEFAULT_SIGNATURE,
+        shard_id=shard_id,
+        is_of_no_export=of_none,
     )
     dims = {"tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}
     in_json = {"inputs": {model: dims}, "outputs": {model: dims}, "method_name": ""}
@@ -313,6 +317,29 @@ def test_a_version_whose_shard_is_another_now_is_read_again(monkeypatch: pytest.
         polled.states.definitions("shop", 1)
 
 
+@pytest.mark.parametrize("is_tpuembed", [True, False])
+def test_a_shard_of_no_export_fits_to_none(
+    is_tpuembed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TensorFlow Serving tells no export, so that nothing can be proven of it."""
+    polled, ids = Polled(monkeypatch), ["x-1", ""]
+
+    def definitions(states: Any, model: str, *_: Any) -> Any:
+        return described(model, ids["ab".index(model)], is_tpuembed=is_tpuembed)
+
+    monkeypatch.setattr(remote_calls.RemoteStates, "definitions", definitions)
+    if is_tpuembed:
+        with pytest.raises(StatusError, match="shard a is of the export x, and that of shard b of none"):
+            polled.states.definitions("shop", 1)
+    else:
+        polled.states.definitions("shop", 1)
+    ids[0] = ""
+    for _ in range(2):
+        polled.states.definitions("shop", 1)
+    text = "model shop version 1: its shards are of no export for several servers. Nothing shows that they fit together"
+    assert logged(caplog) == ([("WARNING", text)] if is_tpuembed else [])
+
+
 def test_replicas_of_two_exports_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls go to the replicas in turn, and the first ones of a poll may come to those that do not fit together."""
     doubted = set[int]()
@@ -320,12 +347,7 @@ def test_replicas_of_two_exports_are_told_apart(monkeypatch: pytest.MonkeyPatch)
     ids = {"a": itertools.cycle(["y-1", "x-1"]), "b": itertools.cycle(["x-2"])}
 
     def definitions(states: Any, model: str, *_: Any) -> Any:
-        found = dataclasses.replace(
-            signature({model: "int64"}, {model: "float"}), name=DEFAULT_SIGNATURE, shard_id=next(ids[model])
-        )
-        dims = {"tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}
-        in_json = {"inputs": {model: dims}, "outputs": {model: dims}, "method_name": ""}
-        return 1, ({DEFAULT_SIGNATURE: found}, {DEFAULT_SIGNATURE: in_json})
+        return described(model, next(ids[model]))
 
     monkeypatch.setattr(remote_calls.RemoteStates, "definitions", definitions)
     _, (signatures, _) = polled.states.definitions("shop", 1)
