@@ -116,7 +116,7 @@ def scatter(file: Path, rounds: int) -> dict[str, Any]:
 
     from tpuembed_serving.core.service import DEFAULT_SIGNATURE
     from tpuembed_serving.core.shards_file import ShardsFile
-    from tpuembed_serving.tf_serving.sharded import Shards
+    from tpuembed_serving.tf_serving.shards import Shards
 
     content = ShardsFile.read(file)
     bodies = [_request(shard["name"], shard["features"], 1, 1) for shard in yaml.safe_load(file.read_text())["shards"]]

@@ -37,7 +37,7 @@ from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.loading import load_version
 from tpuembed_serving.tf_serving.front import FrontExecutor, FrontModels
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels, RemoteServer, TensorFlowServing
-from tpuembed_serving.tf_serving.sharded import Shards
+from tpuembed_serving.tf_serving.shards import Shards
 from tpuembed_serving.workers.link import SingleProcess, WorkerGroup, WorkerLink
 from tpuembed_serving.workers.messages import States
 from tpuembed_serving.workers.repository import WorkerRepository

@@ -66,6 +66,7 @@ class FrontModels:
         self.local, self._shards = local, shards
         self._servables: dict[int, FrontServable] = {}
         self._mismatch = ""
+        self._misfits = dict[int, str]()
 
     def start(self) -> None:
         """Start to load and to poll."""
@@ -87,7 +88,7 @@ class FrontModels:
             self._mismatch,
             "; ".join(f"model {name}: {self._difference(name)}" for name in missing),
         )
-        if self._mismatch not in ("", before):
+        if self._mismatch not in ("", before) and not self._misfits:
             logger.warning("%s", self._mismatch, extra=ONCE)
         return not missing
 
@@ -140,9 +141,13 @@ class FrontModels:
         assert isinstance(shards, RemoteServable)
         try:
             found = _servable(front, shards)
-        except StatusError:
+        except StatusError as error:
             shards.is_doubted = True
+            if self._misfits.get(number) != error.message:
+                self._misfits[number] = error.message
+                logger.warning("model %s version %d is not served: %s", name, number, error.message, extra=ONCE)
             raise
+        self._misfits.pop(number, None)
         kept = {one.version for one in self.local.statuses(name)}
         self._servables = {key: value for key, value in self._servables.items() if key in kept} | {number: found}
         return found

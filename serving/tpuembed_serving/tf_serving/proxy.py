@@ -57,7 +57,7 @@ class Predictions(Protocol):
 
 
 class RemoteServer(Protocol):
-    """A server that runs models: TensorFlowServing, or all `sharded.Shards` together."""
+    """A server that runs models: TensorFlowServing, or all `shards.Shards` together."""
 
     @property
     def name(self) -> str:

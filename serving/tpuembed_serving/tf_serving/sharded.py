@@ -8,11 +8,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -29,7 +27,7 @@ from tpuembed_serving.tf_serving.split_ids import check_ids
 if TYPE_CHECKING:
     from tpuembed_serving.grpc.remote_calls import Access
 
-__all__ = ["Shards"]
+__all__ = ["Route", "ShardedPredictions", "ShardedStates"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +38,6 @@ _WHILE_STARTING: Final = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.NOT_FOU
 """What a server that starts answers. All else, such as a wrong key, does not mend itself, and is a warning at once."""
 _SHOWN: Final = 8
 """The most shards, and versions of one, in a message."""
-_REMEDY: Final = "Is it the gRPC port? Do the shards use TLS (tls in shards.yaml)?"
 _HEDGE_SHARE: Final = 0.3
 """A shard that has not answered after this share of the request's time is asked a second time."""
 _ZEROS_SHARE: Final = 0.8
@@ -49,6 +46,8 @@ _OTHER_REPLICAS: Final = 20
 """How often another replica is asked for a version that one does not have yet, or no longer."""
 _REPLICAS: Final = 8
 """How often the replicas of a shard are asked what they have, if they do not fit together. Calls go to them in turn."""
+_POLLED_REPLICAS: Final = 4
+"""How often a poll asks a shard before it counts as missing."""
 _BETWEEN_SECONDS: Final = 0.01
 _ELSEWHERE: Final = (Code.NOT_FOUND, Code.ABORTED)
 """A replica does not have the version, or has another shard by this number: another replica may have it."""
@@ -58,20 +57,10 @@ _LOG_SECONDS: Final = 10.0
 """How long after a warning that a request makes about a shard there are no further ones. Zeros are counted in the metrics."""
 _OLD_CALLS_SECONDS: Final = 60.0
 """How long calls may take that were made before the certificates or the key were replaced."""
-_CONNECTIONS: Final = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-)
-"""A replica that has a call and does not even answer pings gets no more calls: after 15 seconds, or 5 if gRPC has just sent one
-itself. One that comes back gets calls after two seconds.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Route:
+class Route:
     """What one shard answers of a signature.
 
     Attributes:
@@ -90,7 +79,7 @@ class ShardedStates:
         self,
         file: ShardsFile,
         accesses: Sequence["Access"],
-        routes: dict[int, list[_Route]],
+        routes: dict[int, list[Route]],
         missing: list[str],
         doubted: set[int],
     ) -> None:
@@ -260,10 +249,17 @@ class ShardedStates:
         raise ReportedError(Code.UNAVAILABLE, self._mismatch)
 
     def _poll(self, number: int) -> list[VersionStatus] | StatusError:
-        try:
-            return self._states[number].versions(self._file.shards[number].name)
-        except StatusError as error:
-            return error
+        """Ask a shard. If a replica answers an error, such as one that still loads, others are asked."""
+        shard = self._file.shards[number]
+        for _ in range(_POLLED_REPLICAS if shard.address else 1):
+            try:
+                return self._states[number].versions(shard.name)
+            except StatusError as error:
+                fault = error
+            if fault.code is Code.DEADLINE_EXCEEDED:
+                text = f"has not answered within {_POLL_TIMEOUT_SECONDS:g} seconds at {shard.address or shard.url}"
+                return StatusError(fault.code, text)
+        return fault
 
     def definitions(self, model: str, version: int | None, label: str = "") -> tuple[int, Any]:  # noqa: ARG002
         """Return the number and the signature `serving_default` of a version: the inputs and outputs of all shards.
@@ -297,7 +293,7 @@ class ShardedStates:
                     raise StatusError(
                         Code.FAILED_PRECONDITION, f"{text}. Give each shard the address of its own servers"
                     )
-            routes.append(_Route(number, signature, self._zeros(shard.name, definition["outputs"])))
+            routes.append(Route(number, signature, self._zeros(shard.name, definition["outputs"])))
             for side in ("inputs", "outputs"):
                 both = sorted((in_json[side].keys() & definition[side].keys()) - self._of_several)
                 if both:
@@ -356,7 +352,7 @@ class ShardedStates:
             found[name] = sizes[1:]
         return found
 
-    def _merged(self, routes: Sequence[_Route]) -> Signature:
+    def _merged(self, routes: Sequence[Route]) -> Signature:
         inputs = _by_alias(info for route in routes for info in route.signature.inputs)
         outputs = _by_alias(info for route in routes for info in route.signature.outputs)
         of_redis = {
@@ -388,7 +384,7 @@ def _export_id(answer: tuple[int, Any]) -> str:
     return "" if signature is None else signature.export_id
 
 
-def _export_of(routes: Sequence[_Route]) -> str:
+def _export_of(routes: Sequence[Route]) -> str:
     """Return the export that the shards of `routes` are of; empty if none tells it."""
     return next((route.signature.export_id for route in routes if route.signature.export_id), "")
 
@@ -410,7 +406,7 @@ class ShardedPredictions:
         self,
         file: ShardsFile,
         accesses: Sequence["Access"],
-        routes: Mapping[int, Sequence[_Route]],
+        routes: Mapping[int, Sequence[Route]],
         doubted: set[int],
     ) -> None:
         """Open a channel to each shard. `routes` and `doubted` are those of ShardedStates."""
@@ -499,7 +495,7 @@ class ShardedPredictions:
         return DegradedOutputs(outputs, sorted(zeros)) if zeros else outputs
 
     def _call(
-        self, route: _Route, version: int, named: Mapping[str, Array], seconds: float
+        self, route: Route, version: int, named: Mapping[str, Array], seconds: float
     ) -> "asyncio.Future[list[Array]]":
         inputs = [named[info.alias] for info in route.signature.inputs]
         name = self._file.shards[route.shard].name
@@ -509,7 +505,7 @@ class ShardedPredictions:
 
     async def _recover(
         self,
-        route: _Route,
+        route: Route,
         version: int,
         named: Mapping[str, Array],
         first: "asyncio.Future[list[Array]]",
@@ -580,7 +576,7 @@ class ShardedPredictions:
             predictions.close()
 
 
-def _share(route: _Route) -> float:
+def _share(route: Route) -> float:
     """Return the share of the request's time that a shard has."""
     return 1.0 if route.shapes is None else _ZEROS_SHARE
 
@@ -596,76 +592,3 @@ def _text(error: StatusError, file: ShardsFile) -> str:
         return error.message
     remedy = f"{'Set' if file.api_key_file is None else 'Correct'} api_key_file in shards.yaml"
     return f"{error.message.partition('. ')[0]}. {remedy}"
-
-
-class Shards:
-    """All shards of a file as one server.
-
-    Attributes:
-        name: what messages call it.
-        missing: the names of the shards that the last poll did not reach.
-    """
-
-    def __init__(self, file: ShardsFile) -> None:
-        """Open nothing yet."""
-        self._file, self._routes = file, dict[int, list[_Route]]()
-        self.name = f"the shards of {file.path}"
-        self.missing = list[str]()
-        self._doubted = set[int]()
-        self._secrets = file.secrets()
-        self._states: ShardedStates | None = None
-        self._predictions: ShardedPredictions | None = None
-
-    @property
-    def secret_files(self) -> tuple[Path, ...]:
-        """Return the files of certificates and keys."""
-        return self._file.secret_files
-
-    def reload(self) -> str:
-        """Read the certificates and the key again, for new connections to the shards. Return the line to log.
-
-        Raises:
-            ConfigError: a file cannot be read, or they do not fit. Those of before stay in use.
-        """
-        self._secrets = self._file.secrets()
-        if self._states is not None:
-            self._states.renew(self._accesses(checks_health=False))
-        if self._predictions is not None:
-            self._predictions.renew(self._accesses(checks_health=True))
-        return f"shards {self._file.path}: certificates and key for the shards: read again"
-
-    def _accesses(self, *, checks_health: bool) -> "list[Access]":
-        return [self._access(shard, checks_health=checks_health) for shard in self._file.shards]
-
-    def _access(self, shard: Shard, *, checks_health: bool) -> "Access":
-        """Return how a shard is called: replicas in turn, and with `checks_health` only those whose model is available."""
-        import grpc
-
-        from tpuembed_serving.grpc.remote_calls import Access
-
-        balancing: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
-        if checks_health:
-            balancing["healthCheckConfig"] = {"serviceName": shard.name}
-        options: list[tuple[str, Any]] = [("grpc.service_config", json.dumps(balancing)), *_CONNECTIONS]
-        credentials = None
-        tls, own = self._file.tls, self._secrets
-        if tls is not None:
-            credentials = grpc.ssl_channel_credentials(own.ca, own.key, own.certificate)
-            if tls.server_name is not None:
-                options.append(("grpc.ssl_target_name_override", tls.server_name))
-        return Access(
-            options, credentials, () if own.api_key is None else (("x-api-key", own.api_key),), "the server", _REMEDY
-        )
-
-    def states(self) -> ShardedStates:
-        """Connect for queries of versions."""
-        with IMPORTING_TENSORFLOW:
-            accesses = self._accesses(checks_health=False)
-        self._states = ShardedStates(self._file, accesses, self._routes, self.missing, self._doubted)
-        return self._states
-
-    def predictions(self) -> ShardedPredictions:
-        """Connect for requests, on the event loop that is running."""
-        accesses = self._accesses(checks_health=True)
-        self._predictions = ShardedPredictions(self._file, accesses, self._routes, self._doubted)
-        return self._predictions

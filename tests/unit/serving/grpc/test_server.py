@@ -26,7 +26,7 @@ from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.grpc import arrivals
 from tpuembed_serving.grpc.server import GrpcServer, truncated
 from tpuembed_serving.http.app import ServingApp
-from tpuembed_serving.tf_serving import sharded
+from tpuembed_serving.tf_serving import shards
 
 KEY = "k" * 32
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
@@ -213,7 +213,7 @@ def test_an_idle_front_keeps_its_connection(tmp_path: Path) -> None:
     async def check() -> None:
         async with running(tmp_path, lambda _: DoublingServable()) as (_, server, _channel):
             address = f"127.0.0.1:{server._port}"
-            async with grpc.aio.insecure_channel(address, options=sharded._CONNECTIONS) as channel:
+            async with grpc.aio.insecure_channel(address, options=shards._CONNECTIONS) as channel:
                 watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="m"))
                 assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
                 with pytest.raises(TimeoutError):

@@ -83,7 +83,9 @@ def test_versions_that_do_not_fit_together_are_read_again_and_others_answer(
     wrong.add(1)
     front.servables.clear()
     assert not models.ready
-    assert [record.message for record in caplog.records] == ["model shop: they are of two exports"]
+    assert [record.message for record in caplog.records] == [
+        f"model shop version {version} is not served: they are of two exports" for version in (2, 1)
+    ]
     with pytest.raises(StatusError, match="of two exports"), models.lease("shop", None):
         pass
     wrong.clear()

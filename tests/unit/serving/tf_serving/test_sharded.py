@@ -21,7 +21,8 @@ from tpuembed_serving.core.status import Code, StatusError, VersionGoneError
 from tpuembed_serving.grpc import remote_calls
 from tpuembed_serving.tf_serving import sharded
 from tpuembed_serving.tf_serving.proxy import RemoteModels
-from tpuembed_serving.tf_serving.sharded import ShardedPredictions, ShardedStates, Shards, _Route
+from tpuembed_serving.tf_serving.sharded import Route, ShardedPredictions, ShardedStates
+from tpuembed_serving.tf_serving.shards import Shards
 from tpuembed_serving.tf_serving.split_ids import check_ids
 
 Answer = Callable[[int, int], Any]
@@ -67,7 +68,7 @@ def run(
     monkeypatch.setattr(remote_calls, "RemotePredictions", Calls)
     file = ShardsFile(path=Path("f"), model="m", shards=tuple(Shard(name=name, address=name) for name in "ab"))
     routes = [
-        _Route(number, signature({name: "int64"}, {name: "float"}), SHAPES[name] if name in zeros else None)
+        Route(number, signature({name: "int64"}, {name: "float"}), SHAPES[name] if name in zeros else None)
         for number, name in enumerate("ab")
     ]
 
@@ -399,6 +400,32 @@ def test_a_shard_is_logged_when_it_stops_to_answer_and_when_it_answers_again(
     assert logged(caplog) == [("INFO", "shard b: answers again")]
 
 
+def test_a_shard_is_not_missing_while_one_of_its_replicas_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Calls go to the replicas in turn, so that each second poll came to one that was still loading."""
+    polled, asked = Polled(monkeypatch), list[str]()
+    polled.versions([1], [1])
+    loading = StatusError(Code.UNAVAILABLE, "the server is loading")
+
+    def versions(_: Any, model: str) -> list[VersionStatus]:
+        asked.append(model)
+        if model == "b" and asked.count("b") % 2:
+            raise loading
+        return [VersionStatus(1, State.AVAILABLE, None)]
+
+    monkeypatch.setattr(remote_calls.RemoteStates, "versions", versions)
+    for _ in range(3):
+        assert [one.state for one in polled.states.versions("shop")] == [State.AVAILABLE]
+        assert not polled.missing
+    assert not logged(caplog)
+
+
+def test_a_shard_that_does_not_answer_in_time_is_named_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = StatusError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
+    assert Polled(monkeypatch).fault([1], late) == "shard b: has not answered within 5 seconds at b:8500"
+
+
 def test_what_does_not_mend_itself_is_a_warning_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -454,7 +481,7 @@ def test_a_shard_that_refuses_connections_is_named_by_its_address() -> None:
 
     async def ask() -> str:
         predictions = Shards(file).predictions()
-        predictions._routes = {1: [_Route(0, ALL, None)]}
+        predictions._routes = {1: [Route(0, ALL, None)]}
         with pytest.raises(StatusError) as caught:
             await predictions.run("m", 1, ALL, [np.arange(2), np.arange(2)], 5)
         predictions.close()
