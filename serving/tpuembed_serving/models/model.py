@@ -37,6 +37,7 @@ class _Version:
         held: keeps its folder while it is loaded.
         tried: the fingerprint of the files at the last load.
         identity: that of the files that are loaded.
+        settling: the identity of files that have replaced them, at the last poll.
         tries: how many loads of those files failed.
         fault: why the last one failed, and what happens next.
         retry_at: when the next load is due, by `time.monotonic`.
@@ -51,6 +52,7 @@ class _Version:
     users: int = 0
     tried: object = None
     identity: object = None
+    settling: object = None
     tries: int = 0
     fault: str = ""
     retry_at: float = 0.0
@@ -333,7 +335,10 @@ class ServedModel:
         if loaded and found in (None, record.identity):
             self._enter(record, State.AVAILABLE, None)
             return
-        tried = path, fingerprint(path)
+        if loaded and found != record.settling:  # a copy may be in progress
+            record.settling = found
+            return
+        tried = path, found if loaded else fingerprint(path)
         if record.tried != tried:
             record.tried, record.tries = tried, 0
         elif record.tries and (record.tries > self._options.max_retries or time.monotonic() < record.retry_at):

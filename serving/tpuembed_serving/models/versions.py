@@ -1,6 +1,9 @@
 """Finds the versions in a model's folder, and checks that a version is complete before it is loaded."""
 
+import contextlib
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from tpuembed.errors import ConfigError
@@ -55,21 +58,24 @@ def fingerprint(version_dir: Path) -> tuple[tuple[int, int] | None, ...]:
     return tuple(_stamp(version_dir / path) for path in _LOOKED_AT)
 
 
-def identity(version_dir: Path) -> tuple[tuple[int, int, int], ...] | None:
-    """Return what tells the graph and the manifest from those of another version at this path. None while one is missing.
+def identity(version_dir: Path) -> frozenset[tuple[str, int, int, int]] | None:
+    """Return path, inode, time and size of each file that a load reads. None while the graph is missing.
 
-    A version without a manifest is told by its graph alone.
+    Of the extra assets, only the manifest is among them: others may be added to a version that is served.
     """
-    found = []
-    for path in (version_dir / GRAPH_FILE, version_dir / MANIFEST_PATH):
-        try:
-            status = path.stat()
-        except OSError:
-            if path == version_dir / GRAPH_FILE:
-                return None
-        else:
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
-    return tuple(found)
+    found = frozenset(_identities(str(version_dir), ""))
+    return found if any(name == str(GRAPH_FILE) for name, *_ in found) else None
+
+
+def _identities(folder: str, prefix: str) -> Iterator[tuple[str, int, int, int]]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            name = prefix + entry.name
+            if entry.is_dir():
+                yield from _identities(entry.path, f"{name}/")
+            elif prefix != f"{_EXTRA}/" or entry.name == MANIFEST_PATH.name:
+                status = entry.stat()
+                yield name, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -131,6 +131,8 @@ def test_a_version_whose_files_are_replaced_is_loaded_again(
         replace(base_path)
         loader.during = lambda: seen.append((served(model), states(model)))
         model.poll()
+        assert not seen, "a copy may be in progress"
+        model.poll()
         assert seen == [(1, {1: State.AVAILABLE})], "that of before answers until the new one is loaded"
         after = loader.loaded["1"]
         assert after is not before
@@ -161,7 +163,8 @@ def test_a_version_that_is_removed_during_a_request_and_written_again_is_loaded_
         model.poll()
         assert states(model) == {1: State.UNLOADING}
         replace(base_path)
-        model.poll()
+        for _ in range(2):
+            model.poll()
         with model.lease(1) as loaded:
             assert loaded.servable is not before
     model.poll()
@@ -177,7 +180,7 @@ def test_files_that_cannot_replace_a_version_leave_it(
     before = loader.loaded["1"]
     loader.broken["1"] = StatusError(Code.DATA_LOSS, "version 1: torn")
     replace(base_path)
-    for _ in range(3):
+    for _ in range(4):
         model.poll()
     assert (loader.calls, states(model)) == (["1", "1"], {1: State.AVAILABLE})
     text = "model m version 1: the files that replaced its own cannot be loaded: version 1: torn. Next retry in 60 s. "
@@ -186,9 +189,33 @@ def test_files_that_cannot_replace_a_version_leave_it(
         assert loaded.servable is before
     loader.broken.clear()
     (base_path / "1" / "saved_model.pb").write_bytes(b"a whole graph")
-    model.poll()
+    for _ in range(2):
+        model.poll()
     assert loader.loaded["1"] is not before
     assert before.closed.is_set()
+
+
+def test_each_file_of_a_version_but_extra_assets_is_part_of_it(
+    model: ServedModel, loader: FakeLoader, base_path: Path
+) -> None:
+    """A tool that copies may replace the graph first, and the tables minutes later."""
+    path = make_version(base_path, 1)
+    for folder in ("variables", "assets.extra"):
+        (path / folder).mkdir()
+    table, manifest = path / "variables" / "table", path / "assets.extra" / "tpuembed.json"
+    for file in (table, manifest):
+        file.write_bytes(b"one")
+    model.poll()
+    for number, file in enumerate((table, manifest), start=2):
+        (path / "new").write_bytes(b"two")
+        (path / "new").replace(file)
+        for _ in range(3):
+            model.poll()
+        assert loader.calls == ["1"] * number
+    (path / "assets.extra" / "tf_serving_warmup_requests").write_bytes(b"more")
+    for _ in range(3):
+        model.poll()
+    assert len(loader.calls) == 3
 
 
 def test_a_version_without_its_files_is_served_on(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
