@@ -95,7 +95,7 @@ class Signature:
         shapes: by input, the shape that every request must have; -1 is any size, and None any shape. Empty if the graph decides.
         row_bytes: the bytes of the outputs per row of the inputs, as far as the signature says.
         shard_id: `Manifest.shard_id` of its version. Empty if it is no part of an export for several servers, or not known.
-        is_of_no_export: True if its server knows such exports, and says that its version is no part of one.
+        is_export_known: False if its server does not know such exports. Then an empty `shard_id` says nothing.
     """
 
     name: str
@@ -105,12 +105,17 @@ class Signature:
     shapes: tuple[tuple[int, ...] | None, ...] = ()
     row_bytes: int = 0
     shard_id: str = ""
-    is_of_no_export: bool = False
+    is_export_known: bool = True
 
     @property
     def export_id(self) -> str:
         """Return the id of the export for several servers that it is a part of; empty as `shard_id` is."""
         return self.shard_id.partition("-")[0]
+
+    @property
+    def is_of_no_export(self) -> bool:
+        """Return True if it is known to be no part of an export for several servers."""
+        return self.is_export_known and not self.shard_id
 
     def check_shapes(self, inputs: Sequence[Array]) -> None:
         """Check the shapes of `inputs`, if the signature requires any.

@@ -27,13 +27,14 @@ class ModelMetadata:
     """The signatures of a version by name, in the JSON form of TensorFlow's SignatureDef.
 
     Attributes:
-        shard_id: see Signature.
+        shard_id, is_export_known: see Signature.
     """
 
     name: str
     version: int
     signature_defs: Mapping[str, Any]
     shard_id: str = ""
+    is_export_known: bool = True
 
 
 class Models(Protocol):
@@ -133,5 +134,5 @@ class ModelService:
         """
         with self.lease(spec) as loaded:
             signature = loaded.servable.signatures.get(DEFAULT_SIGNATURE)
-            shard_id = "" if signature is None else signature.shard_id
-            return ModelMetadata(spec.name, loaded.version, loaded.servable.signature_defs, shard_id)
+            shard_id, is_known = ("", True) if signature is None else (signature.shard_id, signature.is_export_known)
+            return ModelMetadata(spec.name, loaded.version, loaded.servable.signature_defs, shard_id, is_known)

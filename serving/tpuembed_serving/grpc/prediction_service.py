@@ -279,7 +279,7 @@ async def model_metadata(service: ModelService, data: bytes) -> bytes:
     response.model_spec.name = metadata.name
     response.model_spec.version.value = metadata.version
     response.metadata[_SIGNATURE_DEF].Pack(signatures)
-    if metadata.shard_id:  # for `serve --shards`
+    if metadata.shard_id or not metadata.is_export_known:  # for `serve --shards`; empty says that it is not known
         response.metadata[SHARD_ID_FIELD].Pack(wrappers_pb2.StringValue(value=metadata.shard_id))
     return bytes(response.SerializeToString())
 

@@ -24,6 +24,7 @@ Definitions = tuple[dict[str, Signature], dict[str, Any]]
 """The signatures by name, and their JSON form."""
 
 _OPTIONS: Final = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
+_PREPARED_SECONDS: Final = 0.01
 _PREDICTION: Final = "/tensorflow.serving.PredictionService/"
 _MODEL: Final = "/tensorflow.serving.ModelService/"
 
@@ -97,9 +98,9 @@ class RemoteStates:
         shard_id = wrappers_pb2.StringValue()
         if SHARD_ID_FIELD in found.metadata:
             found.metadata[SHARD_ID_FIELD].Unpack(shard_id)
-        of_none = is_tpuembed and not shard_id.value
+        is_known = bool(shard_id.value) or (is_tpuembed and SHARD_ID_FIELD not in found.metadata)
         by_name = {
-            name: dataclasses.replace(signature_of(name, definition), shard_id=shard_id.value, is_of_no_export=of_none)
+            name: dataclasses.replace(signature_of(name, definition), shard_id=shard_id.value, is_export_known=is_known)
             for name, definition in named
         }
         in_json = {name: signature_json(definition) for name, definition in named}
@@ -130,7 +131,7 @@ class RemotePredictions:
 
     def __init__(self, target: str, access: Access = _PLAIN) -> None:
         """Open a channel to `target`, HOST:PORT."""
-        self._target, self._access = target, access
+        self._target, self._access, self._preparing = target, access, 0
         options = [*_OPTIONS, *access.options]
         if access.credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options)
@@ -148,12 +149,17 @@ class RemotePredictions:
         Raises:
             StatusError: the server's status, or UNAVAILABLE if it cannot be reached.
         """
-        if _is_large(inputs):  # the event loop does only short work
-            request = await asyncio.to_thread(_predict_request, model, version, signature, inputs)
-        else:
-            request = _predict_request(model, version, signature, inputs)
+        self._preparing += 1
         try:
-            answer = await self._predict(request, timeout=timeout_seconds, metadata=self._access.metadata)
+            if _is_large(inputs):  # the event loop does only short work
+                request = await asyncio.to_thread(_predict_request, model, version, signature, inputs)
+            else:
+                request = _predict_request(model, version, signature, inputs)
+            call = self._predict(request, timeout=timeout_seconds, metadata=self._access.metadata)
+        finally:
+            self._preparing -= 1
+        try:
+            answer = await call
         except grpc.RpcError as error:
             raise _status_error(error, self._target, self._access.server) from None
         if len(answer) > INLINE_BYTES:
@@ -161,10 +167,15 @@ class RemotePredictions:
         return _outputs(answer, signature, self._target)
 
     def close(self, seconds: float | None = None) -> None:
-        """Start to close the channel. Calls in progress may take `seconds`; None cancels them."""
-        closing = asyncio.ensure_future(self._channel.close(seconds))
+        """Start to close the channel. Requests in progress may take `seconds`; None cancels them."""
+        closing = asyncio.ensure_future(self._close(seconds))
         _closing.add(closing)
         closing.add_done_callback(_closing.discard)
+
+    async def _close(self, seconds: float | None) -> None:
+        while self._preparing and seconds is not None:  # these have no call yet that the channel would wait for
+            await asyncio.sleep(_PREPARED_SECONDS)
+        await self._channel.close(seconds)
 
 
 def _is_large(inputs: Sequence[Array]) -> bool:

@@ -17,7 +17,7 @@ from tpuembed_serving.core.status import Code, LoadStopped, StatusError, servabl
 from tpuembed_serving.models.labels import VersionLabels
 from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
 from tpuembed_serving.models.stores.followed import FollowedStore
-from tpuembed_serving.models.versions import find_versions, fingerprint, identity
+from tpuembed_serving.models.versions import Identity, find_versions, fingerprint, identity
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings
 
 __all__ = ["Lease", "Loader", "ServedModel"]
@@ -51,8 +51,8 @@ class _Version:
     error: StatusError | None = None
     users: int = 0
     tried: object = None
-    identity: object = None
-    settling: object = None
+    identity: Identity | None = None
+    settling: Identity | None = None
     tries: int = 0
     fault: str = ""
     retry_at: float = 0.0
@@ -122,7 +122,7 @@ class _ModelFolder:
         """Return a context without an effect: the folder belongs to its user."""
         return contextlib.ExitStack()
 
-    def identity(self, path: Path) -> object:
+    def identity(self, path: Path) -> Identity | None:
         """Return what tells the files at `path` from those that replace them. None while they are not complete."""
         return identity(path)
 
@@ -332,13 +332,14 @@ class ServedModel:
             record = self._versions.setdefault(number, _Version(State.START, path))
             loaded = record.servable is not None
         found = self._folder.identity(path)
-        if loaded and found in (None, record.identity):
+        # If files are missing, and none is new, they are being removed, or cannot be read for a moment.
+        if loaded and (found is None or record.identity is None or found <= record.identity):
             self._enter(record, State.AVAILABLE, None)
             return
         if loaded and found != record.settling:  # a copy may be in progress
             record.settling = found
             return
-        tried = path, found if loaded else fingerprint(path)
+        tried = path, found, fingerprint(path)
         if record.tried != tried:
             record.tried, record.tries = tried, 0
         elif record.tries and (record.tries > self._options.max_retries or time.monotonic() < record.retry_at):
@@ -359,6 +360,9 @@ class ServedModel:
         try:
             held = self._folder.hold(path)
             servable = self._load(path)
+            if self._folder.identity(path) != found:  # it may have rows of both
+                servable.close()
+                raise StatusError(Code.UNAVAILABLE, f"version {number}: its files changed while they were read")
         except LoadStopped as stop:
             held.close()
             if not replaced:

@@ -1,6 +1,5 @@
 """Finds the versions in a model's folder, and checks that a version is complete before it is loaded."""
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -32,6 +31,10 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _INT64 = range(-(2**63), 2**63)
 
 
+Identity = frozenset[tuple[str, int, int]]
+"""Path, time and size of each file of a version. Inodes are not stable on every file system."""
+
+
 def parse_version(name: str) -> int | None:
     """Return the version number in a folder's name, read as `absl::SimpleAtoi` reads an int64, or None."""
     if not _INTEGER.fullmatch(name):
@@ -58,24 +61,27 @@ def fingerprint(version_dir: Path) -> tuple[tuple[int, int] | None, ...]:
     return tuple(_stamp(version_dir / path) for path in _LOOKED_AT)
 
 
-def identity(version_dir: Path) -> frozenset[tuple[str, int, int, int]] | None:
-    """Return path, inode, time and size of each file that a load reads. None while the graph is missing.
+def identity(version_dir: Path) -> Identity | None:
+    """Return what a load reads. None if a file cannot be read, or the graph is missing.
 
     Of the extra assets, only the manifest is among them: others may be added to a version that is served.
     """
-    found = frozenset(_identities(str(version_dir), ""))
+    try:
+        found = frozenset(_identities(str(version_dir), ""))
+    except OSError:
+        return None
     return found if any(name == str(GRAPH_FILE) for name, *_ in found) else None
 
 
-def _identities(folder: str, prefix: str) -> Iterator[tuple[str, int, int, int]]:
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+def _identities(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:
+    with os.scandir(folder) as entries:
         for entry in entries:
             name = prefix + entry.name
             if entry.is_dir():
                 yield from _identities(entry.path, f"{name}/")
             elif prefix != f"{_EXTRA}/" or entry.name == MANIFEST_PATH.name:
                 status = entry.stat()
-                yield name, status.st_ino, status.st_mtime_ns, status.st_size
+                yield name, status.st_mtime_ns, status.st_size
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -82,7 +82,6 @@ class RedisStates:
         signature = dataclasses.replace(
             with_padding(signature_of(DEFAULT_SIGNATURE, definition, is_export=True), manifest),
             shard_id=manifest.shard_id,
-            is_of_no_export=not manifest.shard_id,
         )
         return version, ({DEFAULT_SIGNATURE: signature}, {DEFAULT_SIGNATURE: signature_json(definition)})
 

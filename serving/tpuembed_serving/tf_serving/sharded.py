@@ -368,7 +368,7 @@ class ShardedStates:
             padding=padding if any(value is not None for value in padding) else (),
             row_bytes=sum(route.signature.row_bytes for route in routes),
             shard_id=_export_of(routes),
-            is_of_no_export=any(route.signature.is_of_no_export for route in routes),
+            is_export_known=any(route.signature.is_export_known for route in routes),
         )
 
     def close(self) -> None:

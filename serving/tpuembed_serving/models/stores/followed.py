@@ -10,6 +10,7 @@ from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
 from tpuembed_serving.models.stores.cache import STATE_FILE, folder_of, hold, read_state
+from tpuembed_serving.models.versions import Identity
 
 __all__ = ["FollowedStore"]
 
@@ -62,6 +63,6 @@ class FollowedStore:
         """Keep the version at `path` in the cache until the returned context is closed."""
         return hold(path)
 
-    def identity(self, _: Path, /) -> object:
+    def identity(self, _: Path, /) -> Identity | None:
         """Return None: a version that is loaded stays as it was pulled."""
         return None

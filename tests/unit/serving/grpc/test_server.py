@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tensorflow_serving.apis import predict_pb2
+from tensorflow_serving.apis import get_model_metadata_pb2, predict_pb2
 
 from tests.support.messages import refused
 from tests.support.serving.doubles import DoublingServable, make_version
@@ -24,6 +25,7 @@ from tpuembed_serving.core.servable import Merging
 from tpuembed_serving.core.service import ModelSpec
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.grpc import arrivals
+from tpuembed_serving.grpc.remote_calls import RemoteStates
 from tpuembed_serving.grpc.server import GrpcServer, truncated
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.tf_serving import shards
@@ -317,5 +319,52 @@ def test_calls_that_have_ended_are_not_waited_for(tmp_path: Path, monkeypatch: p
             model.go_on.set()
             await asyncio.gather(*calls[1:])
             assert (server._arrivals._in_progress, server._arrivals._announced) == (0, 0)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("shard_id", "is_known"), [("", True), ("x-1", True), ("", False)])
+def test_a_server_tells_of_which_export_its_version_is(tmp_path: Path, shard_id: str, is_known: bool) -> None:
+    """One that forwards to TensorFlow Serving does not know it, and says so."""
+    servable = DoublingServable()
+    servable.signatures = {
+        name: dataclasses.replace(each, shard_id=shard_id, is_export_known=is_known)
+        for name, each in servable.signatures.items()
+    }
+
+    async def check() -> None:
+        async with running(tmp_path, lambda _: servable) as (_, server, _channel):
+            states = RemoteStates(f"127.0.0.1:{server._port}", 10)
+            _, (signatures, _) = await asyncio.to_thread(states.definitions, "m", 7)
+            states.close()
+        found = signatures["serving_default"]
+        assert (found.shard_id, found.is_export_known) == (shard_id, is_known)
+
+    asyncio.run(check())
+
+
+def test_of_tensorflow_serving_no_export_is_known() -> None:
+    """It answers without the metadata by which servers of tpuembed are told."""
+
+    async def metadata(_: bytes, __: Any) -> bytes:
+        answer = get_model_metadata_pb2.GetModelMetadataResponse()
+        signatures = get_model_metadata_pb2.SignatureDefMap()
+        signatures.signature_def["serving_default"].method_name = "tensorflow/serving/predict"
+        answer.metadata["signature_def"].Pack(signatures)
+        return bytes(answer.SerializeToString())
+
+    async def check() -> None:
+        server = grpc.aio.server()
+        methods = {"GetModelMetadata": grpc.unary_unary_rpc_method_handler(metadata)}
+        service = "tensorflow.serving.PredictionService"
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        states = RemoteStates(f"127.0.0.1:{port}", 10)
+        _, (signatures, _) = await asyncio.to_thread(states.definitions, "m", 7)
+        states.close()
+        await server.stop(None)
+        found = signatures["serving_default"]
+        assert (found.shard_id, found.is_export_known, found.is_of_no_export) == ("", False, False)
 
     asyncio.run(check())

@@ -218,6 +218,50 @@ def test_each_file_of_a_version_but_extra_assets_is_part_of_it(
     assert len(loader.calls) == 3
 
 
+def test_files_that_change_while_they_are_read_are_not_served(
+    model: ServedModel, loader: FakeLoader, base_path: Path
+) -> None:
+    """The tables of a version that was replaced during its load were those of two exports."""
+    make_version(base_path, 1)
+    loader.during = lambda: replace(base_path)
+    model.poll()
+    assert not model.available
+    assert loader.loaded["1"].closed.is_set()
+    loader.during = lambda: None
+    model.poll()
+    before = loader.loaded["1"]
+    assert served(model) == 1
+    loader.during = lambda: replace(base_path)
+    (base_path / "1" / "saved_model.pb").write_bytes(b"a third graph")
+    for _ in range(2):
+        model.poll()
+    assert loader.loaded["1"].closed.is_set()
+    with model.lease(1) as loaded:
+        assert loaded.servable is before
+    loader.during = lambda: None
+    for _ in range(2):
+        model.poll()
+    with model.lease(1) as loaded:
+        assert loaded.servable is loader.loaded["1"]
+    assert before.closed.is_set()
+
+
+def test_a_file_that_is_missing_for_a_moment_is_no_other_version(
+    model: ServedModel, loader: FakeLoader, base_path: Path
+) -> None:
+    manifest = make_version(base_path, 1) / "assets.extra" / "tpuembed.json"
+    manifest.parent.mkdir()
+    manifest.write_bytes(b"manifest")
+    model.poll()
+    away = manifest.rename(base_path / "away")
+    for _ in range(4):
+        model.poll()
+    away.rename(manifest)
+    for _ in range(4):
+        model.poll()
+    assert (loader.calls, states(model)) == (["1"], {1: State.AVAILABLE})
+
+
 def test_a_version_without_its_files_is_served_on(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
     (make_version(base_path, 1) / "saved_model.pb").unlink()
     model.poll()

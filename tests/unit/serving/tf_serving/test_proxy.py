@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import threading
 import time
+import types
 import warnings
 from typing import Any
 
@@ -155,3 +156,42 @@ def test_large_inputs_and_answers_are_converted_in_a_thread(
 
     asyncio.run(scenario())
     assert [thread is not threading.main_thread() for thread in threads] == [in_thread] * 2
+
+
+def test_a_request_that_is_being_encoded_is_sent_before_its_channel_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front opens new channels if its certificates are replaced. A large request then failed with an internal error."""
+    begun, go_on, events = threading.Event(), threading.Event(), list[str]()
+    encode = remote_calls._predict_request
+
+    def slow(*args: Any) -> bytes:
+        begun.set()
+        assert go_on.wait(10)
+        return encode(*args)
+
+    monkeypatch.setattr(remote_calls, "_predict_request", slow)
+    answer = predict_pb2.PredictResponse()
+    encode_tensor(np.arange(3), "int64", answer.outputs["y"])
+
+    async def predict(*_: Any, **__: Any) -> bytes:
+        events.append("called")
+        return answer.SerializeToString()
+
+    async def scenario() -> None:
+        predictions: Any = remote_calls.RemotePredictions("127.0.0.1:1")
+        channel = predictions._channel
+
+        async def close(seconds: float | None) -> None:
+            events.append(f"closed {seconds}")
+            await channel.close()
+
+        predictions._predict, predictions._channel = predict, types.SimpleNamespace(close=close)
+        run = asyncio.create_task(predictions.run("m", 1, SIGNATURE, [np.arange(20_000)], 10.0))
+        assert await asyncio.to_thread(begun.wait, 10)
+        predictions.close(60.0)
+        await asyncio.sleep(0.05)
+        go_on.set()
+        await run
+        await asyncio.gather(*remote_calls._closing)
+
+    asyncio.run(scenario())
+    assert events == ["called", "closed 60.0"]

@@ -283,12 +283,11 @@ def test_shards_without_a_common_version_say_what_each_has(
 
 def described(model: str, shard_id: str, *, is_tpuembed: bool = True) -> Any:
     """Return what `definitions` of a shard's server says of version 1."""
-    of_none = is_tpuembed and not shard_id
     found = dataclasses.replace(
         signature({model: "int64"}, {model: "float"}),
         name=DEFAULT_SIGNATURE,
         shard_id=shard_id,
-        is_of_no_export=of_none,
+        is_export_known=is_tpuembed or bool(shard_id),
     )
     dims = {"tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}
     in_json = {"inputs": {model: dims}, "outputs": {model: dims}, "method_name": ""}
