@@ -13,6 +13,7 @@ from tpuembed_serving.core.status import Code, StatusError
 __all__ = [
     "GRAPH_FILE",
     "INDEX_FILE",
+    "Identity",
     "check_files",
     "find_versions",
     "fingerprint",
