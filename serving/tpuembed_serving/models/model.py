@@ -344,10 +344,10 @@ class ServedModel:
             record.tried, record.tries = tried, 0
         elif record.tries and (record.tries > self._options.max_retries or time.monotonic() < record.retry_at):
             return
-        self._try_load(number, record, path)
+        self._try_load(number, record, path, found)
 
-    def _try_load(self, number: int, record: _Version, path: Path) -> None:
-        """Load a version. If its files were replaced, those of before are served until the new ones are loaded."""
+    def _try_load(self, number: int, record: _Version, path: Path, found: Identity | None) -> None:
+        """Load a version with the files that were `found`. If they replace others, those are served until then."""
         replaced = record.servable is not None
         if replaced:
             text = "model %s version %d: its files were replaced. It is loaded again"
@@ -355,7 +355,7 @@ class ServedModel:
         else:
             record.path = path
             self._enter(record, State.LOADING, None)
-        started, found = time.monotonic(), self._folder.identity(path)
+        started = time.monotonic()
         held = contextlib.ExitStack()
         try:
             held = self._folder.hold(path)
@@ -371,7 +371,7 @@ class ServedModel:
             return
         except Exception as error:  # whatever a model does, the server and its other versions go on
             held.close()
-            self._note_failure(number, record, _without_traceback(number, error), replaced=replaced)
+            self._note_failure(number, record, _without_traceback(number, error))
             return
         with self._lock:
             if replaced:
@@ -384,13 +384,13 @@ class ServedModel:
             record.identity, record.load_seconds = found, time.monotonic() - started
         self._enter(record, State.AVAILABLE, None)
 
-    def _note_failure(self, number: int, record: _Version, status: StatusError, *, replaced: bool) -> None:
+    def _note_failure(self, number: int, record: _Version, status: StatusError) -> None:
         record.tries += 1
         record.retry_at = time.monotonic() + self._options.retry_seconds
         left = self._options.max_retries + 1 - record.tries
         more = f"Next retry in {self._options.retry_seconds:g} s" if left else "No retry until its files change"
         record.fault = f"{status.message.rstrip('.')}. {more}"
-        if replaced:
+        if record.servable is not None:
             text = (
                 "model %s version %d: the files that replaced its own cannot be loaded: %s. Those of before are served"
             )

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -72,6 +72,41 @@ class Route:
     shapes: Mapping[str, tuple[int, ...]] | None
 
 
+class ShardClients:
+    """What calls each shard. The clients of servers are made anew once the certificates or the key have changed.
+
+    Attributes:
+        each: the clients, in the order of the shards.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        accesses: Sequence["Access"],
+        of_redis: Callable[[str], Any],
+        of_server: Callable[[str, "Access"], Any],
+        end: Callable[[Any], None],
+    ) -> None:
+        """Make the clients: of the URL of a Redis, or of a server's address and access. `end` closes one that is replaced."""
+        self._shards, self._of_server, self._end = shards, of_server, end
+        self.each: list[Any] = [of_redis(shard.url) if shard.url else None for shard in shards]
+        self._accesses: Sequence[Access] | None = accesses
+        self.update()
+
+    def renew(self, accesses: Sequence["Access"]) -> None:
+        """Call the servers by `accesses` from the next `update` on. Any thread may call this."""
+        self._accesses = accesses
+
+    def update(self) -> None:
+        """Replace the clients of servers, if `renew` was called. The thread that uses them calls this."""
+        accesses, self._accesses = self._accesses, None
+        for number, access in enumerate(accesses or ()):
+            if address := self._shards[number].address:
+                before, self.each[number] = self.each[number], self._of_server(address, access)
+                if before is not None:
+                    self._end(before)
+
+
 class ShardedStates:
     """The versions and signatures of all shards together; see StatusSource. One thread calls its methods."""
 
@@ -91,31 +126,24 @@ class ShardedStates:
             missing: gets the shards that a poll did not reach.
             doubted: has the versions that a server had another shard of, since the last poll.
         """
+        with IMPORTING_TENSORFLOW:
+            from tpuembed_serving.grpc.remote_calls import RemoteStates
+
         self._file, self._routes, self._missing = file, routes, missing
-        self._states: list[Any] = [RedisStates(shard.url) if shard.url else None for shard in file.shards]
-        self._renewed: Sequence[Access] | None = None
-        self._connect(accesses)
+        self.clients = ShardClients(
+            file.shards,
+            accesses,
+            RedisStates,
+            lambda address, access: RemoteStates(address, _POLL_TIMEOUT_SECONDS, access),
+            lambda states: states.close(),
+        )
+        self._states = self.clients.each
         self._known: list[list[VersionStatus] | None] = [None] * len(file.shards)
         self._of_several = {*file.split, *(f"{name}_weights" for name, one in file.split.items() if one.weighted)}
         self._threads = concurrent.futures.ThreadPoolExecutor(min(16, len(file.shards)), "poll-shards")
         self._started, self._mismatch = time.monotonic(), ""
         self._logged = dict[str, tuple[int, Code]]()
         self._doubted = doubted
-
-    def _connect(self, accesses: Sequence["Access"]) -> None:
-        """Open a new channel to each server."""
-        with IMPORTING_TENSORFLOW:
-            from tpuembed_serving.grpc.remote_calls import RemoteStates
-
-        for number, (shard, access) in enumerate(zip(self._file.shards, accesses, strict=True)):
-            if shard.address:
-                if self._states[number] is not None:
-                    self._states[number].close()
-                self._states[number] = RemoteStates(shard.address, _POLL_TIMEOUT_SECONDS, access)
-
-    def renew(self, accesses: Sequence["Access"]) -> None:
-        """Call the shards by `accesses` from the next poll on. Any thread may call this."""
-        self._renewed = accesses
 
     def versions(self, model: str) -> list[VersionStatus]:  # noqa: ARG002 - there is one
         """Return every version, newest first. One is available if it is on all shards.
@@ -125,9 +153,7 @@ class ShardedStates:
         Raises:
             ReportedError: a shard has not answered yet, or no version is on all shards.
         """
-        renewed, self._renewed = self._renewed, None
-        if renewed is not None:
-            self._connect(renewed)
+        self.clients.update()
         faults = {}
         for number, found in enumerate(self._threads.map(self._poll, range(len(self._states)))):
             shard, is_new = self._file.shards[number], self._known[number] is None
@@ -410,25 +436,18 @@ class ShardedPredictions:
         doubted: set[int],
     ) -> None:
         """Open a channel to each shard. `routes` and `doubted` are those of ShardedStates."""
-        self._file, self._routes, self._doubted = file, routes, doubted
-        self._next_log = dict[str, float]()
-        self._predictions: list[Any] = [RedisPredictions(shard.url) if shard.url else None for shard in file.shards]
-        self._renewed: Sequence[Access] | None = None
-        self._connect(accesses)
-
-    def _connect(self, accesses: Sequence["Access"]) -> None:
-        """Open a new channel to each server. Calls in progress end on the old ones."""
         from tpuembed_serving.grpc.remote_calls import RemotePredictions
 
-        for number, (shard, access) in enumerate(zip(self._file.shards, accesses, strict=True)):
-            if shard.address:
-                if self._predictions[number] is not None:
-                    self._predictions[number].close(_OLD_CALLS_SECONDS)
-                self._predictions[number] = RemotePredictions(shard.address, access)
-
-    def renew(self, accesses: Sequence["Access"]) -> None:
-        """Call the shards by `accesses` from the next request on. Any thread may call this."""
-        self._renewed = accesses
+        self._file, self._routes, self._doubted = file, routes, doubted
+        self._next_log = dict[str, float]()
+        self.clients = ShardClients(
+            file.shards,
+            accesses,
+            RedisPredictions,
+            RemotePredictions,
+            lambda predictions: predictions.close(_OLD_CALLS_SECONDS),
+        )
+        self._predictions = self.clients.each
 
     async def run(
         self,
@@ -448,9 +467,7 @@ class ShardedPredictions:
             VersionGoneError: a shard does not have the version any more.
             StatusError: that of the first shard that cannot answer; its message names it.
         """
-        renewed, self._renewed = self._renewed, None
-        if renewed is not None:
-            self._connect(renewed)
+        self.clients.update()
         named = {info.alias: array for info, array in zip(signature.inputs, inputs, strict=True)}
         sizes = {name: len(array) for name, array in named.items() if array.ndim}
         if len(set(sizes.values())) > 1:

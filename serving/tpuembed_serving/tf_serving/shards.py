@@ -57,9 +57,9 @@ class Shards:
         """
         self._secrets = self._file.secrets()
         if self._states is not None:
-            self._states.renew(self._accesses(checks_health=False))
+            self._states.clients.renew(self._accesses(checks_health=False))
         if self._predictions is not None:
-            self._predictions.renew(self._accesses(checks_health=True))
+            self._predictions.clients.renew(self._accesses(checks_health=True))
         return f"shards {self._file.path}: certificates and key for the shards: read again"
 
     def _accesses(self, *, checks_health: bool) -> "list[Access]":

@@ -1,5 +1,6 @@
 """Lookups of tables whose rows are split among servers: the answers of the parts add up to those of the whole table."""
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,12 +237,9 @@ def test_an_unfinished_version_of_another_export_is_not_passed_over(tmp_path: Pa
     assert export_shards(second, tmp_path / "s", **options).version == 2
 
 
-def test_an_export_with_other_options_of_the_checkpoint_is_no_part_of_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The order of partitions decides which row is which."""
-    checkpoint = partitioned(tmp_path, "0,4:-", "4,4:-", "8,3:-")
-    options: dict[str, Any] = {"serving_config": {"features": {"x": {"table": "emb", "input": "id"}}}, "shards": 2}
+@contextlib.contextmanager
+def interrupted_after_one_shard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The export inside must be ended by an interrupt before its second shard."""
     exported: list[str] = []
 
     def first_alone(opened: Any, request: Any, folder: Path, *given: Any, **more: Any) -> Any:
@@ -253,16 +251,19 @@ def test_an_export_with_other_options_of_the_checkpoint_is_no_part_of_this_one(
     with monkeypatch.context() as patch:
         patch.setattr(sharding, "run_export", first_alone)
         with pytest.raises(KeyboardInterrupt):
-            export_shards(
-                checkpoint,
-                tmp_path / "s",
-                **options,
-                split={"emb": 2},
-                checkpoint_options={"partition_strategy": "mod"},
-            )
-    report = export_shards(
-        checkpoint, tmp_path / "s", **options, split={"emb": 2}, checkpoint_options={"partition_strategy": "div"}
-    )
+            yield
+
+
+def test_an_export_with_other_options_of_the_checkpoint_is_no_part_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of partitions decides which row is which."""
+    checkpoint = partitioned(tmp_path, "0,4:-", "4,4:-", "8,3:-")
+    options: dict[str, Any] = {"serving_config": {"features": {"x": {"table": "emb", "input": "id"}}}, "shards": 2}
+    options["split"] = {"emb": 2}
+    with interrupted_after_one_shard(monkeypatch):
+        export_shards(checkpoint, tmp_path / "s", **options, checkpoint_options={"partition_strategy": "mod"})
+    report = export_shards(checkpoint, tmp_path / "s", **options, checkpoint_options={"partition_strategy": "div"})
     assert (report.version, sorted(report.reports)) == (2, ["shard-0", "shard-1"])
 
 
@@ -273,19 +274,9 @@ def test_an_export_of_other_names_is_no_part_of_this_one(tmp_path: Path, monkeyp
     names = tmp_path / "names"
     vocabulary = {"file": str(names), "oov_buckets": 1}
     config = {"features": {name: {"table": name, "input": "id", "vocabulary": vocabulary} for name in "ab"}}
-    written: list[str] = []
-
-    def first_alone(opened: Any, request: Any, folder: Path, *given: Any, **more: Any) -> Any:
-        if written:
-            raise KeyboardInterrupt
-        written.append(folder.name)
-        return run_export(opened, request, folder, *given, **more)
-
     names.write_text("ann\nbob\n")
-    with monkeypatch.context() as patch:
-        patch.setattr(sharding, "run_export", first_alone)
-        with pytest.raises(KeyboardInterrupt):
-            export_shards(checkpoint, tmp_path / "s", serving_config=config, shards=2)
+    with interrupted_after_one_shard(monkeypatch):
+        export_shards(checkpoint, tmp_path / "s", serving_config=config, shards=2)
     names.write_text("bob\nann\n")
     report = export_shards(checkpoint, tmp_path / "s", serving_config=config, shards=2)
     assert (report.version, sorted(report.reports)) == (2, ["shard-0", "shard-1"])
