@@ -96,11 +96,12 @@ class Cluster:
                 if number < 3:
                     client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
                 client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
-        self._until(lambda info: b"cluster_known_nodes:6\r" in info, self.nodes)
+        # A node counts as known before its id is known, and REPLICATE needs the id.
+        self._until("NODES", lambda nodes: all(each.encode() in nodes for each in ids))
         for number in range(3, 6):
             with self.nodes[number].client() as client:
                 client.execute_command("CLUSTER", "REPLICATE", ids[number - 3])
-        self._until(lambda info: b"cluster_state:ok\r" in info, self.nodes)
+        self._until("INFO", lambda info: b"cluster_state:ok\r" in info)
         ends = time.monotonic() + _START_SECONDS
         for node in self.nodes[3:]:
             with node.client() as client:
@@ -108,11 +109,12 @@ class Cluster:
                     assert time.monotonic() < ends, "a replica has not synchronised"
                     time.sleep(0.05)
 
-    def _until(self, holds: Any, nodes: list[Server]) -> None:
+    def _until(self, command: str, holds: Any) -> None:
+        """Wait until the answer of each node to a command CLUSTER is as it has to be."""
         ends = time.monotonic() + _START_SECONDS
-        for node in nodes:
+        for node in self.nodes:
             with node.client() as client:
-                while not holds(client.execute_command("CLUSTER", "INFO")):
+                while not holds(client.execute_command("CLUSTER", command)):
                     assert time.monotonic() < ends, "the cluster has not formed"
                     time.sleep(0.05)
 
