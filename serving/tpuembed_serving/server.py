@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuembed.errors import ServingError, reason
+from tpuembed.saved_model import SHARDS_FILE
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.grpc.listening import check_socket_path
 from tpuembed_serving.http.app import create_app
@@ -70,7 +71,7 @@ def serve(settings: ServerSettings) -> None:
         for model, path in empty:
             below = next(path.glob(f"*/*/{GRAPH_FILE}"), None)
             hint = "" if below is None else f". {below.parents[1]} has a version: give that folder to serve it"
-            if (shards := path / "shards.yaml").is_file():
+            if (shards := path / SHARDS_FILE).is_file():
                 hint = f". It is a folder of shards: serve it with --shards {shards}"
             logger.warning("model %s: %s has no version yet. Waiting for one%s", model.name, path, hint)
         with _pulling(settings) as configure:

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 import trustme
+import yaml
 from click.testing import CliRunner
 from redis.crc import key_slot
 
@@ -33,9 +34,11 @@ from tpuembed.row_store.client import PASSWORD_VARIABLE, Keys
 from tpuembed.row_store.keys import TAGS
 from tpuembed_cli.main import cli
 from tpuembed_serving.core.servable import State
+from tpuembed_serving.core.shards_file import ShardsFile
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.tf_serving.redis_rows import RedisRows
 from tpuembed_serving.tf_serving.redis_shard import RedisPredictions, RedisStates
+from tpuembed_serving.tf_serving.shards import Shards
 
 pytestmark = redis_servers.needs_redis
 
@@ -576,6 +579,64 @@ def test_passwords(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(PASSWORD_VARIABLE, "s3cret-0")
         states = RedisStates(server.url)
         assert len(states.versions("rec")) == 1
+        states.close()
+
+
+def check_rotation(trained: Trained, url: str, nodes: Sequence[redis_servers.Server], file: Path) -> None:
+    """Check that a client follows the password in `file`, for a user of each node."""
+
+    def set_password(password: str) -> None:
+        for node in nodes:
+            with node.client() as client:
+                client.execute_command(
+                    "ACL", "SETUSER", "front", "on", "resetpass", f">{password}", "~*", "&*", "+@all"
+                )
+                client.execute_command("CLIENT", "KILL", "USER", "front")
+
+    set_password("s3cret-0")
+    file.write_text("s3cret-0\n")
+    store = connect(url.replace("//", "//front@"), "not used", password_file=file)
+    rows = RedisRows(store, "rec")
+    check_rows(rows, trained, 2)
+    set_password("s3cret-1")
+    with refused(RowStoreError) as caught:
+        check_rows(rows, trained, 2)
+    assert "s3cret" not in str(caught.value)
+    file.unlink()  # while it is replaced, the last one is used
+    with refused(RowStoreError):
+        check_rows(rows, trained, 2)
+    file.write_text("s3cret-1\n")
+    check_rows(rows, trained, 2)
+    store.close()
+
+
+def test_a_password_that_changes(trained: Trained, tmp_path: Path, server: redis_servers.Server) -> None:
+    publish_rows(trained.model_dir, server.url, version=2)
+    check_rotation(trained, server.url, [server], tmp_path / "password")
+
+
+@pytest.mark.long
+def test_a_password_that_changes_in_a_cluster(trained: Trained, tmp_path: Path) -> None:
+    with redis_servers.cluster(tmp_path / "cluster") as cluster:
+        publish_rows(trained.model_dir, cluster.url, version=2)
+        check_rotation(trained, cluster.url, cluster.nodes, tmp_path / "password")
+
+
+def test_the_front_has_the_password_of_a_file(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
+    with redis_servers.server(tmp_path / "redis", "--requirepass", "s3cret-0") as server:
+        publish_rows(trained.model_dir, server.url, version=2, password="s3cret-0")
+        entry = {"kind": "redis", "name": "rec", "url": server.url}
+        content = {"format": 1, "model": "rec", "shards": [entry], "redis_password_file": "password"}
+        (tmp_path / "shards.yaml").write_text(yaml.safe_dump(content))
+        with refused(ConfigError):
+            ShardsFile.read(tmp_path / "shards.yaml")
+        (tmp_path / "password").write_text("s3cret-0")
+        shards = Shards(ShardsFile.read(tmp_path / "shards.yaml"))
+        states = shards.states()
+        assert [status.version for status in states.versions("rec")] == [2]
         states.close()
 
 

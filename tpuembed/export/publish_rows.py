@@ -19,14 +19,13 @@ import numpy as np
 from tpuembed.checkpoint.tools import find_export
 from tpuembed.errors import ConfigError, ExportError, reason
 from tpuembed.export.publish.folder import lock_folder
-from tpuembed.export.sharding.files import refuse_shards
 from tpuembed.export.sharding.plan import FRONT
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, Manifest
 from tpuembed.row_store import ArrayRecord, PublishedModel, VersionRecord, connect
 from tpuembed.row_store.client import Keys
 from tpuembed.row_store.keys import buckets_of
-from tpuembed.saved_model import size_faults
+from tpuembed.saved_model import refuse_shards, size_faults
 
 __all__ = ["PublishRowsReport", "publish_rows"]
 

@@ -4,6 +4,7 @@ redis-py connects, authenticates, finds the nodes of a cluster and parses replie
 encoded, and collects the replies: redis-py's own MGET encodes each key by itself, and takes keys of one slot alone.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -86,8 +87,26 @@ def password_of(path: Path | None) -> str | None:
     return text
 
 
-def connect(url: str, password: str | None = None) -> "RowStore":
+class _PasswordFile:
+    """Logs in with the password in a file, which is read again for each connection. It is a CredentialProvider of redis-py."""
+
+    def __init__(self, path: Path, user: str | None) -> None:
+        self._path, self._user, self._password = path, user, password_of(path)
+
+    def get_credentials(self) -> tuple[str | None, ...]:
+        """Return the password, after the user if there is one. The last password stays while the file cannot be read."""
+        with contextlib.suppress(ConfigError):
+            self._password = password_of(self._path)
+        return (self._user, self._password) if self._user else (self._password,)
+
+
+def connect(url: str, password: str | None = None, *, password_file: Path | None = None) -> "RowStore":
     """Connect to the Redis at `url`, redis://[USER@]HOST:PORT[/DB], or rediss:// for TLS. A cluster is recognised.
+
+    Args:
+        url: without a password.
+        password: None logs in without one.
+        password_file: has the password, in the place of `password`. It is read again for each connection.
 
     Raises:
         ConfigError: `url` is no such URL, or has a password.
@@ -102,19 +121,25 @@ def connect(url: str, password: str | None = None) -> "RowStore":
     except ImportError:
         raise MissingExtraError("redis://", "redis", "redis") from None
     options: dict[str, Any] = {
-        "password": password,
         "socket_timeout": _SOCKET_SECONDS,
         "socket_connect_timeout": _CONNECT_SECONDS,
         "socket_read_size": _READ_BYTES,
         "retry": Retry(NoBackoff(), 0),  # RowStore retries
     }
+    address = url
+    if password_file is None:
+        options["password"] = password
+    else:
+        parts = _split(url)
+        options["credential_provider"] = _PasswordFile(password_file, unquote(parts.username or "") or None)
+        address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     client: Any = None
     try:
-        client = redis.Redis.from_url(url, **options)
+        client = redis.Redis.from_url(address, **options)
         if not client.info("cluster")["cluster_enabled"]:
             return RowStore(client, url, is_cluster=False)
         client.close()
-        return RowStore(redis.RedisCluster.from_url(url, **options), url, is_cluster=True)
+        return RowStore(redis.RedisCluster.from_url(address, **options), url, is_cluster=True)
     except (redis.RedisError, OSError, ValueError) as error:
         if client is not None:
             client.close()
@@ -352,7 +377,7 @@ def _refusal(url: str, error: Exception) -> RowStoreError:
     text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
     remedy = "Check its address, and that it runs"
     if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
-        remedy = f"Set {PASSWORD_VARIABLE}, or give a file with the password"
+        remedy = f"Set {PASSWORD_VARIABLE}, or give redis_password_file"
         if "HELLO" in text or "required" in text:  # the commands by which a client may log in
             text = "asks for a password"
     elif text.startswith("OOM") or "maxmemory" in text:
@@ -375,8 +400,8 @@ def check_url(url: str) -> None:
     options = parse_qs(parts.query, keep_blank_values=True)
     if parts.password is not None or "password" in options:
         raise ConfigError(
-            f"URL {masked(url)}: has a password, which other users of the machine can see. Set {PASSWORD_VARIABLE}, or give a file "
-            "with the password."
+            f"URL {masked(url)}: has a password, which other users of the machine can see. Set {PASSWORD_VARIABLE}, or give "
+            "redis_password_file."
         )
     allowed = _TLS_OPTIONS if parts.scheme == "rediss" else ()
     if unknown := sorted(options.keys() - set(allowed)):

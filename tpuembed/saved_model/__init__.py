@@ -15,15 +15,18 @@ from tpuembed.saved_model.relocate import Relocation, check_root, relocate_expor
 from tpuembed.saved_model.table_files import (
     GRAPH_FILE,
     PACKAGE_INDEX,
+    SHARDS_FILE,
     check_sizes,
     file_crc32c,
     is_package,
+    refuse_shards,
     size_faults,
 )
 
 __all__ = [
     "GRAPH_FILE",
     "PACKAGE_INDEX",
+    "SHARDS_FILE",
     "MappedTensor",
     "Relocation",
     "check_root",
@@ -34,6 +37,7 @@ __all__ = [
     "mapped_folders",
     "mapped_from",
     "mapped_tensors",
+    "refuse_shards",
     "relocate_export",
     "replace_file",
     "replace_paths",

@@ -11,11 +11,22 @@ from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath, open_stream, versions
 from tpuembed.manifest import Manifest
 
-__all__ = ["GRAPH_FILE", "PACKAGE_INDEX", "check_sizes", "file_crc32c", "is_package", "size_faults"]
+__all__ = [
+    "GRAPH_FILE",
+    "PACKAGE_INDEX",
+    "SHARDS_FILE",
+    "check_sizes",
+    "file_crc32c",
+    "is_package",
+    "refuse_shards",
+    "size_faults",
+]
 
 GRAPH_FILE: Final = Path("saved_model.pb")
 PACKAGE_INDEX: Final = "package.json"
 """The file that a delta package has, and no version."""
+SHARDS_FILE: Final = "shards.yaml"
+"""The file in a folder with the MODEL_DIRs of shards."""
 _PIECE_BYTES: Final = 8 << 20
 
 
@@ -41,6 +52,12 @@ def _absence(version_dir: FilePath) -> str:
 def is_package(folder: FilePath) -> bool:
     """Returns True if `folder` is a delta package, which has no table files of its base."""
     return (folder / PACKAGE_INDEX).is_file()
+
+
+def refuse_shards(model_dir: FilePath, remedy: str) -> None:
+    """Raise ConfigError if `model_dir` has the MODEL_DIRs of shards, and is none itself. `remedy` ends the message."""
+    if (model_dir / SHARDS_FILE).is_file():
+        raise ConfigError(f"MODEL_DIR {model_dir}: is a folder of shards, because it has {SHARDS_FILE}. {remedy}")
 
 
 def check_sizes(version_dir: Path, manifest: Manifest) -> None:

@@ -20,7 +20,10 @@ __all__ = ["Shard", "ShardsFile", "ShardsSecrets", "ShardsTls", "SplitLookup"]
 _FORMATS: Final = (1, 2)
 """2 has fronts and split tables."""
 _PADDING: Final = int | float | str
-_KEYS: Final = ("format", "model", "shards", "padding", "front", "split", "on_failure", "tls", "api_key_file")
+_KEYS: Final = (
+    *("format", "model", "shards", "padding", "front", "split", "on_failure", "tls", "api_key_file"),
+    "redis_password_file",
+)
 _KEYS_OF_EXPORTS: Final = ("tables", "features", "bytes", "lookups", "rows")
 _KEYS_OF_SERVERS: Final = ("name", "address", *_KEYS_OF_EXPORTS)
 _KEYS_OF_REDIS: Final = ("kind", "name", "url", *_KEYS_OF_EXPORTS)
@@ -131,6 +134,7 @@ class ShardsFile:
         zeros: the features that become zeros if their shard does not answer. Requests with others fail then.
         tls: None is plain text.
         api_key_file: has the key that the shards ask for; None sends none.
+        redis_password_file: has the password of Redis; None is that of the environment.
     """
 
     path: Path
@@ -142,6 +146,7 @@ class ShardsFile:
     zeros: frozenset[str] = frozenset()
     tls: ShardsTls | None = None
     api_key_file: Path | None = None
+    redis_password_file: Path | None = None
 
     @classmethod
     def read(cls, path: Path) -> "ShardsFile":
@@ -173,10 +178,11 @@ class ShardsFile:
         names = [shard.name for shard in shards]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"{where}: two shards are called {twice[0]!r}. Rename one.")
-        front, key_file = content.get("front"), content.get("api_key_file")
-        for key, value in (("front", front), ("api_key_file", key_file)):
+        paths = {key: content.get(key) for key in ("front", "api_key_file", "redis_password_file")}
+        for key, value in paths.items():
             if value is not None and not isinstance(value, str):
                 raise ConfigError(f"{where}: {key} must be a path, got {value!r}.")
+        front, key_file, password_file = paths.values()
         found = cls(
             path=path,
             model=model,
@@ -186,9 +192,14 @@ class ShardsFile:
             tls=_tls(where, content.get("tls"), path.parent),
             front=None if front is None else as_path(front if "://" in front else path.absolute().parent / front),
             api_key_file=None if key_file is None else path.parent / key_file,
+            redis_password_file=None if password_file is None else path.parent / password_file,
             split=_split(where, content.get("split"), entries),
         )
         found.secrets()
+        if found.redis_password_file is not None:
+            from tpuembed.row_store.client import password_of  # imports NumPy
+
+            password_of(found.redis_password_file)
         return found
 
     @property

@@ -5,6 +5,7 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import ConfigError, MissingExtraError, RowStoreDataError, RowStoreError, UnknownTableError
@@ -27,9 +28,9 @@ _THREADS: Final = 16
 class RedisStates:
     """Queries the versions of a model in Redis, and their signatures. Its methods block."""
 
-    def __init__(self, url: str) -> None:
-        """Connect later. The password is that of the environment."""
-        self._url = url
+    def __init__(self, url: str, password_file: Path | None = None) -> None:
+        """Connect later. Without a file, the password is that of the environment."""
+        self._url, self._password_file = url, password_file
         self._store: RowStore | None = None
         self._digests: dict[int, str | None] = {}
 
@@ -92,16 +93,16 @@ class RedisStates:
 
     def _published(self, model: str) -> PublishedModel:
         if self._store is None:
-            self._store = connect(self._url, password_of(None))
+            self._store = connect(self._url, password_of(None), password_file=self._password_file)
         return PublishedModel(self._store, model, _POLL_SECONDS)
 
 
 class RedisPredictions:
     """Looks requests up in Redis, on threads. One event loop calls its methods."""
 
-    def __init__(self, url: str) -> None:
-        """Connect with the first request."""
-        self._url = url
+    def __init__(self, url: str, password_file: Path | None = None) -> None:
+        """Connect with the first request. Without a file, the password is that of the environment."""
+        self._url, self._password_file = url, password_file
         self._rows: dict[str, RedisRows] = {}
         self._connecting = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "redis")
@@ -139,7 +140,8 @@ class RedisPredictions:
         try:
             with self._connecting:
                 if model not in self._rows:
-                    self._rows[model] = RedisRows(connect(self._url, password_of(None)), model)
+                    store = connect(self._url, password_of(None), password_file=self._password_file)
+                    self._rows[model] = RedisRows(store, model)
             rows = self._rows[model]
             try:
                 opened = rows.open(version)

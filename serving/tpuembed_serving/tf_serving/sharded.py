@@ -133,7 +133,7 @@ class ShardedStates:
         self.clients = ShardClients(
             file.shards,
             accesses,
-            RedisStates,
+            lambda url: RedisStates(url, file.redis_password_file),
             lambda address, access: RemoteStates(address, _POLL_TIMEOUT_SECONDS, access),
             lambda states: states.close(),
         )
@@ -443,7 +443,7 @@ class ShardedPredictions:
         self.clients = ShardClients(
             file.shards,
             accesses,
-            RedisPredictions,
+            lambda url: RedisPredictions(url, file.redis_password_file),
             RemotePredictions,
             lambda predictions: predictions.close(_OLD_CALLS_SECONDS),
         )

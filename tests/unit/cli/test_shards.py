@@ -67,6 +67,10 @@ def test_an_export_without_shards_into_a_folder_of_shards_is_refused(checkpoint:
         said(done.stderr)
     with refused(ConfigError):
         export_saved_model(checkpoint, folder, model=FACTORY)
+    for command in ("describe", "verify", "stats", "versions"):
+        done = CliRunner().invoke(cli, [command, str(folder)])
+        assert done.exit_code == 1, done.output
+        said(done.stderr)
     assert sorted(path.name for path in folder.iterdir()) == names
     export_saved_model(checkpoint, folder / "shard-0", model=FACTORY)  # an ordinary folder
 

@@ -19,7 +19,7 @@ from tpuembed.errors import (
 )
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
-from tpuembed.saved_model import is_package
+from tpuembed.saved_model import is_package, refuse_shards
 from tpuembed.saved_model.stack_rows import StackRows
 from tpuembed.saved_model.stored_rows import decode_int8
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
@@ -37,15 +37,18 @@ def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
     """Return the export at `path` and its manifest: a version, or the highest version of a MODEL_DIR; None for anything else.
 
     Raises:
-        ConfigError: its manifest cannot be read.
+        ConfigError: its manifest cannot be read, or `path` is a folder of shards.
     """
     place = as_path(path)
     try:
         version = _version_of(place)
     except OSError:  # opening it as a checkpoint raises the same error, and reports it
         return None
-    manifest = Manifest.read(version) if version else None
-    return (version, manifest) if version and manifest else None
+    if version is None:
+        refuse_shards(place, f"Name one of them, such as {place / 'shard-0'}.")
+        return None
+    manifest = Manifest.read(version)
+    return (version, manifest) if manifest else None
 
 
 @contextlib.contextmanager

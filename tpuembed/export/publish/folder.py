@@ -44,10 +44,10 @@ from tpuembed.export.publish.version_writer import (
     versions_among,
 )
 from tpuembed.export.report import StreamReport
-from tpuembed.export.sharding.files import refuse_shards
 from tpuembed.export.stream.resume_log import Header, Recorder, flush, read_record, start_record
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 from tpuembed.files import FilePath
+from tpuembed.saved_model import refuse_shards
 
 __all__ = [
     "FolderWriter",

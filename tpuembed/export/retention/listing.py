@@ -11,10 +11,9 @@ from typing import Any, Final
 
 from tpuembed.errors import ConfigError, reason
 from tpuembed.export.publish.version_writer import versions_among
-from tpuembed.export.sharding.files import refuse_shards
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import Manifest
-from tpuembed.saved_model import GRAPH_FILE, mapped_folders, size_faults
+from tpuembed.saved_model import GRAPH_FILE, mapped_folders, refuse_shards, size_faults
 
 __all__ = [
     "VersionInfo",

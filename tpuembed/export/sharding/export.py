@@ -22,12 +22,13 @@ from tpuembed.export.report import ExportReport
 from tpuembed.export.retention.listing import version_folders
 from tpuembed.export.retention.prune import prune_after
 from tpuembed.export.run import Progress, make_plan, run_export, source_of
-from tpuembed.export.sharding.files import SHARDS_FILE, check_same, placed_in, read_shards, write_shards
+from tpuembed.export.sharding.files import check_same, placed_in, read_shards, write_shards
 from tpuembed.export.sharding.placement import PlacedShard, TableLoad, place, weighed
 from tpuembed.export.sharding.plan import FRONT, FrontEntry, ShardEntry, ShardingPlan, SplitFeature
 from tpuembed.export.stream.shard import Source
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import EXPORT_ID, FeatureEntry, Manifest
+from tpuembed.saved_model import SHARDS_FILE
 
 __all__ = ["SHARDS_FILE", "ShardEntry", "ShardingPlan", "ShardingReport", "export_shards", "plan_shards"]
 

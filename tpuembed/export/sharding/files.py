@@ -10,11 +10,10 @@ import yaml
 
 from tpuembed.errors import ConfigError, ExportError, reason
 from tpuembed.export.sharding.plan import ShardingPlan
-from tpuembed.saved_model import replace_file
+from tpuembed.saved_model import SHARDS_FILE, replace_file
 
-__all__ = ["SHARDS_FILE", "check_same", "placed_in", "read_shards", "refuse_shards", "write_shards"]
+__all__ = ["check_same", "placed_in", "read_shards", "write_shards"]
 
-SHARDS_FILE: Final = "shards.yaml"
 _FORMAT: Final = 1
 """The format number of a file of lookups of whole tables."""
 _FRONT_FORMAT: Final = 2
@@ -24,12 +23,6 @@ _FIRST_PORT: Final = 8600
 _NOTE: Final = (
     "# Write the address of each shard's servers: a target of gRPC, such as dns:///shard-0:8500. Keep the rest.\n"
 )
-
-
-def refuse_shards(model_dir: Path, remedy: str) -> None:
-    """Raise ConfigError if `model_dir` has the MODEL_DIRs of shards, and is none itself. `remedy` ends the message."""
-    if (model_dir / SHARDS_FILE).is_file():
-        raise ConfigError(f"MODEL_DIR {model_dir}: is a folder of shards, because it has {SHARDS_FILE}. {remedy}")
 
 
 def read_shards(folder: Path) -> dict[str, Any] | None:
