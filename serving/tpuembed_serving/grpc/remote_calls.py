@@ -60,11 +60,7 @@ class RemoteStates:
     def __init__(self, target: str, timeout_seconds: float, access: Access = _PLAIN) -> None:
         """Open a channel to `target`, HOST:PORT."""
         self._target, self._timeout, self._access = target, timeout_seconds, access
-        options = [*_OPTIONS, *access.options]
-        if access.credentials is None:
-            self._channel = grpc.insecure_channel(target, options)
-        else:
-            self._channel = grpc.secure_channel(target, access.credentials, options)
+        self._channel = _channel(grpc, target, access)
 
     def versions(self, model: str) -> list[VersionStatus]:
         """Return every version of `model`, newest first.
@@ -118,6 +114,17 @@ class RemoteStates:
             return found, any(tuple(pair) == _POLL for pair in done.trailing_metadata() or ())
         except grpc.RpcError as error:
             raise _status_error(error, self._target, self._access.server, self._access.remedy) from None
+        except ValueError:  # the channel is closed
+            text = f"the connection to {self._target} was replaced. Send the request again"
+            raise StatusError(Code.UNAVAILABLE, text) from None
+
+
+def _channel(module: Any, target: str, access: Access) -> Any:
+    """Open a channel of grpc, or of grpc.aio."""
+    options = [*_OPTIONS, *access.options]
+    if access.credentials is None:
+        return module.insecure_channel(target, options)
+    return module.secure_channel(target, access.credentials, options)
 
 
 def _version_status(found: Any) -> VersionStatus:
@@ -132,11 +139,7 @@ class RemotePredictions:
     def __init__(self, target: str, access: Access = _PLAIN) -> None:
         """Open a channel to `target`, HOST:PORT."""
         self._target, self._access, self._preparing = target, access, 0
-        options = [*_OPTIONS, *access.options]
-        if access.credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options)
-        else:
-            self._channel = grpc.aio.secure_channel(target, access.credentials, options)
+        self._channel = _channel(grpc.aio, target, access)
         self._predict = self._channel.unary_unary(f"{_PREDICTION}Predict")
 
     async def run(

@@ -23,7 +23,7 @@ from tpuembed_serving.core.api_keys import ApiKeys
 from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.servable import Merging
 from tpuembed_serving.core.service import ModelSpec
-from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.grpc import arrivals
 from tpuembed_serving.grpc.remote_calls import RemoteStates
 from tpuembed_serving.grpc.server import GrpcServer, truncated
@@ -341,6 +341,14 @@ def test_a_server_tells_of_which_export_its_version_is(tmp_path: Path, shard_id:
         assert (found.shard_id, found.is_export_known) == (shard_id, is_known)
 
     asyncio.run(check())
+
+
+def test_a_query_on_a_connection_that_was_replaced_can_be_sent_again() -> None:
+    states = RemoteStates("127.0.0.1:1", 10)
+    states.close()
+    with pytest.raises(StatusError) as raised:
+        states.definitions("m", None, "stable")
+    assert raised.value.code is Code.UNAVAILABLE
 
 
 def test_of_tensorflow_serving_no_export_is_known() -> None:
