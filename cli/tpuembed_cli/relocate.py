@@ -26,15 +26,10 @@ def relocate(export: str, root: str, as_json: bool) -> None:
     EXPORT is a version, or a MODEL_DIR with its newest version. ROOT is the absolute path of MODEL_DIR as the server
     sees it. tpuembed's own server does not need this: it maps the tables of the version that it loads.
     """
-    from tpuembed.checkpoint.tools import find_export
+    from tpuembed.checkpoint.tools import require_export
     from tpuembed.saved_model import relocate_export
 
-    found = find_export(export)
-    if found is None:
-        raise ConfigError(
-            f"{export}: not an export of tpuembed, and not a folder of exports. Name a version or a MODEL_DIR."
-        )
-    version, manifest = found
+    version, manifest = require_export(export)
     if not isinstance(version, Path):
         raise ConfigError(
             f"{version}: an export in a store cannot be changed. Copy it to a disk, and relocate the copy."

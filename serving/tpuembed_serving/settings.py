@@ -12,9 +12,8 @@ from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath, UrlPath, as_path
 from tpuembed_serving.batching.parameters import BatchingParameters
-from tpuembed_serving.core.checks import check_positive
 from tpuembed_serving.core.request_record import RequestLogging
-from tpuembed_serving.core.security import SecuritySettings
+from tpuembed_serving.core.security import SecuritySettings, check_positive
 from tpuembed_serving.core.shards_file import ShardsFile
 from tpuembed_serving.grpc.listening import ChannelArgument
 from tpuembed_serving.models.policies import LatestVersions, VersionPolicy

@@ -7,7 +7,6 @@ was interrupted resumes after the last chunk that was written.
 import contextlib
 import dataclasses
 import fcntl
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,14 +17,14 @@ import numpy as np
 
 from tpuembed.checkpoint.tools import find_export
 from tpuembed.errors import ConfigError, ExportError, reason
-from tpuembed.export.publish.folder import lock_folder
+from tpuembed.export.publish.folder import locked
 from tpuembed.export.sharding.plan import FRONT
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, Manifest
 from tpuembed.row_store import ArrayRecord, PublishedModel, VersionRecord, connect
 from tpuembed.row_store.client import Keys
 from tpuembed.row_store.keys import buckets_of
-from tpuembed.saved_model import refuse_shards, size_faults
+from tpuembed.saved_model import check_sizes, refuse_shards
 
 __all__ = ["PublishRowsReport", "publish_rows"]
 
@@ -100,7 +99,9 @@ def publish_rows(
     number = int(folder.name)
     _check(folder, manifest)
     store = connect(url, password)
-    with contextlib.closing(store), _held(folder):
+    # The lock keeps prune from removing the version.
+    held = locked(folder, fcntl.LOCK_SH) if isinstance(folder, Path) else contextlib.nullcontext()
+    with contextlib.closing(store), held:
         model = PublishedModel(store, name or folder.parent.name)
         with _lease(model) as renew:
             model.begin()
@@ -150,21 +151,7 @@ def _check(folder: FilePath, manifest: Manifest) -> None:
             f"export {folder}: feature {named[0]!r} takes names of rows, and rows in Redis have numbers alone. Serve it with "
             "tpuembed serve, or export the feature with row numbers."
         )
-    for file, fault in size_faults(folder, manifest):
-        raise ConfigError(f"export {folder}: {file}, {fault}. Copy the version again, or export it again.")
-
-
-@contextlib.contextmanager
-def _held(folder: FilePath) -> Iterator[None]:
-    """Keep prune from removing a version on a disk."""
-    if not isinstance(folder, Path):
-        yield
-        return
-    descriptor = lock_folder(folder, fcntl.LOCK_SH)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
+    check_sizes(folder, manifest)
 
 
 @contextlib.contextmanager

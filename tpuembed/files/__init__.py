@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from tpuembed.files.local import LocalFile
+from tpuembed.files.local import LocalFile, flush
 from tpuembed.files.paths import FilePath, UrlPath, as_path
 from tpuembed.files.remote import IN_FLIGHT_BYTES, RemoteFile, below, in_parallel, listing, subfolders
 from tpuembed.files.types import ByteFile, FileVersion, MissingBucketError, finish
@@ -23,6 +23,7 @@ __all__ = [
     "MissingBucketError",
     "UrlPath",
     "as_path",
+    "flush",
     "in_parallel",
     "listing",
     "names_below",

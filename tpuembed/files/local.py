@@ -7,7 +7,7 @@ from typing import Final
 
 from tpuembed.files.types import FileVersion, Pending
 
-__all__ = ["LocalFile"]
+__all__ = ["LocalFile", "flush"]
 
 _MAX_READ_BYTES: Final = 1 << 30
 """Linux reads at most 2 GiB - 4 KiB at a time."""
@@ -54,3 +54,12 @@ class LocalFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def flush(path: Path) -> None:
+    """fsync a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

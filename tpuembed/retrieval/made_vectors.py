@@ -9,7 +9,6 @@ import dataclasses
 import json
 import struct
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import google_crc32c
@@ -30,12 +29,10 @@ class MadeVectors:
     Attributes:
         path: of the file. It may have vectors of an interrupted run.
         identity: of the tower. Vectors of another one are removed.
-        used_again: number of vectors that were not made again.
     """
 
     path: Path
     identity: str
-    used_again: int = 0
 
     def __enter__(self) -> Self:
         header = json.dumps(self.identity).encode() + b"\n"
@@ -47,9 +44,7 @@ class MadeVectors:
             self._file.write(header)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def found(self, digest: bytes) -> Floats | None:
@@ -64,8 +59,6 @@ class MadeVectors:
         if vectors is None:
             self._may_be_there = False
             self._cut(start)
-        else:
-            self.used_again += len(vectors)
         return vectors
 
     def add(self, digest: bytes, vectors: Floats) -> None:

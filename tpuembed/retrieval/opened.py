@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.checkpoint.tools import find_export
+from tpuembed.checkpoint.tools import require_export
 from tpuembed.checkpoint.tools.exports import ReadableTables, open_tables
 from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath
@@ -105,10 +105,6 @@ def open_retrieval(path: str | FilePath) -> Iterator[OpenedRetrieval]:
     Raises:
         ConfigError: it is none.
     """
-    export = find_export(path)
-    if export is None:
-        raise ConfigError(
-            f"{path}: not an export of tpuembed, and not a folder of exports. Name a version or a MODEL_DIR."
-        )
+    export = require_export(path)
     with open_tables(export[0], {}) as tables:
         yield OpenedRetrieval(*export, tables)

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpuembed.errors import ConfigError
+from tpuembed.files import flush
 from tpuembed.manifest import Manifest
 from tpuembed.saved_model.mapped_paths import mapped_from
 from tpuembed.saved_model.table_files import GRAPH_FILE, check_sizes
@@ -93,8 +94,4 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush(path.parent)

@@ -60,7 +60,7 @@ def refuse_shards(model_dir: FilePath, remedy: str) -> None:
         raise ConfigError(f"MODEL_DIR {model_dir}: is a folder of shards, because it has {SHARDS_FILE}. {remedy}")
 
 
-def check_sizes(version_dir: Path, manifest: Manifest) -> None:
+def check_sizes(version_dir: FilePath, manifest: Manifest) -> None:
     """Raise ConfigError for the first data file of tables that is missing or has the wrong size."""
     for file, fault in size_faults(version_dir, manifest):
         raise ConfigError(f"export {version_dir}: {file}, {fault}. Copy the version again, or export it again.")

@@ -4,10 +4,15 @@ import dataclasses
 
 from tpuembed.errors import ConfigError
 from tpuembed_serving.core.api_keys import ApiKeys
-from tpuembed_serving.core.checks import check_positive
 from tpuembed_serving.core.tls import TlsSettings
 
-__all__ = ["ConnectionLimits", "SecuritySettings"]
+__all__ = ["ConnectionLimits", "SecuritySettings", "check_positive"]
+
+
+def check_positive(name: str, value: float | None) -> None:
+    """Raise ConfigError unless `value` is above 0 or None."""
+    if value is not None and not value > 0:
+        raise ConfigError(f"{name} is {value}. Give a number above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 
 from tpuembed.files import FilePath, UrlPath
 from tpuembed_serving.core.log_once import ONCE
@@ -72,9 +72,7 @@ class Lease:
         self._record, loaded = self._model._take(self._version, self._label)
         return loaded
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._record is not None
         self._model._give_back(self._record)
 

@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 import threading
-from types import TracebackType
 from typing import Final
 
 __all__ = ["IMPORTING_TENSORFLOW"]
@@ -31,9 +30,7 @@ class _Import:
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), 2)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._stderr is not None:
             os.dup2(self._stderr, 2)
             os.close(self._stderr)

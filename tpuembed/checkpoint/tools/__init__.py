@@ -11,7 +11,7 @@ from tpuembed.checkpoint.tools.describe import (
     describe_export,
 )
 from tpuembed.checkpoint.tools.diff import CheckpointDiff, LargestChange, NamesDiff, TableDiff, diff_checkpoints
-from tpuembed.checkpoint.tools.exports import find_export
+from tpuembed.checkpoint.tools.exports import find_export, require_export
 from tpuembed.checkpoint.tools.head import Rows, read_rows, stream_named_rows, stream_rows
 from tpuembed.checkpoint.tools.verify import verify_files
 from tpuembed.checkpoint.tools.verify_export import VerifyReport
@@ -32,6 +32,7 @@ __all__ = [
     "diff_checkpoints",
     "find_export",
     "read_rows",
+    "require_export",
     "stream_named_rows",
     "stream_rows",
     "verify_files",

@@ -28,7 +28,7 @@ from tpuembed.errors import (
     UnknownTableError,
     reason,
 )
-from tpuembed.files import FilePath, open_bytes
+from tpuembed.files import FilePath, flush, open_bytes
 from tpuembed.row_history import RowHistory
 from tpuembed.tensor_bundle import Bundle, Entry, Slice, crc, encode_strings, index_path, shard_path, write_index
 from tpuembed.tensor_bundle.verification import damaged_parts
@@ -316,7 +316,7 @@ def _write(carried: _Carried, target: Path, on_progress: Progress | None) -> Non
             entries[key] = Entry(dtype=entries[key].dtype, shape=shape, shard=shard, size=size, crc32c=checksum)
         temporary = create(target.with_name(f"{target.name}.index.partial"))
         write_index(temporary, entries, shards)
-        _flush(temporary)
+        flush(temporary)
         temporary.replace(index_path(target))
     except BaseException as error:
         for file in files:
@@ -324,11 +324,6 @@ def _write(carried: _Carried, target: Path, on_progress: Progress | None) -> Non
         if isinstance(error, OSError):
             raise CheckpointError(f"carry: checkpoint {target} cannot be written: {reason(error)}.") from None
         raise
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _write_others(carried: _Carried, entries: dict[str, Entry], path: Path, wrote: Callable[[int], None]) -> None:

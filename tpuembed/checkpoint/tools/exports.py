@@ -25,7 +25,15 @@ from tpuembed.saved_model.stored_rows import decode_int8
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["ReadableTables", "find_export", "first_row", "open_tables", "read_numbers", "vocabulary_of"]
+__all__ = [
+    "ReadableTables",
+    "find_export",
+    "first_row",
+    "open_tables",
+    "read_numbers",
+    "require_export",
+    "vocabulary_of",
+]
 
 _GAP_BYTES: Final = 16 << 10
 """Reading this many bytes takes about the time of a read."""
@@ -49,6 +57,20 @@ def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
         return None
     manifest = Manifest.read(version)
     return (version, manifest) if manifest else None
+
+
+def require_export(path: str | FilePath) -> tuple[FilePath, Manifest]:
+    """Return what `find_export` does.
+
+    Raises:
+        ConfigError: it is no export.
+    """
+    found = find_export(path)
+    if found is None:
+        raise ConfigError(
+            f"{path}: not an export of tpuembed, and not a folder of exports. Name a version or a MODEL_DIR."
+        )
+    return found
 
 
 @contextlib.contextmanager

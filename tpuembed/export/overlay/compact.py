@@ -24,9 +24,8 @@ from tpuembed.export.publish.version_writer import PREFIX, naming_model_dir
 from tpuembed.export.report import StreamReport
 from tpuembed.export.retention.listing import is_whole, local_model_dir, version_folders
 from tpuembed.export.storage.error import TableError
-from tpuembed.export.stream.resume_log import flush
 from tpuembed.export.stream.shard import ignore
-from tpuembed.files import FilePath
+from tpuembed.files import FilePath, flush
 from tpuembed.files.links import clone
 from tpuembed.manifest import Manifest, RetrievalEntry, StackEntry
 from tpuembed.saved_model import GRAPH_FILE, file_crc32c, mapped_folders

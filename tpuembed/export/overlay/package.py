@@ -18,8 +18,7 @@ from tpuembed.errors import ConfigError, ExportError, TpuEmbedError, reason
 from tpuembed.export.overlay.changes import rows_of_words
 from tpuembed.export.publish.folder import temporary_staging
 from tpuembed.export.publish.version_writer import MAX_VERSION, naming_model_dir, versions_among
-from tpuembed.export.stream.resume_log import flush
-from tpuembed.files import FilePath, UrlPath, open_bytes, subfolders, versions
+from tpuembed.files import FilePath, UrlPath, flush, open_bytes, subfolders, versions
 from tpuembed.manifest import MANIFEST_PATH, Manifest
 from tpuembed.saved_model import PACKAGE_INDEX
 

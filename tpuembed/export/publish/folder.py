@@ -44,9 +44,9 @@ from tpuembed.export.publish.version_writer import (
     versions_among,
 )
 from tpuembed.export.report import StreamReport
-from tpuembed.export.stream.resume_log import Header, Recorder, flush, read_record, start_record
+from tpuembed.export.stream.resume_log import Header, Recorder, read_record, start_record
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
-from tpuembed.files import FilePath
+from tpuembed.files import FilePath, flush
 from tpuembed.saved_model import refuse_shards
 
 __all__ = [
@@ -401,9 +401,9 @@ def lock_folder(folder: Path, operation: int = fcntl.LOCK_EX) -> int:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the exclusive lock of `folder` in a context."""
-    descriptor = lock_folder(folder)
+def locked(folder: Path, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold a lock of `folder` in a context: see lock_folder."""
+    descriptor = lock_folder(folder, operation)
     try:
         yield
     finally:

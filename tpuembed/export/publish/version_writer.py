@@ -10,7 +10,6 @@ import errno
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Generic, Self, TypeVar
 
 from tpuembed.config.checks import check_count
@@ -162,9 +161,7 @@ class VersionWriter(abc.ABC):
         self.reserve()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Abandon the version unless it is published. An error says how many finished shards were kept."""
         count = 0 if error is None else self.kept_after(error)
         if count and isinstance(error, TpuEmbedError):

@@ -18,8 +18,7 @@ from tpuembed.errors import ExportError, TpuEmbedError, warn
 from tpuembed.export.publish.folder import abandoned, lock_folder, locked
 from tpuembed.export.publish.version_writer import PREFIX, naming_model_dir
 from tpuembed.export.retention.listing import bases_of, bytes_only_in, is_whole, local_model_dir, version_folders
-from tpuembed.export.stream.resume_log import flush
-from tpuembed.files import FilePath
+from tpuembed.files import FilePath, flush
 
 __all__ = ["InUse", "PruneReport", "prune_after", "prune_versions"]
 

@@ -13,16 +13,16 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import tpuembed
 from tpuembed.errors import ExportError
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.stream.shard import ShardResult, Source, flush_data
+from tpuembed.files import flush
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["Header", "Record", "Recorder", "export_key", "flush", "read_record", "start_record"]
+__all__ = ["Header", "Record", "Recorder", "export_key", "read_record", "start_record"]
 
 FORMAT: Final = 1
 """The format of the record and of the data it describes; a record of another format is not resumed."""
@@ -161,9 +161,7 @@ class Recorder:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         with self._changed:
             self._is_over = True
             if kind is not None:
@@ -214,12 +212,3 @@ class Recorder:
             record.write(b"".join(_line(dataclasses.asdict(result)) for _, result in batch))
             record.flush()
             os.fsync(record.fileno())
-
-
-def flush(path: Path) -> None:
-    """fsync a file or folder."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
