@@ -295,6 +295,9 @@ class RemoteModels:
         for number in loaded.keys() - before.loaded.keys():
             text = f"is available on {self._server.name}{self._needs}"
             logger.info("model %s version %d %s", name, number, text, extra=ONCE)
+        for number in before.loaded.keys() - loaded.keys():
+            text = "model %s version %d is not available any more on %s"
+            logger.info(text, name, number, self._server.name, extra=ONCE)
         return _Model(statuses=statuses, loaded=loaded, labels=dict(self._labels(states, name, before)))
 
     def _labels(self, states: StatusSource, name: str, before: _Model) -> Iterator[tuple[str, int]]:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+import logging
 import threading
 import time
 import types
@@ -66,7 +67,7 @@ class Changing:
     name = "server"
 
     def __init__(self) -> None:
-        self.shard, self.polls = "x-1", 0
+        self.shard, self.polls, self.newest = "x-1", 0, 1
 
     def states(self) -> Any:
         return self
@@ -76,7 +77,7 @@ class Changing:
 
     def versions(self, _: str) -> list[VersionStatus]:
         self.polls += 1
-        return [VersionStatus(1, State.AVAILABLE, None)]
+        return [VersionStatus(self.newest, State.AVAILABLE, None)]
 
     def definitions(self, _: str, version: int | None, __: str = "") -> tuple[int | None, Any]:
         return version, ({"f": dataclasses.replace(SIGNATURE, shard_id=self.shard)}, {})
@@ -116,6 +117,23 @@ def test_a_version_that_the_server_aborts_is_read_again() -> None:
     polled()
     assert asyncio.run(ask()) == ["y-1"]
     models.stop()
+
+
+def test_versions_that_come_and_go_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    server = Changing()
+    models = RemoteModels(["m"], server, 0.01)
+    with caplog.at_level(logging.INFO):
+        models.start()
+        models.wait_for_first_poll(lambda: False)
+        server.newest, before = 2, server.polls
+        while server.polls < before + 2:
+            time.sleep(0.001)
+        models.stop()
+    assert [record.message for record in caplog.records] == [
+        "model m version 1 is available on server",
+        "model m version 2 is available on server",
+        "model m version 1 is not available any more on server",
+    ]
 
 
 STRINGS = np.array([b"x" * 300_000], dtype=object)
