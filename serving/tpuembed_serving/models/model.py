@@ -17,7 +17,7 @@ from tpuembed_serving.core.status import Code, LoadStopped, StatusError, servabl
 from tpuembed_serving.models.labels import VersionLabels
 from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
 from tpuembed_serving.models.stores.followed import FollowedStore
-from tpuembed_serving.models.versions import Identity, find_versions, fingerprint, identity
+from tpuembed_serving.models.versions import Identity, find_versions, fingerprint, identity, replaces
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings
 
 __all__ = ["Lease", "Loader", "ServedModel"]
@@ -37,7 +37,7 @@ class _Version:
         held: keeps its folder while it is loaded.
         tried: the fingerprint of the files at the last load.
         identity: that of the files that are loaded.
-        settling: the identity of files that have replaced them, at the last poll.
+        settling: the identity of files that have replaced them, or changed during a load, at the last poll.
         tries: how many loads of those files failed.
         fault: why the last one failed, and what happens next.
         retry_at: when the next load is due, by `time.monotonic`.
@@ -51,7 +51,7 @@ class _Version:
     error: StatusError | None = None
     users: int = 0
     tried: object = None
-    identity: Identity | None = None
+    identity: Identity = frozenset()
     settling: Identity | None = None
     tries: int = 0
     fault: str = ""
@@ -120,8 +120,8 @@ class _ModelFolder:
         """Return a context without an effect: the folder belongs to its user."""
         return contextlib.ExitStack()
 
-    def identity(self, path: Path) -> Identity | None:
-        """Return what tells the files at `path` from those that replace them. None while they are not complete."""
+    def identity(self, path: Path) -> Identity:
+        """Return what tells the files at `path` from those that replace them."""
         return identity(path)
 
 
@@ -330,11 +330,11 @@ class ServedModel:
             record = self._versions.setdefault(number, _Version(State.START, path))
             loaded = record.servable is not None
         found = self._folder.identity(path)
-        # If files are missing, and none is new, they are being removed, or cannot be read for a moment.
-        if loaded and (found is None or record.identity is None or found <= record.identity):
+        if loaded and not replaces(found, record.identity):
             self._enter(record, State.AVAILABLE, None)
             return
-        if loaded and found != record.settling:  # a copy may be in progress
+        # A copy may be in progress.
+        if found != record.settling and (loaded or record.settling is not None):
             record.settling = found
             return
         tried = path, found, fingerprint(path)
@@ -344,7 +344,7 @@ class ServedModel:
             return
         self._try_load(number, record, path, found)
 
-    def _try_load(self, number: int, record: _Version, path: Path, found: Identity | None) -> None:
+    def _try_load(self, number: int, record: _Version, path: Path, found: Identity) -> None:
         """Load a version with the files that were `found`. If they replace others, those are served until then."""
         replaced = record.servable is not None
         if replaced:
@@ -358,9 +358,11 @@ class ServedModel:
         try:
             held = self._folder.hold(path)
             servable = self._load(path)
-            if self._folder.identity(path) != found:  # it may have rows of both
+            if (after := self._folder.identity(path)) != found:  # it may have rows of both
                 servable.close()
-                raise StatusError(Code.UNAVAILABLE, f"version {number}: its files changed while they were read")
+                record.settling = after
+                text = f"version {number}: {min(found ^ after)[0]} changed while the version was read"
+                raise StatusError(Code.UNAVAILABLE, text)
         except LoadStopped as stop:
             held.close()
             if not replaced:
@@ -379,7 +381,7 @@ class ServedModel:
                     record, state=State.LOADING, path=path, users=0, error=None, fault=""
                 )
             record.servable, record.held, record.tries = servable, held, 0
-            record.identity, record.load_seconds = found, time.monotonic() - started
+            record.identity, record.settling, record.load_seconds = found, None, time.monotonic() - started
         self._enter(record, State.AVAILABLE, None)
 
     def _note_failure(self, number: int, record: _Version, status: StatusError) -> None:

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest
@@ -20,6 +21,7 @@ __all__ = [
     "identity",
     "is_free",
     "parse_version",
+    "replaces",
 ]
 
 INDEX_FILE = Path("variables") / "variables.index"
@@ -33,7 +35,8 @@ _INT64 = range(-(2**63), 2**63)
 
 
 Identity = frozenset[tuple[str, int, int]]
-"""Path, time and size of each file of a version. Inodes are not stable on every file system."""
+"""Path, time and size of each file of a version; -1 and -1 of what cannot be read. Inodes are not stable on every file system."""
+_UNREADABLE: Final = (-1, -1)
 
 
 def parse_version(name: str) -> int | None:
@@ -62,27 +65,42 @@ def fingerprint(version_dir: Path) -> tuple[tuple[int, int] | None, ...]:
     return tuple(_stamp(version_dir / path) for path in _LOOKED_AT)
 
 
-def identity(version_dir: Path) -> Identity | None:
-    """Return what a load reads. None if a file cannot be read, or the graph is missing.
+def identity(version_dir: Path) -> Identity:
+    """Return what a load reads.
 
     Of the extra assets, only the manifest is among them: others may be added to a version that is served.
     """
+    return frozenset(_identities(str(version_dir), "", frozenset()))
+
+
+def replaces(found: Identity, loaded: Identity) -> bool:
+    """Return True if files have replaced those that are `loaded`: if there is a graph, and a file that was not loaded.
+
+    Files that are missing, or that cannot be read for a moment, replace none.
+    """
+    new = [one for one in found - loaded if one[1:] != _UNREADABLE]
+    return bool(new) and any(name == str(GRAPH_FILE) for name, *_ in found)
+
+
+def _identities(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield the files in `folder`. `above` are the folders that it is in, so that no link leads back into them."""
     try:
-        found = frozenset(_identities(str(version_dir), ""))
+        status = Path(folder).stat()
+        within = above | {(status.st_dev, status.st_ino)}
+        entries = [] if within == above else list(os.scandir(folder))
     except OSError:
-        return None
-    return found if any(name == str(GRAPH_FILE) for name, *_ in found) else None
-
-
-def _identities(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            name = prefix + entry.name
+        yield prefix, *_UNREADABLE
+        return
+    for entry in entries:
+        name = prefix + entry.name
+        try:
             if entry.is_dir():
-                yield from _identities(entry.path, f"{name}/")
+                yield from _identities(entry.path, f"{name}/", within)
             elif prefix != f"{_EXTRA}/" or entry.name == MANIFEST_PATH.name:
                 status = entry.stat()
                 yield name, status.st_mtime_ns, status.st_size
+        except OSError:  # a link to nothing
+            yield name, *_UNREADABLE
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

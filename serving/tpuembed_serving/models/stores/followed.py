@@ -63,6 +63,6 @@ class FollowedStore:
         """Keep the version at `path` in the cache until the returned context is closed."""
         return hold(path)
 
-    def identity(self, _: Path, /) -> Identity | None:
-        """Return None: a version that is loaded stays as it was pulled."""
-        return None
+    def identity(self, _: Path, /) -> Identity:
+        """Return the same of all versions: one that is loaded stays as it was pulled."""
+        return frozenset()

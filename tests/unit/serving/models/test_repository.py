@@ -246,6 +246,56 @@ def test_files_that_change_while_they_are_read_are_not_served(
     assert before.closed.is_set()
 
 
+@pytest.mark.parametrize(
+    "target", ["nowhere", ".#lock", ".", ".."], ids=["to nothing", "to itself", "to its folder", "above"]
+)
+def test_a_link_that_leads_nowhere_hides_no_change(
+    model: ServedModel, loader: FakeLoader, base_path: Path, target: str
+) -> None:
+    """An editor's lock is such a link. With it, a version had the rows of two exports, or old ones for ever."""
+    link = make_version(base_path, 1) / ".#lock"
+    (link.parent / "table").write_bytes(b"one")
+    link.symlink_to(target)
+    loader.during = lambda: (link.parent / "table").write_bytes(b"of another export")
+    model.poll()
+    assert not model.available
+    loader.during = lambda: None
+    model.poll()
+    assert model.available
+    link.unlink()
+    for _ in range(3):
+        model.poll()
+    assert loader.calls == ["1", "1"], "a link that is gone replaces nothing"
+    (link.parent / "table").write_bytes(b"of a third export")
+    for _ in range(2):
+        model.poll()
+    assert loader.calls == ["1", "1", "1"]
+
+
+def test_a_version_into_which_a_log_is_written_is_loaded_once_that_ends(
+    model: ServedModel, loader: FakeLoader, base_path: Path
+) -> None:
+    """It was loaded without end."""
+    log = make_version(base_path, 1) / "trace.log"
+
+    def write() -> None:
+        with log.open("a") as file:
+            file.write("a line\n")
+
+    loader.during = write
+    for _ in range(5):
+        model.poll()
+        write()
+    assert loader.calls == ["1"]
+    (status,) = model.statuses()
+    assert status.error is not None
+    assert status.error.message == "version 1: trace.log changed while the version was read"
+    loader.during = lambda: None
+    for _ in range(2):
+        model.poll()
+    assert (loader.calls, model.available) == (["1", "1"], True)
+
+
 def test_a_file_that_is_missing_for_a_moment_is_no_other_version(
     model: ServedModel, loader: FakeLoader, base_path: Path
 ) -> None:
