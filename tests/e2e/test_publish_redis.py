@@ -503,6 +503,41 @@ def test_rows_are_those_of_the_version_that_was_opened(tmp_path: Path, server: r
     store.close()
 
 
+@pytest.mark.long
+def test_a_version_that_is_published_again_is_no_damage(tmp_path: Path, server: redis_servers.Server) -> None:
+    """A front asks again after ABORTED. DATA_LOSS failed its request, and told to change settings of Redis."""
+    random, config = np.random.default_rng(1), {"features": {"x": {"table": "a", "input": "id"}}}
+    tables = [random.normal(size=(9, 4)).astype(np.float32) for _ in range(2)]
+    for number, table in enumerate(tables):
+        path = tf.train.Checkpoint(a=tf.Variable(table, name="a")).write(str(tmp_path / f"ckpt{number}"))
+        export_saved_model(path, tmp_path / str(number) / "again", serving_config=config)
+    states, predictions = RedisStates(server.url), RedisPredictions(server.url)
+
+    async def ask() -> Any:
+        _, (signatures, _) = states.definitions("again", 1)
+        return await predictions.run("again", 1, signatures["serving_default"], [np.array([2])], 10.0)
+
+    async def scenario() -> None:
+        publish_rows(tmp_path / "0" / "again", server.url)
+        await ask()
+        connect(server.url).client.flushall()
+        publish_rows(tmp_path / "1" / "again", server.url)
+        with pytest.raises(StatusError) as caught:
+            await ask()
+        assert caught.value.code is Code.ABORTED
+        (found,) = await ask()
+        np.testing.assert_array_equal(found, tables[1][[2]])
+        client = connect(server.url).client
+        client.delete(*[key for key in client.keys("*") if key != b"tpuembed:again"])
+        with pytest.raises(StatusError) as caught:
+            await ask()
+        assert caught.value.code is Code.DATA_LOSS
+
+    asyncio.run(scenario())
+    predictions.close()
+    states.close()
+
+
 def test_a_redis_that_is_away(trained: Trained) -> None:
     states = RedisStates("redis://127.0.0.1:1")
     with pytest.raises(StatusError, match="Connection refused") as caught:

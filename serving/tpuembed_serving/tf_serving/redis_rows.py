@@ -1,6 +1,7 @@
 """Reads rows of tables that `tpuembed publish` wrote to Redis."""
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +118,11 @@ class RedisRows:
                 others = sorted(self._versions)[-_CACHED_VERSIONS + 1 :]
                 self._versions = {**{one: self._versions[one] for one in others}, number: opened}
         return opened
+
+    def has_other(self, opened: "CheckedVersion") -> bool:
+        """Return True if Redis has another export of this number by now. The version is opened anew then."""
+        opened.checked = -math.inf
+        return self._model.digest(opened.number) != opened.digest
 
     def _open(self, number: int) -> "CheckedVersion":
         model = self._model

@@ -142,7 +142,7 @@ class RedisPredictions:
                 if model not in self._rows:
                     store = connect(self._url, password_of(None), password_file=self._password_file)
                     self._rows[model] = RedisRows(store, model)
-            rows = self._rows[model]
+            rows, opened = self._rows[model], None
             try:
                 opened = rows.open(version)
                 if (found := opened.manifest.shard_id) != shard_id:
@@ -152,11 +152,13 @@ class RedisPredictions:
                     )
                 return look_up(rows, opened, named, timeout_seconds)
             except RowStoreDataError:
-                if version in rows.model.numbers():
-                    raise
-                raise UnknownTableError(
-                    f"Redis at {rows.model.store.url}: version {version} of model {model} was removed. Send the request again"
-                ) from None
+                has_other = opened is not None and rows.has_other(opened)
+                text = f"Redis at {rows.model.store.url}: version {version} of model {model} was"
+                if version not in rows.model.numbers():
+                    raise UnknownTableError(f"{text} removed. Send the request again") from None
+                if has_other:
+                    raise StatusError(Code.ABORTED, f"{text} published again. Send the request again") from None
+                raise
         except (RowStoreError, ConfigError, MissingExtraError, UnknownTableError) as error:
             raise _status(error) from None
 
