@@ -1,16 +1,19 @@
 """The models behind REST and gRPC: leases, status and metadata."""
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Protocol
 
 from tpuembed_serving.core.servable import LoadedVersion, VersionStatus
-from tpuembed_serving.core.status import Code, StatusError, invalid_argument, still_loading
+from tpuembed_serving.core.status import Code, MustAskError, StatusError, invalid_argument, still_loading
 
 __all__ = ["DEFAULT_SIGNATURE", "ModelMetadata", "ModelService", "ModelSpec", "Models"]
 
 DEFAULT_SIGNATURE = "serving_default"
+_ASKING_THREADS: Final = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +64,15 @@ class Models(Protocol):
 
 
 class ModelService:
-    """Leases, status and metadata of models."""
+    """Leases, status and metadata of models.
+
+    Attributes:
+        asking: threads that wait for another server.
+    """
 
     def __init__(self, repository: Models) -> None:
         self._repository = repository
+        self.asking = ThreadPoolExecutor(_ASKING_THREADS, "ask")
 
     @property
     def ready(self) -> bool:
@@ -78,6 +86,8 @@ class ModelService:
 
     def lease(self, spec: ModelSpec) -> contextlib.AbstractContextManager[LoadedVersion]:
         """Return a context that keeps the version that `spec` names loaded.
+
+        Opening it raises MustAskError if another server has to be asked for the label.
 
         Raises:
             StatusError: the version is not available, or the label is unknown; UNAVAILABLE, the server is loading.
@@ -126,12 +136,19 @@ class ModelService:
         """Return the labels and their versions, by model."""
         return self._repository.labels()
 
-    def metadata(self, spec: ModelSpec) -> ModelMetadata:
+    async def metadata(self, spec: ModelSpec) -> ModelMetadata:
         """Return the signatures of the version that `spec` names.
 
         Raises:
             StatusError: see `lease`.
         """
+        try:
+            return self._metadata(spec)
+        except MustAskError as error:
+            await asyncio.get_running_loop().run_in_executor(self.asking, error.ask)
+            return self._metadata(spec)
+
+    def _metadata(self, spec: ModelSpec) -> ModelMetadata:
         with self.lease(spec) as loaded:
             signature = loaded.servable.signatures.get(DEFAULT_SIGNATURE)
             shard_id, is_known = ("", True) if signature is None else (signature.shard_id, signature.is_export_known)

@@ -2,6 +2,7 @@
 
 import enum
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 from tpuembed.errors import ServingError
@@ -9,6 +10,7 @@ from tpuembed.errors import ServingError
 __all__ = [
     "Code",
     "LoadStopped",
+    "MustAskError",
     "StatusError",
     "TooLargeError",
     "VersionGoneError",
@@ -90,6 +92,14 @@ class VersionGoneError(StatusError):
     def __init__(self, message: str, other: int | None) -> None:
         super().__init__(Code.UNAVAILABLE, message)
         self.other = other
+
+
+class MustAskError(StatusError):
+    """A label is known to another server alone. Call `ask` in a thread, which waits for that server, and try again."""
+
+    def __init__(self, label: str, ask: Callable[[], None]) -> None:
+        super().__init__(Code.UNAVAILABLE, f"label {label} is not known yet. Send the request again")
+        self.ask = ask
 
 
 class ReportedError(StatusError):

@@ -271,7 +271,7 @@ async def model_metadata(service: ModelService, data: bytes) -> bytes:
     request = parse(get_model_metadata_pb2.GetModelMetadataRequest, data)
     spec = model_spec(request)
     _check_fields(request.metadata_field)
-    metadata = service.metadata(spec)
+    metadata = await service.metadata(spec)
     signatures = json_format.ParseDict(
         {_SIGNATURE_DEF: dict(metadata.signature_defs)}, get_model_metadata_pb2.SignatureDefMap()
     )

@@ -112,11 +112,11 @@ class RemoteStates:
         try:
             found, done = call.with_call(request, timeout=self._timeout, metadata=(*self._access.metadata, _POLL))
             return found, any(tuple(pair) == _POLL for pair in done.trailing_metadata() or ())
-        except grpc.RpcError as error:
+        except (grpc.RpcError, ValueError) as error:
+            if isinstance(error, ValueError) or error.code() is grpc.StatusCode.CANCELLED:  # the channel is closed
+                text = f"the connection to {self._target} was replaced. Send the request again"
+                raise StatusError(Code.UNAVAILABLE, text) from None
             raise _status_error(error, self._target, self._access.server, self._access.remedy) from None
-        except ValueError:  # the channel is closed
-            text = f"the connection to {self._target} was replaced. Send the request again"
-            raise StatusError(Code.UNAVAILABLE, text) from None
 
 
 def _channel(module: Any, target: str, access: Access) -> Any:
@@ -222,5 +222,6 @@ def _status_error(error: Any, target: str, server: str, remedy: str = "") -> Sta
     has_answered = error.initial_metadata() or error.trailing_metadata()
     if code is Code.UNAVAILABLE and not has_answered:
         ending = f". {remedy}" if remedy and "DNS" not in error.details() else ""
-        return StatusError(code, f"{server} at {target} cannot be reached: {error.details().rstrip('.')}{ending}")
+        # An answer without metadata may be of the server behind this one.
+        return StatusError(code, f"{server} at {target} is unavailable: {error.details().rstrip('.')}{ending}")
     return StatusError(code, error.details())

@@ -157,7 +157,7 @@ class RestApi:
             finally:
                 self._pipeline.memory.release(body.reserved)
         elif method == "GET" and (match := _GET.fullmatch(target)):
-            return Reply(200, self._get(match, record))
+            return Reply(200, await self._get(match, record))
         elif method == "OPTIONS":
             return options_reply(scope)
         raise invalid_argument(f"Malformed request: {method} {_text(target)}")
@@ -168,7 +168,7 @@ class RestApi:
             return RestPredict(spec, self._max_depth)
         return RestInference(spec, self._max_depth, _INFERENCE[api]) if api in _INFERENCE else None
 
-    def _get(self, match: re.Match[bytes], record: RequestRecord | None) -> bytes:
+    async def _get(self, match: re.Match[bytes], record: RequestRecord | None) -> bytes:
         if match[1] is None:
             raise invalid_argument("Missing model name in request.")
         spec, service = model_spec(match), self._pipeline.service
@@ -176,7 +176,7 @@ class RestApi:
             record.model = spec.name
         # The comparison is case-sensitive: "/METADATA" matches the pattern and is a status request.
         if match[4] == b"metadata":
-            return _metadata_json(service.metadata(spec))
+            return _metadata_json(await service.metadata(spec))
         return _message({"model_version_status": [version_status(one) for one in service.status(spec)]})
 
 

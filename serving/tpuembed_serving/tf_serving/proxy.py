@@ -18,7 +18,7 @@ from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, LoadedVersion, Merging, Servable, Signature, State, VersionStatus
-from tpuembed_serving.core.status import Code, ReportedError, StatusError, servable_not_found
+from tpuembed_serving.core.status import Code, MustAskError, ReportedError, StatusError, servable_not_found
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 
@@ -63,6 +63,10 @@ class RemoteServer(Protocol):
     def name(self) -> str:
         """Return what messages call it."""
 
+    @property
+    def is_one(self) -> bool:
+        """Return True if it is one server, and not several with an export each."""
+
     def states(self) -> StatusSource:
         """Connect for queries of versions."""
 
@@ -72,6 +76,8 @@ class RemoteServer(Protocol):
 
 class TensorFlowServing:
     """One server of TensorFlow Serving's gRPC API, at HOST:PORT."""
+
+    is_one = True
 
     def __init__(self, target: str) -> None:
         """Open nothing yet."""
@@ -125,6 +131,11 @@ class RemoteServable(ForwardedServable):
     model: str
     version: int
     is_doubted: bool = False
+
+    @property
+    def tells_export(self) -> bool:
+        """Return True if a signature tells which export it is of."""
+        return any(signature.shard_id for signature in self.signatures.values())
 
 
 @dataclasses.dataclass
@@ -196,8 +207,8 @@ class RemoteModels:
         """Yield a version to run requests on.
 
         Raises:
-            StatusError: NOT_FOUND, the version is not available there; INVALID_ARGUMENT, the label is unknown; UNAVAILABLE,
-                the other server does not answer.
+            StatusError: NOT_FOUND, the version is not available there; UNAVAILABLE, the other server does not answer.
+            MustAskError: the other server has to be asked for the label.
         """
         model = self._find(name)
         if label is not None:
@@ -217,16 +228,27 @@ class RemoteModels:
         return model
 
     def _labelled(self, name: str, model: _Model | None, label: str) -> int:
-        """Return the version that has a label. Asks the other server if the label is not cached."""
+        """Return the version that has a label, if the label is cached."""
         if model is None:
             raise StatusError(Code.INVALID_ARGUMENT, f"Unrecognized servable version label: {label}")
         if label not in model.labels:
-            assert self._states is not None
-            number, _ = self._states.definitions(name, None, label)
-            while len(model.labels) >= _MAX_LABELS:
-                model.labels.pop(next(iter(model.labels)))
-            model.labels[label] = number
+            raise MustAskError(label, functools.partial(self._ask, name, label))
         return model.labels[label]
+
+    def _ask(self, name: str, label: str) -> None:
+        """Cache the version that has a label. Waits for the other server.
+
+        Raises:
+            StatusError: INVALID_ARGUMENT, the label is unknown; UNAVAILABLE, the other server does not answer.
+        """
+        assert self._states is not None
+        if label in self._models[name].labels:  # another request has asked
+            return
+        number, _ = self._states.definitions(name, None, label)
+        labels = self._models[name].labels
+        while len(labels) >= _MAX_LABELS:
+            labels.pop(next(iter(labels)), None)
+        labels[label] = number
 
     def statuses(self, name: str) -> list[VersionStatus]:
         """Return every version, newest first. Empty for a model that is not served here.
@@ -280,8 +302,10 @@ class RemoteModels:
         for number in available:
             known = before.loaded.get(number)
             try:
-                if known is None or known.is_doubted:
-                    known = self._servable(states, name, number)
+                # A front asks nothing of a server whose export it refuses, so requests alone would not show another export.
+                if known is None or known.is_doubted or (self._server.is_one and known.tells_export):
+                    found = self._servable(states, name, number)
+                    known = found if known is None or known.is_doubted or found != known else known
                 loaded[number] = known
             except StatusError as error:
                 if error.code is Code.FAILED_PRECONDITION:  # this version does not fit. Others may
@@ -301,10 +325,18 @@ class RemoteModels:
         return _Model(statuses=statuses, loaded=loaded, labels=dict(self._labels(states, name, before)))
 
     def _labels(self, states: StatusSource, name: str, before: _Model) -> Iterator[tuple[str, int]]:
-        """Yield the current versions of the cached labels. Labels that no longer exist are dropped."""
-        for label in list(before.labels):
-            with contextlib.suppress(StatusError):
-                yield label, states.definitions(name, None, label)[0]
+        """Yield the current versions of the cached labels. Labels that no longer exist are dropped.
+
+        If the other server does not answer, the labels stay: a shard that hangs would hold up the poll for each of them.
+        """
+        answers = True
+        for label, number in list(before.labels.items()):
+            try:
+                yield label, states.definitions(name, None, label)[0] if answers else number
+            except StatusError as error:
+                if error.code not in (Code.INVALID_ARGUMENT, Code.NOT_FOUND):
+                    answers = False
+                    yield label, number
 
     def _servable(self, states: StatusSource, name: str, version: int) -> RemoteServable:
         _, (signatures, in_json) = states.definitions(name, version)

@@ -348,7 +348,7 @@ class ShardedStates:
                 f"version {numbers[0]} of shard {other} is of the export {one}, and that of shard {of_none[0]} of none"
             )
             raise StatusError(Code.FAILED_PRECONDITION, f"{text}. Export the shards again, into one folder")
-        if of_none and numbers[0] not in self._routes:
+        if of_none and len(routes) > 1 and numbers[0] not in self._routes:
             text = "model %s version %d: its shards are of no export for several servers. Nothing shows that they fit together"
             logger.warning(text, file.model, numbers[0], extra=ONCE)
         self._routes[numbers[0]] = routes

@@ -34,6 +34,8 @@ class Shards:
         missing: the names of the shards that the last poll did not reach.
     """
 
+    is_one = False
+
     def __init__(self, file: ShardsFile) -> None:
         """Open nothing yet."""
         self._file, self._routes = file, dict[int, list[Route]]()

@@ -256,7 +256,11 @@ def test_a_link_that_leads_nowhere_hides_no_change(
     link = make_version(base_path, 1) / ".#lock"
     (link.parent / "table").write_bytes(b"one")
     link.symlink_to(target)
-    loader.during = lambda: (link.parent / "table").write_bytes(b"of another export")
+
+    def replace_table() -> None:
+        (link.parent / "table").write_bytes(b"of another export")
+
+    loader.during = replace_table
     model.poll()
     assert not model.available
     loader.during = lambda: None

@@ -15,9 +15,12 @@ import pytest
 from tensorflow_serving.apis import predict_pb2
 
 from tests.support.serving.doubles import signature
-from tpuembed_serving.core.servable import Signature, State, VersionStatus
-from tpuembed_serving.core.status import Code, StatusError
+from tpuembed_serving.core.pipeline import MemoryBudget, Pipeline, Task
+from tpuembed_serving.core.servable import LoadedVersion, Signature, State, VersionStatus
+from tpuembed_serving.core.service import ModelService, ModelSpec
+from tpuembed_serving.core.status import Code, MustAskError, StatusError
 from tpuembed_serving.grpc import remote_calls
+from tpuembed_serving.grpc.prediction_service import GrpcPredict
 from tpuembed_serving.grpc.tensor_proto import encode_tensor
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels, RemoteServable, TensorFlowServing
 
@@ -64,7 +67,7 @@ def test_a_call_that_is_given_up_before_it_begins_leaves_nothing() -> None:
 class Changing:
     """A server whose version becomes another export's."""
 
-    name = "server"
+    name, is_one = "server", False
 
     def __init__(self) -> None:
         self.shard, self.polls, self.newest = "x-1", 0, 1
@@ -82,10 +85,10 @@ class Changing:
     def definitions(self, _: str, version: int | None, __: str = "") -> tuple[int | None, Any]:
         return version, ({"f": dataclasses.replace(SIGNATURE, shard_id=self.shard)}, {})
 
-    async def run(self, _: str, __: int, signature: Signature, *___: Any) -> list[str]:
+    async def run(self, _: str, __: int, signature: Signature, *___: Any) -> list[Any]:
         if signature.shard_id != self.shard:
             raise StatusError(Code.ABORTED, "another shard")
-        return [self.shard]
+        return [np.array(self.shard, "S3")]
 
     def close(self) -> None:
         pass
@@ -105,17 +108,123 @@ def test_a_version_that_the_server_aborts_is_read_again() -> None:
             executor.submit(loaded.servable, signature, [np.array([1])], found.set_result)
             return await found
 
-    def polled() -> None:
-        before = server.polls
-        while server.polls < before + 2:
-            time.sleep(0.001)
-
-    assert asyncio.run(ask()) == ["x-1"]
+    assert asyncio.run(ask()) == [b"x-1"]
     server.shard = "y-1"
-    polled()
+    wait_for_polls(server)
     assert isinstance(asyncio.run(ask()), StatusError)
-    polled()
-    assert asyncio.run(ask()) == ["y-1"]
+    wait_for_polls(server)
+    assert asyncio.run(ask()) == [b"y-1"]
+    models.stop()
+
+
+class Labelled(GrpcPredict):
+    """Asks for a label of a model."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label = label
+
+    def parse(self, body: bytes, _: Any) -> ModelSpec:
+        return ModelSpec("m", label=self.label)
+
+    def decode(self, loaded: LoadedVersion, _: Any) -> list[Task]:
+        return [Task(loaded.servable.signatures["f"], [np.array([1])])]
+
+    def encode(self, _: LoadedVersion, outputs: Any, __: Any) -> bytes:
+        return bytes(outputs[0]["y"].tobytes())
+
+
+def wait_for_polls(server: Changing) -> None:
+    before = server.polls
+    while server.polls < before + 2:
+        time.sleep(0.001)
+
+
+def test_a_version_of_one_server_is_read_again_without_a_request() -> None:
+    """A front asks nothing of a forwarder whose export it refuses. Both waited for each other for ever."""
+    server = Changing()
+    server.is_one = True
+    models = RemoteModels(["m"], server, 0.01)
+    models.start()
+    models.wait_for_first_poll(lambda: False)
+    with models.lease("m", 1) as before:
+        wait_for_polls(server)
+        with models.lease("m", 1) as same:
+            assert same.servable is before.servable
+    server.shard = "y-1"
+    wait_for_polls(server)
+    with models.lease("m", 1) as after:
+        assert after.servable.signatures["f"].shard_id == "y-1"
+    models.stop()
+
+
+def test_a_label_is_asked_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop waited for a shard that hung, and no health check was answered."""
+    server = Changing()
+    models, executor = RemoteModels(["m"], server, 0.01), RemoteExecutor(server, 10, 9)
+    definitions, threads, gate = server.definitions, list[str](), threading.Event()
+
+    def asked(name: str, version: int | None, label: str = "") -> Any:
+        if label:
+            threads.append(threading.current_thread().name)
+            gate.wait(10)
+            if label != "stable":
+                raise StatusError(Code.INVALID_ARGUMENT, f"no label {label}")
+            return 1, definitions(name, 1)[1]
+        return definitions(name, version)
+
+    monkeypatch.setattr(server, "definitions", asked)
+    service = ModelService(models)
+    pipeline = Pipeline(service, executor, timeout_seconds=10, memory=MemoryBudget(1 << 30))
+
+    async def scenario() -> None:
+        calls = [
+            asyncio.ensure_future(pipeline.answer(Labelled(label), b"")) for label in ("stable", "stable", "other")
+        ]
+        metadata = asyncio.ensure_future(service.metadata(ModelSpec("m", label="stable")))
+        await asyncio.sleep(0.05)
+        assert not any(call.done() for call in (*calls, metadata))
+        gate.set()
+        assert await calls[0] == await calls[1] == b"x-1"
+        with pytest.raises(StatusError, match="no label other"):
+            await calls[2]
+        assert (await metadata).version == 1
+
+    models.start()
+    models.wait_for_first_poll(lambda: False)
+    asyncio.run(scenario())
+    assert models.labels() == {"m": {"stable": 1}}
+    assert {name.partition("_")[0] for name in threads} <= {"ask", "remote-models"}
+    models.stop()
+    pipeline.close()
+
+
+def test_a_label_stays_while_the_other_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Changing()
+    models, definitions = RemoteModels(["m"], server, 0.01), server.definitions
+    error = StatusError(Code.DEADLINE_EXCEEDED, "shard a: has not answered")
+    asked = list[str]()
+
+    def answer(name: str, version: int | None, label: str = "") -> Any:
+        if label:
+            asked.append(label)
+            raise error
+        return definitions(name, version)
+
+    models.start()
+    models.wait_for_first_poll(lambda: False)
+    for label in ("one", "two"):
+        with pytest.raises(MustAskError) as raised, models.lease("m", None, label):
+            pass
+        monkeypatch.setattr(server, "definitions", lambda name, version, _="": (1, definitions(name, version)[1]))
+        raised.value.ask()
+    monkeypatch.setattr(server, "definitions", answer)
+    wait_for_polls(server)
+    assert set(asked) == {"one"}, "the poll waited for each label"
+    assert models.labels() == {"m": {"one": 1, "two": 1}}
+    error = StatusError(Code.INVALID_ARGUMENT, "no such label")
+    wait_for_polls(server)
+    assert models.labels() == {"m": {}}
     models.stop()
 
 
@@ -125,9 +234,8 @@ def test_versions_that_come_and_go_are_logged(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO):
         models.start()
         models.wait_for_first_poll(lambda: False)
-        server.newest, before = 2, server.polls
-        while server.polls < before + 2:
-            time.sleep(0.001)
+        server.newest = 2
+        wait_for_polls(server)
         models.stop()
     assert [record.message for record in caplog.records] == [
         "model m version 1 is available on server",

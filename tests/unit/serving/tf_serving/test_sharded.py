@@ -475,7 +475,7 @@ def test_a_shard_that_refuses_connections_is_named_by_its_address() -> None:
     with pytest.raises(StatusError) as caught:
         states.versions("shop")
     states.close()
-    assert caught.value.message.startswith("shard a: the server at 127.0.0.1:1 cannot be reached: ")
+    assert caught.value.message.startswith("shard a: the server at 127.0.0.1:1 is unavailable: ")
     assert caught.value.message.endswith(". Is it the gRPC port? Do the shards use TLS (tls in shards.yaml)?")
 
     async def ask() -> str:
@@ -487,5 +487,5 @@ def test_a_shard_that_refuses_connections_is_named_by_its_address() -> None:
         return caught.value.message
 
     message = asyncio.run(ask())
-    assert message.startswith("shard a: the server at 127.0.0.1:1 cannot be reached: ")
+    assert message.startswith("shard a: the server at 127.0.0.1:1 is unavailable: ")
     assert "TLS" not in message, "each request would have it"
