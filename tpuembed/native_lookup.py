@@ -26,14 +26,17 @@ import numpy.typing as npt
 from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError, TpuEmbedError, reason
 from tpuembed.id_messages import MOST_OF_NAME, Span, outside_message, unknown_name_texts
-from tpuembed.manifest import STORAGE_TYPES, ArrayEntry, FeatureEntry, Manifest, NamesEntry, StackEntry, TableEntry
+from tpuembed.manifest import ArrayEntry, FeatureEntry, Manifest, NamesEntry, StackEntry, TableEntry
 
-__all__ = ["VARIANTS", "NativeLookups", "available", "load_library", "mapped_array", "refusal", "variant"]
+__all__ = ["DECODED", "VARIANTS", "NativeLookups", "available", "load_library", "mapped_array", "refusal", "variant"]
 
 Array = npt.NDArray[Any]
 
 VARIANTS: Final = ("plain", "x86-64-v3", "x86-64-v4") if os.uname().machine == "x86_64" else ("plain",)
 """The builds in the library, by their number: for which processors."""
+
+DECODED: Final = ("float32", "bfloat16", "float16", "int8")
+"""The storage types, in the order of the enum in native/rows.h."""
 
 _LIBRARY: Final = Path(__file__).with_name("_lookup.so")
 _KINDS: Final = ("id", "list", "sequence")
@@ -498,7 +501,7 @@ def _checked(
         overlay=rows,
         words=words,
         overlay_rows=overlay.rows.rows if overlay else 0,
-        storage=STORAGE_TYPES.index(stack.storage),
+        storage=DECODED.index(stack.storage),
         dim=stack.dim,
         row_bytes=stack.row_bytes,
         first_id=table.first_row,

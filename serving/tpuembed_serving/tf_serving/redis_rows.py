@@ -19,7 +19,7 @@ from tpuembed.row_store.client import Keys
 from tpuembed.row_store.records import records_of
 from tpuembed.saved_model.stored_rows import decode_int8
 
-__all__ = ["CheckedVersion", "RedisRows"]
+__all__ = ["DECODE", "CheckedVersion", "RedisRows"]
 
 Array = npt.NDArray[Any]
 _Ids = npt.NDArray[np.int64]
@@ -28,7 +28,7 @@ _CACHED_VERSIONS: Final = 3
 _SECONDS: Final = 30.0
 _CHECK_SECONDS: Final = 1.0
 _BITS_SET: Final = np.array([number.bit_count() for number in range(256)], np.int64)
-_DECODE: Final[Mapping[str, Callable[[Array], Array]]] = {
+DECODE: Final[Mapping[str, Callable[[Array], Array]]] = {
     "float32": lambda stored: stored.view("<f4"),
     "bfloat16": lambda stored: stored.view(ml_dtypes.bfloat16).astype(np.float32),
     "float16": lambda stored: stored.view("<f2").astype(np.float32),
@@ -79,7 +79,7 @@ class RedisRows:
             own, start = values[start : start + len(order)], start + len(order)
             stored = self._joined(opened.number, table, own, np.asarray(ids)[order])
             rows = np.empty((len(order), table.entry.dim), np.float32)
-            rows[order] = _DECODE[table.stack.storage](stored)
+            rows[order] = DECODE[table.stack.storage](stored)
             found[name] = rows
         return found
 
