@@ -389,6 +389,7 @@ class Pipeline:
         """Do work in a thread once another server has answered."""
 
         def asked(call: Call, check: Check) -> Any:
+            check()  # it may have waited for too long
             ask()
             return work(call, check)
 
@@ -534,8 +535,10 @@ class Pipeline:
         call.is_over = True
         if call.timer is not None:
             call.timer.cancel()
-        if call.work is None:  # otherwise a thread has the memory and the lease until its next check
+        if call.work is None:
             self._give_back(call)
+        else:  # a thread has the memory and the lease until its next check, or until `_take` if it has not begun
+            call.work.cancel()
         respond, call.respond = call.respond, None  # without reference cycles, the garbage collector has less to do
         call.runs = []
         if answer is not None and respond is not None:

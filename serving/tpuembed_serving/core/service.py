@@ -14,6 +14,7 @@ __all__ = ["DEFAULT_SIGNATURE", "ModelMetadata", "ModelService", "ModelSpec", "M
 
 DEFAULT_SIGNATURE = "serving_default"
 _ASKING_THREADS: Final = 2
+_ASK_SECONDS: Final = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,26 @@ class ModelService:
             raise invalid_argument("ModelSpec has no name specified.")
         return self._repository.lease(spec.name, spec.version, spec.label)
 
+    async def ask(self, spec: ModelSpec) -> None:
+        """Prepare a lease: ask another server for the label that `spec` names, if it has to be asked.
+
+        Raises:
+            StatusError: there is no such label; the other server does not answer.
+        """
+        try:
+            with self.lease(spec):
+                return
+        except MustAskError as error:
+            ask = error.ask
+        except StatusError:
+            return
+        asked = asyncio.get_running_loop().run_in_executor(self.asking, ask)
+        try:
+            await asyncio.wait_for(asked, _ASK_SECONDS)
+        except TimeoutError:
+            text = f"label {spec.label}: the other server has not answered within {_ASK_SECONDS:g} seconds"
+            raise StatusError(Code.DEADLINE_EXCEEDED, text) from None
+
     def status(self, spec: ModelSpec) -> list[VersionStatus]:
         """Return the version that `spec` names, or every version, newest first. Ignores labels, as TensorFlow Serving.
 
@@ -142,13 +163,7 @@ class ModelService:
         Raises:
             StatusError: see `lease`.
         """
-        try:
-            return self._metadata(spec)
-        except MustAskError as error:
-            await asyncio.get_running_loop().run_in_executor(self.asking, error.ask)
-            return self._metadata(spec)
-
-    def _metadata(self, spec: ModelSpec) -> ModelMetadata:
+        await self.ask(spec)
         with self.lease(spec) as loaded:
             signature = loaded.servable.signatures.get(DEFAULT_SIGNATURE)
             shard_id, is_known = ("", True) if signature is None else (signature.shard_id, signature.is_export_known)

@@ -193,7 +193,7 @@ def open_inference_calls(
     async def model_ready(data: bytes) -> bytes:
         request = _parse("ModelReadyRequest", data)
         try:
-            ready = is_ready(service, model_spec(request.name, request.version))
+            ready = await is_ready(service, model_spec(request.name, request.version))
         except StatusError as error:
             if error.code is not Code.NOT_FOUND or request.name not in service.models():
                 raise
@@ -205,7 +205,7 @@ def open_inference_calls(
 
     async def describe_model(data: bytes) -> bytes:
         request = _parse("ModelMetadataRequest", data)
-        found = model_metadata(service, model_spec(request.name, request.version))
+        found = await model_metadata(service, model_spec(request.name, request.version))
         tensors = {key: [one._asdict() for one in getattr(found, key)] for key in ("inputs", "outputs")}
         return respond("ModelMetadata", **found._asdict() | tensors)
 

@@ -150,7 +150,7 @@ class OpenInferenceApi:
             record.model = spec.name
         if infers:
             return await self._infer(spec, scope, receive, record)
-        return self._model(spec, wants_ready=model[3] is not None)
+        return await self._model(spec, wants_ready=model[3] is not None)
 
     def _is_model(self, path: bytes) -> bool:
         """Returns True if a path of Triton's names a model of this server: one that is called stats, for example."""
@@ -167,11 +167,11 @@ class OpenInferenceApi:
             return _ready({}, self._is_ready())
         return _json(server_metadata()._asdict())
 
-    def _model(self, spec: ModelSpec, *, wants_ready: bool) -> Reply:
+    async def _model(self, spec: ModelSpec, *, wants_ready: bool) -> Reply:
         service = self._pipeline.service
         if wants_ready:
-            return _ready({"name": spec.name}, is_ready(service, spec))
-        found = model_metadata(service, spec)
+            return _ready({"name": spec.name}, await is_ready(service, spec))
+        found = await model_metadata(service, spec)
         tensors = {key: [one._asdict() for one in getattr(found, key)] for key in ("inputs", "outputs")}
         return _json(found._asdict() | tensors)
 

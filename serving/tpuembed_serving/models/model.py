@@ -77,6 +77,10 @@ class Lease:
         self._model._give_back(self._record)
 
 
+class _ChangedError(StatusError):
+    """Files of a version changed while it was loaded."""
+
+
 class _ModelFolder:
     """The folder of a model's versions. Logs each problem once.
 
@@ -362,7 +366,12 @@ class ServedModel:
                 servable.close()
                 record.settling = after
                 text = f"version {number}: {min(found ^ after)[0]} changed while the version was read"
-                raise StatusError(Code.UNAVAILABLE, text)
+                raise _ChangedError(Code.UNAVAILABLE, text)
+        except _ChangedError as error:
+            held.close()
+            text = "It is loaded once its files stay as they are"
+            self._note_failure(number, record, _without_traceback(number, error), text)
+            return
         except LoadStopped as stop:
             held.close()
             if not replaced:
@@ -377,18 +386,20 @@ class ServedModel:
             if replaced:
                 record.state = State.UNLOADING
                 self._replaced.append(record)
-                record = self._versions[number] = dataclasses.replace(
-                    record, state=State.LOADING, path=path, users=0, error=None, fault=""
-                )
-            record.servable, record.held, record.tries = servable, held, 0
+                record = dataclasses.replace(record, path=path, users=0, error=None, fault="")
+            record.servable, record.held, record.tries, record.state = servable, held, 0, State.AVAILABLE
             record.identity, record.settling, record.load_seconds = found, None, time.monotonic() - started
-        self._enter(record, State.AVAILABLE, None)
+            record.error = None
+            self._versions[number] = record
+        self._changed()
 
-    def _note_failure(self, number: int, record: _Version, status: StatusError) -> None:
+    def _note_failure(self, number: int, record: _Version, status: StatusError, more: str = "") -> None:
         record.tries += 1
         record.retry_at = time.monotonic() + self._options.retry_seconds
         left = self._options.max_retries + 1 - record.tries
-        more = f"Next retry in {self._options.retry_seconds:g} s" if left else "No retry until its files change"
+        more = more or (
+            f"Next retry in {self._options.retry_seconds:g} s" if left else "No retry until its files change"
+        )
         record.fault = f"{status.message.rstrip('.')}. {more}"
         if record.servable is not None:
             text = (

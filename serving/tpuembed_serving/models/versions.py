@@ -2,7 +2,9 @@
 
 import os
 import re
+import zlib
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +37,9 @@ _INT64 = range(-(2**63), 2**63)
 
 
 Identity = frozenset[tuple[str, int, int]]
-"""Path, time and size of each file of a version; -1 and -1 of what cannot be read. Inodes are not stable on every file system."""
+"""Path, time and size of each file of a version, but the checksum of the manifest; -1 and -1 of what cannot be read. Inodes are
+not stable on every file system.
+"""
 _UNREADABLE: Final = (-1, -1)
 
 
@@ -70,7 +74,7 @@ def identity(version_dir: Path) -> Identity:
 
     Of the extra assets, only the manifest is among them: others may be added to a version that is served.
     """
-    return frozenset(_identities(str(version_dir), "", frozenset()))
+    return frozenset(_identities(str(version_dir), "", set()))
 
 
 def replaces(found: Identity, loaded: Identity) -> bool:
@@ -82,12 +86,14 @@ def replaces(found: Identity, loaded: Identity) -> bool:
     return bool(new) and any(name == str(GRAPH_FILE) for name, *_ in found)
 
 
-def _identities(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, int, int]]:
-    """Yield the files in `folder`. `above` are the folders that it is in, so that no link leads back into them."""
+def _identities(folder: str, prefix: str, visited: set[tuple[int, int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield the files in `folder`, unless it is one of the folders that were visited: links may lead anywhere."""
     try:
         status = Path(folder).stat()
-        within = above | {(status.st_dev, status.st_ino)}
-        entries = [] if within == above else list(os.scandir(folder))
+        if (status.st_dev, status.st_ino) in visited:
+            return
+        visited.add((status.st_dev, status.st_ino))
+        entries = sorted(os.scandir(folder), key=attrgetter("name"))
     except OSError:
         yield prefix, *_UNREADABLE
         return
@@ -95,10 +101,13 @@ def _identities(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> 
         name = prefix + entry.name
         try:
             if entry.is_dir():
-                yield from _identities(entry.path, f"{name}/", within)
-            elif prefix != f"{_EXTRA}/" or entry.name == MANIFEST_PATH.name:
+                yield from _identities(entry.path, f"{name}/", visited)
+            elif prefix != f"{_EXTRA}/":
                 status = entry.stat()
                 yield name, status.st_mtime_ns, status.st_size
+            elif entry.name == MANIFEST_PATH.name:  # it has the checksums of all others, whose times may be equal
+                content = Path(entry.path).read_bytes()
+                yield name, zlib.crc32(content), len(content)
         except OSError:  # a link to nothing
             yield name, *_UNREADABLE
 

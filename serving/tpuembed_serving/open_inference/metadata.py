@@ -48,13 +48,14 @@ def server_metadata() -> ServerMetadata:
     return ServerMetadata("tpuembed", tpuembed.__version__, ["binary_tensor_data"])
 
 
-def is_ready(service: ModelService, spec: ModelSpec) -> bool:
+async def is_ready(service: ModelService, spec: ModelSpec) -> bool:
     """Returns True if the version that `spec` names is available, and False if it may become so.
 
     Raises:
         StatusError: NOT_FOUND, there is no such model or version; INVALID_ARGUMENT, there is no such label.
     """
     try:
+        await service.ask(spec)
         with service.lease(spec):
             return True
     except StatusError as error:
@@ -68,12 +69,13 @@ def is_ready(service: ModelService, spec: ModelSpec) -> bool:
         raise
 
 
-def model_metadata(service: ModelService, spec: ModelSpec) -> InferMetadata:
+async def model_metadata(service: ModelService, spec: ModelSpec) -> InferMetadata:
     """Return the metadata of the version that `spec` names, and the numbers of all available versions.
 
     Raises:
         StatusError: the version is not available, has no default signature, or one with a dtype that the protocol lacks.
     """
+    await service.ask(spec)
     with service.lease(spec) as loaded:
         signature = find_signature(loaded.servable, "")
         definition = loaded.servable.signature_defs[signature.name]

@@ -115,11 +115,14 @@ class FrontModels:
         numbers = self._available(name) if version is None else [version]
         fault = None
         for number in numbers:
-            with self.local.lease(name, number) as loaded, self._shards.lease(name, number) as remote:
+            with contextlib.ExitStack() as leases:
                 try:
+                    loaded = leases.enter_context(self.local.lease(name, number))
+                    remote = leases.enter_context(self._shards.lease(name, number))
                     servable = self._fitting(name, number, loaded.servable, remote.servable)
                 except StatusError as error:
-                    fault = fault or error
+                    if version is not None or error.code is not Code.NOT_FOUND:  # it may have gone in this moment
+                        fault = fault or error
                     continue
                 yield LoadedVersion(number, servable)
                 return

@@ -132,20 +132,21 @@ class RemoteServable(ForwardedServable):
     version: int
     is_doubted: bool = False
 
-    @property
-    def tells_export(self) -> bool:
-        """Return True if a signature tells which export it is of."""
-        return any(signature.shard_id for signature in self.signatures.values())
-
 
 @dataclasses.dataclass
 class _Model:
-    """The result of the last poll of a model. `fault` is the error of a poll that failed."""
+    """The result of the last poll of a model.
+
+    Attributes:
+        fault: the error of a poll that failed.
+        misfits: why available versions cannot be served.
+    """
 
     statuses: Sequence[VersionStatus] = ()
     loaded: Mapping[int, RemoteServable] = dataclasses.field(default_factory=dict)
     labels: dict[str, int] = dataclasses.field(default_factory=dict)
     fault: StatusError | None = None
+    misfits: Mapping[int, StatusError] = dataclasses.field(default_factory=dict)
 
 
 class RemoteModels:
@@ -173,6 +174,7 @@ class RemoteModels:
         self._server, self._poll_seconds = server, poll_seconds
         self._states: StatusSource | None = None
         self._models = {name: _Model(fault=_not_polled(server.name)) for name in names}
+        self._lock = threading.Lock()
         self._stopping, self._has_polled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="remote-models", daemon=True)
 
@@ -242,13 +244,15 @@ class RemoteModels:
             StatusError: INVALID_ARGUMENT, the label is unknown; UNAVAILABLE, the other server does not answer.
         """
         assert self._states is not None
-        if label in self._models[name].labels:  # another request has asked
+        model = self._find(name)
+        if model is None or label in model.labels:  # another request has asked
             return
         number, _ = self._states.definitions(name, None, label)
-        labels = self._models[name].labels
-        while len(labels) >= _MAX_LABELS:
-            labels.pop(next(iter(labels)), None)
-        labels[label] = number
+        with self._lock:
+            labels = self._models[name].labels
+            while len(labels) >= _MAX_LABELS:
+                labels.pop(next(iter(labels)))
+            labels[label] = number
 
     def statuses(self, name: str) -> list[VersionStatus]:
         """Return every version, newest first. Empty for a model that is not served here.
@@ -270,7 +274,11 @@ class RemoteModels:
     def _watch(self) -> None:
         while not self._stopping.is_set():
             for name, model in self._models.items():
-                self._models[name] = self._poll(name, model)
+                known = set(model.labels)
+                found = self._poll(name, model)
+                with self._lock:  # requests may have asked for more labels meanwhile
+                    found.labels |= {label: number for label, number in model.labels.items() if label not in known}
+                    self._models[name] = found
             self._has_polled.set()
             self._report()
             self._stopping.wait(self._poll_seconds)
@@ -298,31 +306,42 @@ class RemoteModels:
     def _query(self, states: StatusSource, name: str, before: _Model) -> _Model:
         statuses = states.versions(name)
         available = [status.version for status in statuses if status.state is State.AVAILABLE]
-        loaded, fault = {}, None
+        loaded, misfits = {}, dict[int, StatusError]()
         for number in available:
             known = before.loaded.get(number)
             try:
-                # A front asks nothing of a server whose export it refuses, so requests alone would not show another export.
-                if known is None or known.is_doubted or (self._server.is_one and known.tells_export):
+                # Requests alone would not show another export: a front asks nothing of a server whose export it refuses.
+                if known is None or known.is_doubted or self._server.is_one:
                     found = self._servable(states, name, number)
                     known = found if known is None or known.is_doubted or found != known else known
                 loaded[number] = known
             except StatusError as error:
-                if error.code is Code.FAILED_PRECONDITION:  # this version does not fit. Others may
-                    fault = error
-                elif error.code is not Code.NOT_FOUND:  # it has gone since, or another replica does not have it yet
+                # NOT_FOUND: it has gone since, or another replica does not have it yet.
+                if error.code in (Code.FAILED_PRECONDITION, Code.NOT_FOUND):
+                    misfits[number] = error
+                elif known is not None and not known.is_doubted:
+                    loaded[number] = known
+                else:
                     raise
-        if fault is not None:
+        for number, misfit in misfits.items():
+            if misfit.code is Code.NOT_FOUND:
+                continue
             if not loaded:  # it is not the client that has to change something
-                raise StatusError(Code.UNAVAILABLE, fault.message)
-            logger.error("model %s: %s", name, fault.message, extra=ONCE)
+                raise StatusError(Code.UNAVAILABLE, misfit.message)
+            if number not in before.misfits or before.misfits[number].message != misfit.message:
+                logger.error("model %s: %s", name, misfit.message, extra=ONCE)
+        statuses = [
+            VersionStatus(status.version, State.START, misfits[status.version]) if status.version in misfits else status
+            for status in statuses
+        ]
         for number in loaded.keys() - before.loaded.keys():
             text = f"is available on {self._server.name}{self._needs}"
             logger.info("model %s version %d %s", name, number, text, extra=ONCE)
         for number in before.loaded.keys() - loaded.keys():
             text = "model %s version %d is not available any more on %s"
             logger.info(text, name, number, self._server.name, extra=ONCE)
-        return _Model(statuses=statuses, loaded=loaded, labels=dict(self._labels(states, name, before)))
+        labels = dict(self._labels(states, name, before))
+        return _Model(statuses=statuses, loaded=loaded, labels=labels, misfits=misfits)
 
     def _labels(self, states: StatusSource, name: str, before: _Model) -> Iterator[tuple[str, int]]:
         """Yield the current versions of the cached labels. Labels that no longer exist are dropped.

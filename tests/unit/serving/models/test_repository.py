@@ -1,7 +1,9 @@
 """Versions come and go on disk; requests always have one to run on."""
 
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -276,6 +278,56 @@ def test_a_link_that_leads_nowhere_hides_no_change(
     assert loader.calls == ["1", "1", "1"]
 
 
+def test_links_that_cross_are_followed_once(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
+    """Each path through them was a file of its own: a poll took minutes."""
+    version = make_version(base_path, 1)
+    folders = [version / str(number) for number in range(12)]
+    for folder in folders:
+        folder.mkdir()
+    for folder in folders:
+        for other in folders:
+            (folder / f"to{other.name}").symlink_to(other)
+    (folders[3] / "table").write_bytes(b"one")
+    model.poll()
+    (folders[3] / "table").write_bytes(b"of another export")
+    for _ in range(3):
+        model.poll()
+    assert loader.calls == ["1", "1"]
+
+
+def test_a_manifest_of_the_same_size_and_time_replaces_a_version(
+    model: ServedModel, loader: FakeLoader, base_path: Path
+) -> None:
+    """Archives may give all files one time, and the tables of two exports have one size. Their checksums differ."""
+    manifest = make_version(base_path, 1) / "assets.extra" / "tpuembed.json"
+    manifest.parent.mkdir()
+    for content in (b"one", b"two"):
+        manifest.write_bytes(content)
+        os.utime(manifest, (1, 1))
+        for _ in range(3):
+            model.poll()
+    assert loader.calls == ["1", "1"]
+
+
+def test_a_version_that_is_replaced_always_answers(
+    model: ServedModel, base_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For microseconds, neither the old files nor the new ones answered."""
+    make_version(base_path, 1)
+    model.poll()
+    enter, entered = model._enter, list[int]()
+
+    def checked(*arguments: Any) -> None:
+        entered.append(served(model))
+        enter(*arguments)
+
+    monkeypatch.setattr(model, "_enter", checked)
+    replace(base_path)
+    for _ in range(3):
+        model.poll()
+    assert set(entered) == {1}
+
+
 def test_a_version_into_which_a_log_is_written_is_loaded_once_that_ends(
     model: ServedModel, loader: FakeLoader, base_path: Path
 ) -> None:
@@ -294,6 +346,9 @@ def test_a_version_into_which_a_log_is_written_is_loaded_once_that_ends(
     (status,) = model.statuses()
     assert status.error is not None
     assert status.error.message == "version 1: trace.log changed while the version was read"
+    assert status.error.__traceback__ is None, "its frames would keep what was loaded"
+    (progress,) = model.progress()
+    assert progress.fault == f"{status.error.message}. It is loaded once its files stay as they are"
     loader.during = lambda: None
     for _ in range(2):
         model.poll()

@@ -59,6 +59,25 @@ def test_a_front_without_a_version_of_the_shards_says_what_both_have(
     assert models.ready
 
 
+def test_a_version_that_goes_in_this_moment_leaves_the_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request failed with NOT_FOUND, and the server said that it was ready."""
+    front, shards = Side(2, 1), Side(2, 1)
+    given: Any = front, shards
+    models, lease = FrontModels(*given), shards.lease
+
+    def without_2(name: str, version: int) -> Any:
+        if version == 2:
+            raise StatusError(Code.NOT_FOUND, "Servable not found for request: Specific(shop, 2)")
+        return lease(name, version)
+
+    monkeypatch.setattr(shards, "lease", without_2)
+    monkeypatch.setattr(front_module, "_servable", lambda *_: FRONT)
+    with models.lease("shop", None) as loaded:
+        assert loaded == LoadedVersion(1, FRONT)
+    with pytest.raises(StatusError, match="Servable not found"), models.lease("shop", 2):
+        pass
+
+
 def test_versions_that_do_not_fit_together_are_read_again_and_others_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

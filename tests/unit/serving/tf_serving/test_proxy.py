@@ -15,13 +15,14 @@ import pytest
 from tensorflow_serving.apis import predict_pb2
 
 from tests.support.serving.doubles import signature
-from tpuembed_serving.core.pipeline import MemoryBudget, Pipeline, Task
+from tpuembed_serving.core.pipeline import INLINE_BYTES, MemoryBudget, Pipeline, Task
 from tpuembed_serving.core.servable import LoadedVersion, Signature, State, VersionStatus
 from tpuembed_serving.core.service import ModelService, ModelSpec
 from tpuembed_serving.core.status import Code, MustAskError, StatusError
 from tpuembed_serving.grpc import remote_calls
 from tpuembed_serving.grpc.prediction_service import GrpcPredict
 from tpuembed_serving.grpc.tensor_proto import encode_tensor
+from tpuembed_serving.open_inference.metadata import is_ready, model_metadata
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels, RemoteServable, TensorFlowServing
 
 SIGNATURE = signature({"x": "int64"}, {"y": "int64"})
@@ -71,6 +72,7 @@ class Changing:
 
     def __init__(self) -> None:
         self.shard, self.polls, self.newest = "x-1", 0, 1
+        self.signature = SIGNATURE
 
     def states(self) -> Any:
         return self
@@ -83,7 +85,7 @@ class Changing:
         return [VersionStatus(self.newest, State.AVAILABLE, None)]
 
     def definitions(self, _: str, version: int | None, __: str = "") -> tuple[int | None, Any]:
-        return version, ({"f": dataclasses.replace(SIGNATURE, shard_id=self.shard)}, {})
+        return version, ({"f": dataclasses.replace(self.signature, shard_id=self.shard)}, {})
 
     async def run(self, _: str, __: int, signature: Signature, *___: Any) -> list[Any]:
         if signature.shard_id != self.shard:
@@ -127,6 +129,9 @@ class Labelled(GrpcPredict):
     def parse(self, body: bytes, _: Any) -> ModelSpec:
         return ModelSpec("m", label=self.label)
 
+    def decoding_bytes(self, body: bytes) -> int:
+        return len(body)
+
     def decode(self, loaded: LoadedVersion, _: Any) -> list[Task]:
         return [Task(loaded.servable.signatures["f"], [np.array([1])])]
 
@@ -155,7 +160,49 @@ def test_a_version_of_one_server_is_read_again_without_a_request() -> None:
     wait_for_polls(server)
     with models.lease("m", 1) as after:
         assert after.servable.signatures["f"].shard_id == "y-1"
+    server.shard, server.signature = "", signature({"z": "int64"}, {"y": "int64"})  # of no export for several servers
+    for _ in range(2):
+        wait_for_polls(server)
+        with models.lease("m", 1) as after:
+            assert after.servable.signatures["f"].shard_id == ""
+        server.signature = signature({"w": "int64"}, {"y": "int64"})
+    wait_for_polls(server)
+    with models.lease("m", 1) as after:
+        assert [one.alias for one in after.servable.signatures["f"].inputs] == ["w"]
     models.stop()
+
+
+def test_a_version_that_cannot_be_served_is_not_available(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A front chose it, and each request failed. The log repeated the reason with each poll."""
+    server = Changing()
+    models, definitions = RemoteModels(["m"], server, 0.01), server.definitions
+    faults = {3: StatusError(Code.FAILED_PRECONDITION, "two exports"), 2: StatusError(Code.NOT_FOUND, "gone")}
+
+    def answer(name: str, version: int | None, label: str = "") -> Any:
+        if version in faults:
+            raise faults[version]
+        return definitions(name, version, label)
+
+    def versions(_: str) -> list[VersionStatus]:
+        server.polls += 1
+        return [VersionStatus(number, State.AVAILABLE, None) for number in (3, 2, 1)]
+
+    monkeypatch.setattr(server, "definitions", answer)
+    monkeypatch.setattr(server, "versions", versions)
+    models.start()
+    models.wait_for_first_poll(lambda: False)
+    wait_for_polls(server)
+    assert [(one.version, one.state, one.error) for one in models.statuses("m")] == [
+        (3, State.START, faults[3]),
+        (2, State.START, faults[2]),
+        (1, State.AVAILABLE, None),
+    ]
+    with models.lease("m", None) as loaded:
+        assert loaded.version == 1
+    models.stop()
+    assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == ["model m: two exports"]
 
 
 def test_a_label_is_asked_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +215,7 @@ def test_a_label_is_asked_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
         if label:
             threads.append(threading.current_thread().name)
             gate.wait(10)
-            if label != "stable":
+            if label == "other":
                 raise StatusError(Code.INVALID_ARGUMENT, f"no label {label}")
             return 1, definitions(name, 1)[1]
         return definitions(name, version)
@@ -189,12 +236,56 @@ def test_a_label_is_asked_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(StatusError, match="no label other"):
             await calls[2]
         assert (await metadata).version == 1
+        spec = ModelSpec("m", label="canary")
+        assert await is_ready(service, spec)
+        with pytest.raises(StatusError, match="serving_default"):  # which it has not
+            await model_metadata(service, ModelSpec("m", label="beta"))
+        with pytest.raises(StatusError, match="no label other"):
+            await is_ready(service, ModelSpec("m", label="other"))
 
     models.start()
     models.wait_for_first_poll(lambda: False)
     asyncio.run(scenario())
-    assert models.labels() == {"m": {"stable": 1}}
+    assert models.labels() == {"m": {"stable": 1, "canary": 1, "beta": 1}}
     assert {name.partition("_")[0] for name in threads} <= {"ask", "remote-models"}
+    models.stop()
+    pipeline.close()
+
+
+def test_requests_that_wait_for_a_label_too_long_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory was reserved until the other server had answered the asks of all of them."""
+    server, gate = Changing(), threading.Event()
+    models, executor = RemoteModels(["m"], server, 0.01), RemoteExecutor(server, 10, 9)
+    definitions, asked = server.definitions, list[str]()
+
+    def hang(name: str, version: int | None, label: str = "") -> Any:
+        if label:
+            asked.append(label)
+            gate.wait(10)
+        return definitions(name, version)
+
+    monkeypatch.setattr(server, "definitions", hang)
+    body = b"x" * (INLINE_BYTES + 1)
+    memory = MemoryBudget(9 * len(body))
+    pipeline = Pipeline(ModelService(models), executor, timeout_seconds=0.2, memory=memory)
+
+    async def scenario() -> None:
+        calls = [pipeline.answer(Labelled(f"label-{number}"), body) for number in range(8)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [outcome.code for outcome in outcomes if isinstance(outcome, StatusError)] == [
+            Code.DEADLINE_EXCEEDED
+        ] * 8
+        await asyncio.sleep(0.05)
+        memory.reserve(7 * len(body))  # the other two are asking
+        memory.release(7 * len(body))
+        gate.set()
+        await asyncio.sleep(0.1)
+        memory.reserve(9 * len(body))
+
+    models.start()
+    models.wait_for_first_poll(lambda: False)
+    asyncio.run(scenario())
+    assert len(set(asked)) == 2
     models.stop()
     pipeline.close()
 
