@@ -316,10 +316,11 @@ class RemoteModels:
                     known = found if known is None or known.is_doubted or found != known else known
                 loaded[number] = known
             except StatusError as error:
+                is_known = known is not None and not known.is_doubted
                 # NOT_FOUND: it has gone since, or another replica does not have it yet.
-                if error.code in (Code.FAILED_PRECONDITION, Code.NOT_FOUND):
+                if error.code is Code.FAILED_PRECONDITION or (error.code is Code.NOT_FOUND and not is_known):
                     misfits[number] = error
-                elif known is not None and not known.is_doubted:
+                elif known is not None and is_known:
                     loaded[number] = known
                 else:
                     raise

@@ -201,6 +201,10 @@ def test_a_version_that_cannot_be_served_is_not_available(
     ]
     with models.lease("m", None) as loaded:
         assert loaded.version == 1
+    server.is_one, faults[1] = True, faults[2]  # of one replica of several
+    wait_for_polls(server)
+    with models.lease("m", None) as loaded:
+        assert loaded.version == 1
     models.stop()
     assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == ["model m: two exports"]
 
