@@ -308,22 +308,21 @@ class RemoteModels:
         available = [status.version for status in statuses if status.state is State.AVAILABLE]
         loaded, misfits = {}, dict[int, StatusError]()
         for number in available:
-            known = before.loaded.get(number)
+            kept = before.loaded.get(number)
+            if kept is not None and kept.is_doubted:
+                kept = None
             try:
                 # Requests alone would not show another export: a front asks nothing of a server whose export it refuses.
-                if known is None or known.is_doubted or self._server.is_one:
-                    found = self._servable(states, name, number)
-                    known = found if known is None or known.is_doubted or found != known else known
-                loaded[number] = known
+                found = self._servable(states, name, number) if kept is None or self._server.is_one else kept
+                loaded[number] = kept if kept is not None and kept == found else found
             except StatusError as error:
-                is_known = known is not None and not known.is_doubted
                 # NOT_FOUND: it has gone since, or another replica does not have it yet.
-                if error.code is Code.FAILED_PRECONDITION or (error.code is Code.NOT_FOUND and not is_known):
+                if error.code is Code.FAILED_PRECONDITION or (error.code is Code.NOT_FOUND and kept is None):
                     misfits[number] = error
-                elif known is not None and is_known:
-                    loaded[number] = known
-                else:
+                elif kept is None:
                     raise
+                else:
+                    loaded[number] = kept
         for number, misfit in misfits.items():
             if misfit.code is Code.NOT_FOUND:
                 continue
