@@ -131,8 +131,8 @@ class HostBackend(Backend):
         state = self.states[table]
         assert state.optimizer is not None, "a table without an optimizer is never trapped"
         check_same_strategy(self._strategy)
-        droppable = droppable or unchecked_gathers()
-        unique, summed = dedupe(*gather_replicas(ids, gradients), state.config.vocabulary_size, droppable)
+        ids, gradients, droppable = gather_replicas(ids, gradients, droppable or unchecked_gathers())
+        unique, summed = dedupe(ids, gradients, state.config.vocabulary_size, droppable)
         rate = learning_rate(state.optimizer, local(self._updates).read_value())
         update = update_every_row if not getattr(state.optimizer, "lazy_adam", True) else update_rows
         slots = [local(slot) for slot in state.slots.values()]

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tpuembed.backends.tf_tpu import is_tpu_strategy
 from tpuembed.errors import ConfigError, TrainingError
+from tpuembed.lookup.ranges import DROPPED
 
 __all__ = ["check_same_strategy", "check_strategy", "gather_replicas"]
 
@@ -33,12 +34,18 @@ def check_strategy() -> None:
     )
 
 
-def gather_replicas(ids: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ids [n] and gradients [n, dim] of all replicas, concatenated. n may differ between replicas."""
+def gather_replicas(ids: Tensor, gradients: Tensor, droppable: bool) -> tuple[Tensor, Tensor, bool]:
+    """Return the ids [n] and gradients [n, dim] of all replicas, concatenated, and True if ids may be `DROPPED`.
+
+    n may differ between replicas. `droppable` is True if the given ids may be `DROPPED`.
+    """
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
-        return ids, gradients
-    return context.all_gather(ids, 0), context.all_gather(gradients, 0)
+        return ids, gradients, droppable
+    if not ids.shape[0]:  # unknown, or 0: TensorFlow 2.21 crashes (SIGSEGV) if it gathers nothing from all replicas
+        ids, gradients = tf.pad(ids, [[0, 1]], constant_values=DROPPED), tf.pad(gradients, [[0, 1], [0, 0]])
+        droppable = True
+    return context.all_gather(ids, 0), context.all_gather(gradients, 0), droppable
 
 
 def check_same_strategy(created: tf.distribute.Strategy) -> None:
