@@ -28,7 +28,7 @@ from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.layer_vocabularies import LayerVocabularies, check_names_can_arrive, shared_vocabularies
 from tpuembed.lookup import Ids, as_tensors, ids_of
-from tpuembed.row_stamps import RowStamps, WatchedVariable
+from tpuembed.row_stamps import RowStamps, TableWeight
 from tpuembed.runtime.table_scope import TableSource
 from tpuembed.runtime.weight_files import (
     check_tables,
@@ -171,11 +171,8 @@ class TPUEmbedding(keras.layers.Layer):
             RowStamps(backend.states, updates) if self._parts.layer_options.track_rows and states else None
         )
         # Keras counts, lists and freezes them as weights of the layer. They are wrapped, not copied.
-        wrap = keras.Variable if self._row_stamps is None else WatchedVariable
-        self._table_weights = [
-            wrap(variable, trainable=trainable, autocast=False, name=variable.name.split(":")[0])
-            for variable, trainable in backend.weights() + ([(updates, False)] if trained_here else [])
-        ]
+        variables = backend.weights() + ([(updates, False)] if trained_here else [])
+        self._table_weights = [TableWeight(variable, trainable) for variable, trainable in variables]
         if self._row_stamps is not None:
             self._tpu_embedding.restoring = self._row_stamps.rewritten
             for weight in self._table_weights:

@@ -14,7 +14,7 @@ from tpuembed.backends.tf_config import SavedNode, local
 from tpuembed.errors import ConfigError
 from tpuembed.row_history import UNKNOWN, RowHistory
 
-__all__ = ["RowStamps", "WatchedVariable"]
+__all__ = ["RowStamps", "TableWeight"]
 
 Array = np.ndarray[Any, Any]
 
@@ -137,10 +137,28 @@ class RowStamps(SavedNode):
         return tf.no_op()
 
 
-class WatchedVariable(keras.Variable):
-    """A weight of a layer that tracks rows. Assigning it, as `set_weights` does, changes rows that no step looked up."""
+class TableWeight(keras.Variable):
+    """A Keras weight that is a given variable. If its layer tracks rows, assigning it, as `set_weights` does, begins a new history:
+    it changes rows that no step looked up.
+
+    Attributes:
+        watcher: the stamps of the layer's rows. None if it does not track them.
+    """
 
     watcher: RowStamps | None = None
+
+    def __init__(self, variable: Any, trainable: bool) -> None:
+        """Wrap `variable`, of any shape. Its name scope is left out, such as a model's `build`: Keras allows no "/" in names."""
+        name, shape = variable.name.split(":")[0].rpartition("/")[2], variable.shape
+        dtype = variable.dtype.name
+        super().__init__(lambda *_, **__: variable, shape, dtype, trainable=trainable, autocast=False, name=name)
+
+    def _initialize_with_initializer(self, initializer: Any) -> None:
+        """Wrap what `initializer` returns, where Keras makes a copy.
+
+        Keras calls it late if a layer is created while shapes are computed, where it refuses a weight that has a value.
+        """
+        self._initialize(initializer())
 
     def assign(self, value: Any) -> Any:
         """Assign `value`, after a new history has begun.
