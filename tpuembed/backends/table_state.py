@@ -156,7 +156,8 @@ def filled(initializer: Any, shape: Sequence[int], dtype: Any) -> Any:
     if is_small or not tf.executing_eagerly() or type(initializer).__module__.split(".")[0] != "keras":
         return initializer(shape, dtype=dtype)
     with _no_constant_folding():
-        return tf.function(lambda: initializer(shape, dtype=dtype))()
+        # Called as a concrete function, because TensorFlow warns of retracing when a loop calls new tf.functions.
+        return tf.function(lambda: initializer(shape, dtype=dtype)).get_concrete_function()()
 
 
 @contextlib.contextmanager
