@@ -4,6 +4,7 @@ The activations are made a function of one dummy weight. The dummy is trainable,
 gradient. That computation passes the activations' gradients to the layer, which updates its tables and returns zeros.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,14 @@ _IN_BRANCH = (
 _SAVED = (
     "TPUEmbedding: a SavedModel cannot train its tables. It has neither their live learning rates nor their strategy. Build the "
     "layer, restore a checkpoint, and train that."
+)
+_SHAPE = (
+    "TPUEmbedding: the gradient of feature {feature!r} has shape {given}, and its activations have shape {own}. Correct the custom "
+    "gradient, or the py_function, between the layer and the loss."
+)
+_SHAPE_FOUND = (
+    "TPUEmbedding: the gradient of a feature has a different shape than its activations. Correct the custom gradient, or the "
+    "py_function, between the layer and the loss. The feature, the shape of its gradient, the shape of its activations:"
 )
 _REMEMBERED = 64
 _STEP = 256
@@ -73,6 +82,7 @@ class TakenGradients:
 
 def gradient_trap(
     dummy: Tensor,
+    features: Sequence[str],
     lookup: Callable[[], Sequence[Tensor]],
     apply_gradients: Callable[[Sequence[Tensor]], Sequence[Any]],
     taken: TakenGradients,
@@ -81,6 +91,7 @@ def gradient_trap(
 
     Args:
         dummy: the weight that the activations are made to depend on.
+        features: the name of each activation, for messages.
         lookup: returns the activations.
         apply_gradients: takes one gradient per activation, of its shape. Returns the update ops.
         taken: the calls of the layer whose gradient was taken.
@@ -88,9 +99,10 @@ def gradient_trap(
     Raises:
         TrainingError: on a second gradient through one call, which would apply the update twice. If only the running
             step knows, an InvalidArgumentError with the same text. Also on the gradient of a branch or loop that
-            contains the call.
+            contains the call, and on a gradient with a different shape than its activation.
     """
     here, number = _graph(), taken.draw()
+    activations: list[Tensor] = []
     graphs: list[Any] = []
 
     def backward(*gradients: Tensor) -> Tensor:
@@ -105,14 +117,54 @@ def gradient_trap(
         graphs.append(graph)
         checks = [] if number is None or graph is here else [taken.take(number)]
         with tf.control_dependencies([] if tf.executing_eagerly() else list(checks)):
-            updates = apply_gradients([tf.convert_to_tensor(gradient) for gradient in gradients])
+            updates = apply_gradients(_with_shapes(gradients, activations, features))
         return tf.zeros_like(dummy) if graph is None else _zeros_after([*checks, *updates], dummy)
 
     @tf.custom_gradient
     def trap(_: Tensor) -> tuple[Sequence[Tensor], Callable[..., Tensor]]:
-        return lookup(), backward
+        activations.extend(lookup())
+        return list(activations), backward
 
     return trap(dummy)
+
+
+def _with_shapes(gradients: Sequence[Tensor], activations: Sequence[Tensor], features: Sequence[str]) -> list[Tensor]:
+    """Return `gradients` with the static shapes of `activations`, after a check that they also have the same sizes.
+
+    TensorFlow does not know each gradient's shape while it traces a batch of unknown size: a concat of more than 16 tensors has
+    gradients of unknown width, a py_function has gradients of unknown rank.
+    """
+    shaped, unknown = [], []
+    for feature, given, activation in zip(features, gradients, activations, strict=True):
+        gradient = tf.convert_to_tensor(given)
+        if not gradient.shape.is_compatible_with(activation.shape):
+            raise TrainingError(_SHAPE.format(feature=feature, given=gradient.shape, own=activation.shape))
+        if not gradient.shape.is_fully_defined() or not activation.shape.is_fully_defined():
+            unknown.append(len(shaped))
+        shaped.append(tf.ensure_shape(gradient, activation.shape))
+    if not unknown:
+        return shaped
+    if in_xla_context():  # XLA drops assertions. An AddN of two shapes does not compile, and one of zeros costs nothing
+        for index in unknown:
+            shaped[index] = tf.add_n([shaped[index], tf.zeros_like(activations[index])])
+        return shaped
+    checks = _check_sizes(*([parts[index] for index in unknown] for parts in (shaped, activations, features)))
+    with tf.control_dependencies([checks]):
+        for index in unknown:
+            shaped[index] = tf.identity(shaped[index])
+    return shaped
+
+
+def _check_sizes(gradients: Sequence[Tensor], activations: Sequence[Tensor], features: Sequence[str]) -> Any:
+    """Return one op for all features, because an op for each would take time in every step."""
+    given, own = (tf.concat([tf.shape(each) for each in tensors], 0) for tensors in (gradients, activations))
+    ranks = [activation.shape.rank for activation in activations]
+    ends = list(itertools.accumulate(ranks))
+    differs = tf.not_equal(given, own)
+    feature = tf.searchsorted(ends, [tf.argmax(tf.cast(differs, tf.int32), output_type=tf.int32)], side="right")[0]
+    place = slice(tf.gather(ends, feature) - tf.gather(ranks, feature), tf.gather(ends, feature))
+    text = [_SHAPE_FOUND, tf.gather(list(features), feature), given[place], own[place]]
+    return tf.debugging.Assert(tf.logical_not(tf.reduce_any(differs)), text, summarize=10)
 
 
 def _zeros_after(updates: Sequence[Any], dummy: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def train(
                 raise TrainingError(_NOT_GROWN.format(layer=layer.name, table=growing[0]))
             return _apply(step, gradients, updates)
 
-        caught = gradient_trap(dummy, step.lookup, apply, taken)
+        caught = gradient_trap(dummy, [feature.path for feature in trapped], step.lookup, apply, taken)
     activations = interleave(is_free, backend.lookup(free) if free else [], caught)
     return wait_for_lookups(activations) if trapped else activations
 
