@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.backends.tf_config import in_save_context, in_xla_context, is_op_determinism_enabled, local
+from tpuembed.backends.tf_config import custom_gradient, in_save_context, in_xla_context, is_op_determinism_enabled, local
 from tpuembed.backends.tf_tpu import differentiates_control_flow, tpu_call
 from tpuembed.errors import TrainingError
 
@@ -118,9 +118,16 @@ def gradient_trap(
         checks = [] if number is None or graph is here else [taken.take(number)]
         with tf.control_dependencies([] if tf.executing_eagerly() else list(checks)):
             updates = apply_gradients(_with_shapes(gradients, activations, features))
-        return tf.zeros_like(dummy) if graph is None else _zeros_after([*checks, *updates], dummy)
+        if graph is None:
+            return tf.zeros_like(dummy)
+        zeros = _zeros_after([*checks, *updates], dummy)
+        if tpu_call() is not None:
+            return zeros
+        # Keras' optimizers add up the gradients of replicas. For dense ones alone, TensorFlow registers a gradient of that sum,
+        # which keeps the graph and its variables until the process ends. See `custom_gradient`.
+        return tf.IndexedSlices(zeros, tf.zeros([1], tf.int64), tf.ones([1], tf.int64))
 
-    @tf.custom_gradient
+    @custom_gradient
     def trap(_: Tensor) -> tuple[Sequence[Tensor], Callable[..., Tensor]]:
         activations.extend(lookup())
         return list(activations), backward

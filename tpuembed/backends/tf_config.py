@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import tpu_util
+from tensorflow.python.framework import ops
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.saved_model.save_context import in_save_context
@@ -33,6 +35,7 @@ from tpuembed.errors import ConfigError, warn
 __all__ = [
     "SavedNode",
     "Trackable",
+    "custom_gradient",
     "entry_optimizer",
     "features_from",
     "features_to_dict",
@@ -85,6 +88,34 @@ class _Copy(Trackable):
 
     def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
         raise NotImplementedError  # a restore is of the node itself
+
+
+def custom_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `tf.custom_gradient(function)`, whose gradient is freed with the graph into which a call was traced.
+
+    TensorFlow registers each traced gradient until the process ends. The gradient holds the graph and what `function` uses,
+    so every dropped model would keep its tables. See https://github.com/tensorflow/tensorflow/issues/97697.
+    """
+    decorated = tf.custom_gradient(function)
+
+    def call(*args: Any) -> Any:
+        results = decorated(*args)
+        if not tf.executing_eagerly():
+            _free_with_graph(tf.nest.flatten(results)[0].op)
+        return results
+
+    return call
+
+
+def _free_with_graph(operation: Any) -> None:
+    """Make the graph of `operation` the only owner of the gradient that TensorFlow registered for it."""
+    registry, graph = ops.gradient_registry._registry, operation.graph
+    name = operation.get_attr("_gradient_op_type").decode()
+    gradient = registry[name]["type"]
+    graph._tpuembed_gradients = [*getattr(graph, "_tpuembed_gradients", ()), gradient]
+    found = weakref.ref(gradient)
+    registry[name]["type"] = lambda *arguments: found()(*arguments)  # type: ignore[misc]
+    weakref.finalize(graph, registry.pop, name).atexit = False
 
 
 def in_xla_context() -> bool:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tpuembed.backends.backend import Backend, TrainingStep
 from tpuembed.backends.gradient_trap import TakenGradients, gradient_trap
-from tpuembed.backends.tf_config import entry_optimizer, local, unchecked_gathers
+from tpuembed.backends.tf_config import custom_gradient, entry_optimizer, local, unchecked_gathers
 from tpuembed.backends.tf_tpu import tpu_call
 from tpuembed.errors import TrainingError
 from tpuembed.lookup import Ids
@@ -77,7 +77,7 @@ def wait_for_lookups(activations: Sequence[Tensor]) -> list[Tensor]:
     if len(activations) < 2 or tf.executing_eagerly() or unchecked:
         return list(activations)
 
-    @tf.custom_gradient
+    @custom_gradient
     def gate(*given: Tensor) -> tuple[list[Tensor], Any]:
         def backward(*gradients: Tensor) -> list[Tensor]:
             # Grappler keeps an assertion. It would remove a lookup that only a control edge depends on.
