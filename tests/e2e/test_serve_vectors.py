@@ -188,7 +188,7 @@ def tensor(value: Any, dtype: Any) -> Any:
 
     if dtype == tf.string:
         return tf.make_tensor_proto(np.array(leaf(value), dtype=object), dtype)
-    with np.errstate(over="ignore"):  # the narrow integers wrap, and what is too large is infinite
+    with np.errstate(over="ignore"):  # what is too large is infinite
         wide = np.array(value, np.float64 if dtype.is_floating else np.uint64 if dtype == tf.uint64 else np.int64)
         return tf.make_tensor_proto(wide.astype(dtype.as_numpy_dtype), dtype)
 

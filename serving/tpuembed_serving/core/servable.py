@@ -30,9 +30,18 @@ __all__ = [
     "TensorInfo",
     "VersionProgress",
     "VersionStatus",
+    "cannot_hold",
 ]
 
 Array = npt.NDArray[Any]
+
+
+def cannot_hold(name: str, kind: str, value: float | str, dtype: npt.DTypeLike) -> StatusError:
+    """Return the error of a number of input `name` that its integer type cannot hold. `kind` is the type in the API's words."""
+    limits = np.iinfo(dtype)
+    return invalid_argument(
+        f"Input {name} is {kind}, which cannot hold {value}. Send integers from {limits.min} to {limits.max}."
+    )
 
 
 class Columns(Sequence[Array]):

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from tpuembed_serving.core.pipeline import Check
-from tpuembed_serving.core.servable import Array, LoadedVersion
+from tpuembed_serving.core.servable import Array, LoadedVersion, cannot_hold
 from tpuembed_serving.core.service import ModelService, ModelSpec
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.grpc.open_inference_messages import message
@@ -162,7 +162,8 @@ def _read_contents(name: str, datatype: str, shape: tuple[int, ...], contents: A
         check()
         block = list(itertools.islice(left, _ELEMENTS_AT_ONCE))
         if limits is not None and not limits.min <= min(block) <= max(block) <= limits.max:
-            raise invalid_argument(f"input {name} is {datatype}, and a number of its contents does not fit into it")
+            value = next(value for value in block if not limits.min <= value <= limits.max)
+            raise cannot_hold(name, datatype, value, dtype)
         array[start : start + len(block)] = block
     return array.reshape(shape)
 

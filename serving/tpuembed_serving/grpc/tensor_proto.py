@@ -15,7 +15,7 @@ import numpy as np
 from tensorflow.core.framework import tensor_pb2, tensor_shape_pb2, types_pb2
 
 from tpuembed.protobuf import MalformedError, bytes_field, read_varint, varint
-from tpuembed_serving.core.servable import Array
+from tpuembed_serving.core.servable import Array, cannot_hold
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 
 __all__ = ["MAX_FILLED_BYTES", "decode_tensor", "dtype_name", "encode_input", "encode_tensor"]
@@ -101,7 +101,7 @@ def decode_tensor(proto: Any, alias: str) -> Array:
     """Return the tensor of a TensorProto, in either representation.
 
     Raises:
-        StatusError: INVALID_ARGUMENT, the message is not a valid tensor.
+        StatusError: INVALID_ARGUMENT, the message is not a valid tensor, or has an integer that its dtype cannot hold.
     """
     try:
         number = proto.dtype
@@ -110,7 +110,7 @@ def decode_tensor(proto: Any, alias: str) -> Array:
         field = _FIELDS[number]
         if field.fixed_width and not proto.tensor_content and (found := _whole_values(proto, field)) is not None:
             return found
-        return _numbers(proto, field, _shape(proto.tensor_shape))
+        return _numbers(proto, field, _shape(proto.tensor_shape), alias)
     except (_MalformedTensorError, MalformedError, KeyError):
         raise invalid_argument(f"tensor parsing error: {alias}") from None
 
@@ -137,13 +137,16 @@ def _parsed_shape(serialized: bytes) -> tuple[int, ...]:
 _known_shape = functools.lru_cache(maxsize=1024)(_parsed_shape)
 
 
-def _numbers(proto: Any, field: _Field, shape: tuple[int, ...]) -> Array:
+def _numbers(proto: Any, field: _Field, shape: tuple[int, ...], alias: str) -> Array:
     count = math.prod(shape)
     if count == 0:
         return np.empty(shape, field.dtype)
     if content := proto.tensor_content:
         return _from_content(content, field, count).reshape(shape)
-    return _filled(_field_values(getattr(proto, field.name), field), count, field.dtype).reshape(shape)
+    values = _field_values(getattr(proto, field.name), field)
+    if values.dtype != field.dtype:
+        values = _narrowed(values, field, alias, dtype_name(proto.dtype))
+    return _filled(values, count, field.dtype).reshape(shape)
 
 
 def _whole_values(proto: Any, field: _Field) -> Array | None:
@@ -173,7 +176,7 @@ def _from_content(content: bytes, field: _Field, count: int) -> Array:
 
 
 def _field_values(values: Any, field: _Field) -> Array:
-    """Return the entries of a repeated field as elements. Narrow integers drop the upper bits, as in TensorFlow."""
+    """Return the entries of a repeated field. Narrow integers and 16-bit floats are still in their carrier."""
     if len(values) % field.per_element:
         raise _MalformedTensorError
     if field.fixed_width:
@@ -181,9 +184,18 @@ def _field_values(values: Any, field: _Field) -> Array:
     array, left = np.empty(len(values), field.carrier), iter(values)
     for start in range(0, len(array), _PIECE):
         array[start : start + _PIECE] = np.fromiter(itertools.islice(left, _PIECE), field.carrier)
-    if field.name == "half_val":
-        return array.astype("<u2").view(field.dtype)
-    return array.astype(field.dtype, copy=False)
+    return array
+
+
+def _narrowed(values: Array, field: _Field, alias: str, kind: str) -> Array:
+    """Return the elements that 32-bit integers carry. TensorFlow drops the upper bits, which makes another id of an id."""
+    is_float = field.name == "half_val"
+    dtype = np.dtype("<u2") if is_float else field.dtype
+    limits = np.iinfo(dtype)
+    outside = (values < limits.min) | (values > limits.max)
+    if outside.any():
+        raise cannot_hold(alias, f"{kind} in 16 bits" if is_float else kind, values[outside][0], dtype)
+    return values.astype(dtype).view(field.dtype)
 
 
 def _fixed_width_values(values: Any, field: _Field) -> Array:

@@ -6,13 +6,14 @@ Tensors of a request may be nested lists of their shape, or flat. Those of an an
 import functools
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from tpuembed_serving.core.pipeline import Check
-from tpuembed_serving.core.servable import Array
+from tpuembed_serving.core.servable import Array, cannot_hold
 from tpuembed_serving.core.service import ModelSpec
 from tpuembed_serving.core.status import invalid_argument
 from tpuembed_serving.http.json.debug import quote
@@ -40,6 +41,8 @@ _LISTS: Final = (list, LongList)
 _TYPE_NAMES: Final[Mapping[Any, str]] = {str: "a string", dict: "an object", list: "a list", _LISTS: "a list"}
 _LEAF_TYPES: Final[Mapping[str, set[type]]] = {"BOOL": {bool}, "BYTES": {str}}
 _BLOCK_ELEMENTS: Final = 16 * 2**10
+_LONG_INTEGER: Final = re.compile(rb"-?\d{19,400}")
+"""Matches an integer that may need more than 64 bits. The parser makes a float of it, as RapidJSON does."""
 
 
 class EncodedInference(NamedTuple):
@@ -122,7 +125,7 @@ class _InputReader:
     """Reads inputs in their order, which is also that of their binary data."""
 
     def __init__(self, body: bytes, header_bytes: int | None) -> None:
-        self._body = body
+        self._body, self._header_bytes = body, header_bytes
         self._at = len(body) if header_bytes is None else header_bytes
 
     def read(self, members: Mapping[str, Any]) -> InferInput:
@@ -135,7 +138,8 @@ class _InputReader:
         size = _parameters(members, owner, INPUT_PARAMETERS).get("binary_data_size")
         if size is None:
             data = _member(members, "data", _LISTS, owner)
-            return InferInput(name, datatype, functools.partial(_read_json, name, datatype, shape, data))
+            text = memoryview(self._body)[: self._header_bytes]
+            return InferInput(name, datatype, functools.partial(_read_json, name, datatype, shape, data, text))
         if "data" in members:
             raise invalid_argument(f"{owner} has data and binary_data_size. Send one of them")
         left = len(self._body) - self._at
@@ -154,15 +158,15 @@ class _InputReader:
             raise invalid_argument(f"{left} bytes follow the last binary tensor. Send the tensors' bytes alone")
 
 
-def _read_json(name: str, datatype: str, shape: tuple[int, ...], data: Any, check: Check) -> Array:
-    """Return the tensor of JSON values."""
+def _read_json(name: str, datatype: str, shape: tuple[int, ...], data: Any, text: memoryview, check: Check) -> Array:
+    """Return the tensor of JSON values. `text` is the request's JSON, for messages."""
     if type(data) is not LongList:
-        return _read_list(name, datatype, shape, data).reshape(shape)
+        return _read_list(name, datatype, shape, data, text).reshape(shape)
     arrays, is_flat, count = [], not isinstance(next(iter(data)), _LISTS), 0
     for piece in data.pieces(check):
         rows = [_plain(row, len(shape)) for row in piece]
         count += len(rows)
-        arrays.append(_read_list(name, datatype, (len(rows),) if is_flat else (len(rows), *shape[1:]), rows))
+        arrays.append(_read_list(name, datatype, (len(rows),) if is_flat else (len(rows), *shape[1:]), rows, text))
     if count != (math.prod(shape) if is_flat else shape[0] if shape else 1):
         raise wrong_size(name, datatype, shape, f"{count} {'values' if is_flat else 'rows'}")
     return np.concatenate(arrays).reshape(shape)
@@ -173,7 +177,7 @@ def _plain(value: Any, levels: int) -> Any:
     return [_plain(one, levels - 1) for one in value] if levels and isinstance(value, _LISTS) else value
 
 
-def _read_list(name: str, datatype: str, shape: Sequence[int], data: list[Any]) -> Array:
+def _read_list(name: str, datatype: str, shape: Sequence[int], data: list[Any], text: memoryview) -> Array:
     """Return the values of lists that are nested as the shape says, or of one flat list, as a flat array."""
     values, types = data, set(map(type, data))
     for size in shape[1:] if types == {list} else ():
@@ -187,6 +191,8 @@ def _read_list(name: str, datatype: str, shape: Sequence[int], data: list[Any]) 
         raise wrong_size(name, datatype, shape, f"{len(values)} values")
     dtype, types = DTYPES[datatype], set(map(type, values))
     allowed = _LEAF_TYPES.get(datatype, {int} if "INT" in datatype else {int, float})
+    if "INT" in datatype and types <= {int, float}:
+        _check_integers(name, datatype, values, text)
     if not types <= allowed:
         raise invalid_argument(
             f"input {name} is {datatype}, and its data has {', '.join(sorted(map(_json_type, types - allowed)))}. "
@@ -194,18 +200,27 @@ def _read_list(name: str, datatype: str, shape: Sequence[int], data: list[Any]) 
         )
     if datatype == "BYTES":
         array = np.empty(len(values), object)
-        array[:] = [text.encode("utf-8", "surrogateescape") for text in values]
+        array[:] = [value.encode("utf-8", "surrogateescape") for value in values]
         return array
     try:
         if "INT" in datatype:
-            limits = np.iinfo(dtype)
-            if values and not limits.min <= min(values) <= max(values) <= limits.max:
-                raise OverflowError
             return np.array(values, dtype)
         with np.errstate(over="raise"):
             return np.array(values, np.float64 if datatype != "BOOL" else dtype).astype(dtype)
     except (OverflowError, FloatingPointError):
         raise invalid_argument(f"input {name} is {datatype}, and a number of its data does not fit into it") from None
+
+
+def _check_integers(name: str, datatype: str, values: list[int | float], text: memoryview) -> None:
+    """Raise INVALID_ARGUMENT if a number is outside the range of an integer datatype. Fractions are refused elsewhere."""
+    limits = np.iinfo(DTYPES[datatype])
+    if not values or (limits.min <= min(values) <= max(values) <= limits.max and float not in map(type, values)):
+        return
+    for value in values:
+        is_long = type(value) is float and abs(value) >= 2**63
+        if is_long or not limits.min <= value <= limits.max:
+            sent = (digits[0] for digits in _LONG_INTEGER.finditer(text) if is_long and float(digits[0]) == value)
+            raise cannot_hold(name, datatype, next(sent, b"%r" % value).decode("ascii"), limits.dtype)
 
 
 def _json_type(kind: type) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
-from tpuembed_serving.core.servable import Array, TensorInfo
+from tpuembed_serving.core.servable import Array, TensorInfo, cannot_hold
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string, type_name
 from tpuembed_serving.http.json.document import format_error
@@ -23,16 +23,17 @@ MAX_RANK = 64
 _ELEMENTS_BETWEEN_CHECKS = 1024
 _LISTS = (list, LongList)
 _INT32 = range(-(2**31), 2**31)
-# Narrow integers are only checked for 32 bits, and wrap.
 _INT_RANGES = {
-    "int8": _INT32,
-    "int16": _INT32,
-    "uint8": _INT32,
+    "int8": range(-(2**7), 2**7),
+    "int16": range(-(2**15), 2**15),
+    "uint8": range(2**8),
     "int32": _INT32,
     "int64": range(-(2**63), 2**63),
     "uint32": range(2**32),
     "uint64": range(2**64),
 }
+# TensorFlow Serving refuses what 32 bits cannot hold. It wraps what they can, to another id, so we refuse that in our words.
+_INT_TYPES = {**_INT_RANGES, **dict.fromkeys(("int8", "int16", "uint8"), _INT32)}
 _FLOATS = frozenset({"float", "double"})
 _LEAF_TYPES: dict[str, frozenset[type]] = {
     **dict.fromkeys(_INT_RANGES, frozenset({int})),
@@ -173,6 +174,8 @@ def _leaf(value: Any, info: TensorInfo) -> Any:
         raise StatusError(Code.UNIMPLEMENTED, text)
     if not _accepts(value, dtype):
         raise _type_error(value, info)
+    if dtype in _INT_RANGES and value not in _INT_RANGES[dtype]:
+        raise cannot_hold(info.alias, dtype, value, dtype)
     return value.encode("utf-8", "surrogateescape") if dtype == "string" else value
 
 
@@ -183,7 +186,7 @@ def _accepts(value: Any, dtype: str) -> bool:
         return isinstance(value, bool) and dtype == "bool"
     if dtype in _FLOATS:
         return isinstance(value, int | float)
-    return isinstance(value, int) and value in _INT_RANGES[dtype]
+    return isinstance(value, int) and value in _INT_TYPES[dtype]
 
 
 def _type_error(value: Any, info: TensorInfo) -> StatusError:
