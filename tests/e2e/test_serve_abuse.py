@@ -135,6 +135,46 @@ def test_bodies_that_are_large_or_deep(server: VectorServer, body: bytes) -> Non
     assert "Traceback" not in server.log
 
 
+ESCAPES = b'\\"' * 400_000
+LISTS = ",".join(f'"k{key}": [{"1, " * 20_000}1]' for key in range(16)).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"a": "' + ESCAPES + b"Inf}", 400),
+        (b'{"a": "' + ESCAPES + b"Inf\\", 400),
+        (b'{"a": 1 "' + ESCAPES + b"-NaN", 400),
+        (b'{"a": ["' + b'", "'.join([ESCAPES] * 2) + b'" Inf', 400),
+        (b'{"a": "' + ESCAPES + b'", "instances": [Inf]}', 200),
+        (b'{"a": "' + b"\\ud83d\\ude00" * 60_000 + b'", "instances": [-NaN]}', 200),
+        (b'{"a": "' + b"\\u0041" * 120_000 + b'\\ud800", "instances": [1]}', 400),
+        (b"{" + b'"k": 1, ' * 100_000 + b'"instances": [1]}', 200),
+        (b'{"instances": [' + b"Inf, " * 160_000 + b"Infi", 400),
+        (b'{"inputs": {' + LISTS + b', "x": [1]}}', 200),
+        (b'{"a": {' + LISTS + b', "k0": NaN}, "inputs": [1]}', 200),
+    ],
+    ids=[
+        "an open string", "a last backslash", "a missing comma", "a closed string", "escapes", "surrogates", "half of one",
+        "one key", "infinities", "columns", "columns, and a key twice",
+    ],
+)  # fmt: skip
+def test_each_body_is_parsed_in_linear_time(server: VectorServer, body: bytes, status: int) -> None:
+    """Of these 800 KB, most took minutes or hours, in which nobody was answered. They take less than a second."""
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        for path in (
+            "/v1/models/half:predict",
+            "/v1/models/unknown:predict",
+            "/v1/models/half:classify",
+            "/v2/models/half/infer",
+        ):
+            reply = client.post(path, content=body)
+            assert reply.status_code == (status if path == "/v1/models/half:predict" else reply.status_code)
+            assert reply.status_code in (200, 400, 404)
+        assert client.get("/healthz").status_code == 200
+    assert "Traceback" not in server.log
+
+
 def test_clients_that_leave_in_the_middle(server: VectorServer) -> None:
     url = httpx.URL(server.url)
     with good_client(server):

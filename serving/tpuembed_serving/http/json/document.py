@@ -22,7 +22,7 @@ from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string
-from tpuembed_serving.http.json.pieces import LARGE_BYTES, PieceRun, read_pieces, with_runs
+from tpuembed_serving.http.json.pieces import LARGE_BYTES, STRING, PieceRun, read_pieces, with_runs
 
 __all__ = ["LEAST_DECODING_BYTES", "Document", "JsonObject", "decoding_bytes", "format_error", "parse_document"]
 
@@ -231,9 +231,8 @@ _OBJECTS = frozenset({"inputs", "context", "parameters"})
 _TENSORS = frozenset({"inputs", "outputs"})
 """The lists of the Open Inference Protocol."""
 _LEVELS = 1000
-_STRING = r'"(?:[^"\\]|\\.)*"'
-_STRINGS = re.compile(_STRING, re.DOTALL)
-_SPECIAL = re.compile(rf"{_STRING}|-?(?:NaN|Inf(?:inity|(?!i)))", re.DOTALL)
+_STRINGS = re.compile(STRING, re.DOTALL)
+_SPECIAL = re.compile(rf"{STRING}|-?(?:NaN|Inf(?:inity|(?!i)))", re.DOTALL)
 _MARKS = re.compile(r"[^][{}]+")
 _ESCAPES = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]|(u[dD][89a-fA-F])|.)", re.DOTALL)
 """Matches escapes. The group is a surrogate that has no other half."""

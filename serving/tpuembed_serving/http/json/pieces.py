@@ -19,7 +19,7 @@ from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import StatusError
 
-__all__ = ["LARGE_BYTES", "LongList", "PieceRun", "pause", "read_pieces", "with_runs"]
+__all__ = ["LARGE_BYTES", "STRING", "LongList", "PieceRun", "pause", "read_pieces", "with_runs"]
 
 LARGE_BYTES: Final = 512 * 2**10
 """A smaller body is parsed at once, which takes at most about 20 milliseconds."""
@@ -34,8 +34,9 @@ _PLAIN: Final = frozenset({int, float, bool, type(None)})
 _MOST_LEVELS: Final = 8
 """Nothing is cut where more containers are open."""
 
-_TOKEN: Final = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)|[\]\[{},]', re.DOTALL)
-"""Matches a string, also one without an end, which is then read only once."""
+STRING: Final = r'"(?:[^"\\]++|\\.?)*+(?:"|\Z)'
+"""Matches a string, also one without an end. Otherwise each of its quotes would be tried as a start, in quadratic time."""
+_TOKEN: Final = re.compile(STRING.encode("ascii") + rb"|[\]\[{},]", re.DOTALL)
 _SHORT: Final = re.compile(rb'[^][{}"]*+\]')
 """Matches a list without strings and containers, after its bracket."""
 _BEFORE: Final = re.compile(rb'[\]}"\s]*\Z')
@@ -135,7 +136,8 @@ def read_pieces(
             tried.pop()
         if mark not in b"[," or opened[-1:] != [b"["] or at - tried[-1] < _PIECE_BYTES:
             continue
-        if _SHORT.match(body, at, at + _PIECE_BYTES):
+        if short := _SHORT.match(body, at, at + _PIECE_BYTES):
+            at = short.end() - 1  # at its bracket: to look at each comma of a short list takes quadratic time
             continue
         tried[-1], start = at, at
         run = _cut(body, at, functools.partial(parse_list, len(opened) - 1), check)
