@@ -23,17 +23,18 @@ __all__ = [
     "timed_out",
 ]
 
-_FUNCTION: Final = re.compile(r"\{\{function_node [^}]*\}\} ?")
+# Messages quote a client's strings, which may hold the beginning of a pattern many times. So a search that fails at one
+# beginning does not read to the end of the message, or is tried at one beginning only.
+_FUNCTION: Final = re.compile(r"\{\{function_node [^{}]*\}\} ?")
+_ASSERTION: Final = "assertion failed: [feature "
 _OUTSIDE: Final = re.compile(
-    r"assertion failed: \[(feature .*)\]\s+\[\[(?:\{\{node )?(?:[^\s\]}]*/)?tpuembed_id_outside[^\s\]}]*[\]}]",
+    r"(.*)\]\s+\[\[(?:\{\{node )?(?:[^\s\]}]*/)?tpuembed_id_outside[^\s\]}]*[\]}]",
     re.DOTALL,
 )
-"""The error of an export about an id outside its table. The name of the failing operation is `OUTSIDE` in tpuembed.lookup."""
+"""What follows in the error of an export about an id outside its table. `OUTSIDE` in tpuembed.lookup names the operation."""
 _ESCAPED: Final = re.compile(r"\\(['\"\\])")
-_ROW: Final = re.compile(r"(?<=: id )(-?\d+ of row )(\d+)(?= is not in table )")
-_NAMED_ROW: Final = re.compile(
-    r"(: (?:name '.*'|a name) of row )(\d+)(?= is not in the vocabulary of table )", re.DOTALL
-)
+_ROW: Final = re.compile(r": id -?\d+ of row (\d{1,19}) is not in table ")
+_NAMED_ROW: Final = re.compile(r"(?:'|: a name) of row (\d{1,19}) is not in the vocabulary of table ")
 
 
 class Code(enum.IntEnum):
@@ -139,14 +140,17 @@ def timed_out() -> StatusError:
 
 def plain_message(message: str) -> str:
     """Return TensorFlow's `message` without function names. For an id outside its table, return only that sentence."""
-    found = _OUTSIDE.search(message)
-    return _ESCAPED.sub(r"\1", found[1]) if found else _FUNCTION.sub("", message)
+    _, _, after = message.partition(_ASSERTION)
+    found = _OUTSIDE.match(after)
+    return _ESCAPED.sub(r"\1", f"feature {found[1]}") if found else _FUNCTION.sub("", message)
 
 
 def of_later_rows(error: Exception, rows: int) -> Exception:
     """Return the `error` of a part of a request that starts at row `rows`, with the row number of the whole request."""
     if not rows or not isinstance(error, StatusError):
         return error
-    pattern = _NAMED_ROW if _NAMED_ROW.search(error.message) else _ROW
-    message = pattern.sub(lambda found: f"{found[1]}{int(found[2]) + rows}", error.message, count=1)
+    message = error.message
+    # A client's name stands before the row, and may hold the same words.
+    for found in ([*_NAMED_ROW.finditer(message)] or [*_ROW.finditer(message)])[-1:]:
+        message = f"{message[: found.start(1)]}{int(found[1]) + rows}{message[found.end(1) :]}"
     return StatusError(error.code, message)

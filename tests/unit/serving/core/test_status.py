@@ -54,6 +54,18 @@ def test_the_row_of_an_unknown_name_in_a_later_part() -> None:
     assert later.message == unknown.replace("row 3", "row 19")
 
 
+@pytest.mark.parametrize(
+    "part", ["{{function_node ", "assertion failed: [feature ", ": name '", "' of row 1", ": id 1", "]  [[", "1"]
+)
+@pytest.mark.timeout(20)
+def test_a_message_that_quotes_a_client_is_read_in_linear_time(part: str) -> None:
+    """TensorFlow quotes strings that are no numbers. Of 1 MB, three of these took minutes."""
+    text = f"StringToNumberOp could not correctly convert string: {part * (10**6 // len(part))}"
+    assert plain_message("{{function_node f}} " + text) == text
+    error = of_later_rows(StatusError(Code.INVALID_ARGUMENT, text), 16)
+    assert error.args == (text,)
+
+
 def test_a_sentence_of_a_name_has_less_than_200_characters() -> None:
     rng = np.random.default_rng(1)
     for _ in range(500):
