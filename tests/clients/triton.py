@@ -113,7 +113,7 @@ def http_compressed(server: Server) -> None:
     with tritonclient.http.InferenceServerClient(server.rest) as client:
         found = client.infer("m", [tensor], request_compression_algorithm="gzip", response_compression_algorithm="gzip")
         same(found.as_numpy("embedding"), server.embedding)
-        refused(lambda: client.infer("m", [tensor], request_compression_algorithm="deflate"), "400", "deflate")
+        refused(lambda: client.infer("m", [tensor], request_compression_algorithm="deflate"), "415", "deflate")
 
 
 def http_async(server: Server) -> None:

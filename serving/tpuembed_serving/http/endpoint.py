@@ -5,7 +5,7 @@ import functools
 import logging
 import urllib.parse
 import zlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, Final, NamedTuple, Protocol
 
 from tpuembed_serving.core.api_keys import KEY_REFUSAL, ApiKeys
@@ -19,7 +19,7 @@ from tpuembed_serving.core.request_record import (
     degraded_text,
     sane_request_id,
 )
-from tpuembed_serving.core.status import Code, StatusError, TooLargeError
+from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument
 from tpuembed_serving.http.json import LEAST_DECODING_BYTES, encode_error
 from tpuembed_serving.http.static import STATIC_PATHS, wants_page
 from tpuembed_serving.telemetry.observers import Telemetry
@@ -37,6 +37,7 @@ __all__ = [
     "Reply",
     "Scope",
     "Send",
+    "UnknownCodingError",
     "answer_headers",
     "header",
     "raw_path",
@@ -75,8 +76,12 @@ HTTP_STATUS = {
 """HTTP status by code, as in ToHTTPStatusCode of TensorFlow Serving's http_server.cc."""
 
 _TOO_LARGE: Final = 413
+_UNSUPPORTED: Final = 415
 _MAX_INFLATED_BYTES: Final = 100 * 2**20
+"""The limit of a body that was compressed, unless there is one for all bodies. It is TensorFlow Serving's."""
 _PIECE_BYTES: Final = 2**20
+_INFLATED_AT_ONCE: Final = 16 * 2**10
+_GZIP: Final = zlib.MAX_WBITS | 16
 _JOINED_BYTES: Final = 4 * 2**20
 """The parts of a larger body are joined in a thread."""
 _JSON: Final = b"application/json"
@@ -100,6 +105,13 @@ class ClientLeftError(Exception):
     """The client disconnected before its answer."""
 
 
+class UnknownCodingError(StatusError):
+    """A body has a Content-Encoding that this server does not decode. HTTP answers 415."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Code.INVALID_ARGUMENT, message)
+
+
 class Body(NamedTuple):
     """A body. `reserved` bytes are reserved for it, which the caller releases."""
 
@@ -121,12 +133,13 @@ class BodyReader:
         """Return the body, decompressed if it is gzip. Memory is reserved for a large body while it arrives.
 
         Raises:
-            StatusError: it is too large, or the other requests use the memory.
+            StatusError: it is too large, is not valid gzip, or has another coding, or the other requests use the memory.
             ClientLeftError: the client disconnected.
         """
+        is_gzip = _is_gzip(scope)
         length = header(scope, b"content-length")
         if length.isdigit():
-            self._check_size(int(length))  # before the body is read
+            _check_size(int(length), self._max_bytes)  # before the body is read
         parts, size, more, reserved = [], 0, True, 0
         try:
             while more:
@@ -135,7 +148,7 @@ class BodyReader:
                     raise ClientLeftError
                 part, more = message.get("body", b""), message.get("more_body", False)
                 size += len(part)
-                self._check_size(size)
+                _check_size(size, self._max_bytes)
                 if size > INLINE_BYTES:
                     self.memory.reserve(size - reserved, reserved)
                     reserved = size
@@ -143,7 +156,7 @@ class BodyReader:
             join = functools.partial(b"".join, parts)  # of many bytes, it releases Python's lock
             body = parts[0] if len(parts) == 1 else join() if size < _JOINED_BYTES else await asyncio.to_thread(join)
             parts.clear()
-            if b"gzip" not in header(scope, b"content-encoding"):
+            if not is_gzip:
                 return Body(body, reserved)
             content, needed = await self._inflate(body, reserved)
             return Body(content, reserved + needed)
@@ -151,47 +164,76 @@ class BodyReader:
             self.memory.release(reserved)
             raise
 
-    def _check_size(self, size: int) -> None:
-        if self._max_bytes is not None and size > self._max_bytes:
-            raise TooLargeError(f"the request body is larger than the limit of {self._max_bytes} bytes")
-
     async def _inflate(self, body: bytes, reserved: int) -> Body:
-        """Decompress gzip. A large body is decompressed twice: first only to learn its size.
-
-        Invalid or too large bodies become empty, and are refused as such, as in TensorFlow Serving.
-        """
-        inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        """Decompress gzip in threads. A large body is decompressed twice: first only to learn its size."""
+        limit = _MAX_INFLATED_BYTES if self._max_bytes is None else self._max_bytes
+        size, content = await asyncio.to_thread(_measure, body, limit)
+        if content is not None:
+            return Body(content, 0)
+        needed = size * LEAST_DECODING_BYTES
+        self.memory.reserve(needed, reserved)
         try:
-            inflated = inflater.decompress(body, _PIECE_BYTES)
-            if inflater.eof:
-                self._check_size(len(inflated))
-                return Body(inflated, 0)
-            size = await asyncio.to_thread(_inflated_bytes, body)
-            self._check_size(size)
-            if size > _MAX_INFLATED_BYTES:
-                return Body(b"", 0)
-            needed = size * LEAST_DECODING_BYTES
-            self.memory.reserve(needed, reserved)
-            try:
-                return Body(await asyncio.to_thread(zlib.decompress, body, zlib.MAX_WBITS | 16), needed)
-            except BaseException:
-                self.memory.release(needed)
-                raise
-        except zlib.error:
-            return Body(b"", 0)
+            return Body(await asyncio.to_thread(b"".join, _inflated(body)), needed)
+        except BaseException:
+            self.memory.release(needed)
+            raise
 
 
-def _inflated_bytes(body: bytes) -> int:
-    """Return the size of gzip's content, in little memory. Stops beyond _MAX_INFLATED_BYTES. Raises zlib.error."""
-    inflater, size, read = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), 0, 0
-    while not inflater.eof and size <= _MAX_INFLATED_BYTES:
-        part = inflater.unconsumed_tail or body[read : read + _PIECE_BYTES]
-        read += 0 if inflater.unconsumed_tail else len(part)
-        piece = inflater.decompress(part, _PIECE_BYTES)
+def _check_size(size: int, limit: int | None) -> None:
+    if limit is not None and size > limit:
+        raise TooLargeError(f"the request body is larger than the limit of {limit} bytes")
+
+
+def _is_gzip(scope: Scope) -> bool:
+    """Returns True if the body is compressed. Raises StatusError for any coding but gzip."""
+    found = b",".join([value for key, value in scope["headers"] if key == b"content-encoding"])
+    codings = [coding.strip().lower() for coding in found.decode("latin-1").split(",")]
+    codings = [coding for coding in codings if coding not in ("", "identity")]
+    if codings in ([], ["gzip"], ["x-gzip"]):
+        return bool(codings)
+    raise UnknownCodingError(
+        f"The Content-Encoding {', '.join(codings)} is not supported. Send the body as gzip, or as it is."
+    )
+
+
+def _measure(body: bytes, limit: int) -> tuple[int, bytes | None]:
+    """Return the size of gzip's content, and the content if it is small.
+
+    Raises:
+        StatusError: it is larger than `limit`, or the body is not gzip.
+    """
+    size, pieces = 0, list[bytes]()
+    for piece in _inflated(body):
         size += len(piece)
-        if not piece and not part:
-            raise zlib.error("truncated")
-    return size
+        _check_size(size, limit)
+        if size <= _PIECE_BYTES:
+            pieces.append(piece)
+    return size, b"".join(pieces) if size <= _PIECE_BYTES else None
+
+
+def _inflated(body: bytes) -> Iterator[bytes]:
+    """Yield the content of gzip, which may have several members, in pieces of up to `_PIECE_BYTES`.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, the body is not gzip, or ends too early.
+    """
+    at, inflater = 0, zlib.decompressobj(_GZIP)
+    while at < len(body) or not inflater.eof:
+        if inflater.eof:
+            inflater = zlib.decompressobj(_GZIP)
+        # zlib copies what it does not use: with all of the body, many small members take quadratic time.
+        part = body[at : at + _INFLATED_AT_ONCE]
+        try:
+            piece = inflater.decompress(part, _PIECE_BYTES)
+        except zlib.error as error:
+            cause = str(error).rpartition(": ")[2]
+            raise invalid_argument(
+                f"The request body is not valid gzip: {cause}. Compress it again, or send it as it is."
+            ) from None
+        if not part and not piece:
+            raise invalid_argument(f"The request body is incomplete gzip: it ends after {at} bytes. Send all of it.")
+        at += len(part) - len(inflater.unconsumed_tail) - len(inflater.unused_data)
+        yield piece
 
 
 class ApiHandler(Protocol):
@@ -323,6 +365,8 @@ def _cors_headers(has_keys: bool) -> list[tuple[bytes, bytes]]:
 
 def refusal(error: Exception) -> Reply:
     """Return the answer to a request that failed. An unexpected error is logged, and the client sees "internal error"."""
+    if isinstance(error, UnknownCodingError):
+        return Reply(_UNSUPPORTED, encode_error(error.message), error.code, headers=((b"accept-encoding", b"gzip"),))
     if isinstance(error, StatusError):
         status = _TOO_LARGE if isinstance(error, TooLargeError) else HTTP_STATUS[error.code]
         return Reply(status, encode_error(error.message), error.code)

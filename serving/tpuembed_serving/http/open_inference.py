@@ -178,12 +178,7 @@ class OpenInferenceApi:
     async def _infer(self, spec: ModelSpec, scope: Scope, receive: Receive, record: RequestRecord | None) -> Reply:
         if record is not None:
             record.api = "infer"
-        coding, size = header(scope, b"content-encoding").lower(), header(scope, HEADER_BYTES)
-        if coding not in (b"", b"gzip", b"identity"):
-            raise invalid_argument(
-                f"Content-Encoding {coding.decode('ascii', 'replace')} is not supported. Send gzip, or no coding"
-            )
-        prediction = RestInfer(spec, parse_header_bytes(size), self._max_depth)
+        prediction = RestInfer(spec, parse_header_bytes(header(scope, HEADER_BYTES)), self._max_depth)
         body = await self._read(scope, receive)
         try:
             content = await answer_while_connected(self._pipeline, prediction, body, receive, record)

@@ -143,6 +143,7 @@ _ERRORS = {
 }
 _RUN_ERRORS = {
     "413": _error("The body is larger than the limit"),
+    "415": _error("The body has a Content-Encoding that is not gzip"),
     "429": _error("The model ran out of memory"),
     "500": _error("The model failed"),
     "501": _error("The dtype is not supported"),

@@ -244,12 +244,6 @@ def test_refuses_binary_data_without_the_header(app: ServingApp) -> None:
     said(reply.error)
 
 
-def test_refuses_codings_that_it_does_not_have(app: ServingApp) -> None:
-    reply = send(app, "POST", INFER, json.dumps(SIXTEEN), content_encoding="deflate")
-    assert reply.status == 400
-    said(reply.error)
-
-
 def test_refuses_strings_that_json_does_not_have(app: ServingApp) -> None:
     tensors = [{"name": "x", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": 5}}]
     reply = infer(app, {"parameters": {"signature_name": "BYTES"}, "inputs": tensors}, [b"\x01\0\0\0\xff"])
