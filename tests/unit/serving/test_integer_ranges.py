@@ -1,7 +1,7 @@
 """An integer that its input's type cannot hold is refused at every door. The smallest and the largest come back as they are."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from tests.support.serving.served import PREDICT, Served
 from tpuembed_serving.grpc.open_inference_messages import SERVICE, message
 
 TYPES: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-FORMS: Final = {
+FORMS: Final[Mapping[str, Callable[[list[int]], dict[str, Any]]]] = {
     "rows": lambda values: {"instances": values},
     "objects": lambda values: {"instances": [{"x": value} for value in values]},
     "column": lambda values: {"inputs": values},
