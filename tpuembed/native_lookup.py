@@ -28,7 +28,17 @@ from tpuembed.errors import ConfigError, TpuEmbedError, reason
 from tpuembed.id_messages import MOST_OF_NAME, Span, outside_message, unknown_name_texts
 from tpuembed.manifest import ArrayEntry, FeatureEntry, Manifest, NamesEntry, StackEntry, TableEntry
 
-__all__ = ["DECODED", "VARIANTS", "NativeLookups", "available", "load_library", "mapped_array", "refusal", "variant"]
+__all__ = [
+    "DECODED",
+    "VARIANTS",
+    "NativeLookups",
+    "available",
+    "group_of",
+    "load_library",
+    "mapped_array",
+    "refusal",
+    "variant",
+]
 
 Array = npt.NDArray[Any]
 
@@ -201,9 +211,9 @@ class NativeLookups:
         tables = {table.name: table for table in manifest.tables}
         stacks = {stack.name: stack for stack in manifest.stacks}
         self._order = [one.name for one in manifest.features]
-        self.features = tuple(sorted(manifest.features, key=lambda one: _group_of(one, tables)))
+        self.features = tuple(sorted(manifest.features, key=lambda one: group_of(one, tables)))
         self._tables = [tables[one.table] for one in self.features]
-        self._groups = [_group_of(one, tables) for one in self.features]
+        self._groups = [group_of(one, tables) for one in self.features]
         names = {entry.table: entry for entry in manifest.names}
         entries = [names[one.table] if one.names else None for one in self.features]
         of_stacks = [array for name in {table.stack for table in self._tables} for array in stacks[name].arrays]
@@ -451,7 +461,7 @@ def _kind(feature: FeatureEntry) -> str:
     return "sequence" if feature.max_sequence_length else "list"
 
 
-def _group_of(feature: FeatureEntry, tables: Mapping[str, TableEntry]) -> tuple[Any, ...]:
+def group_of(feature: FeatureEntry, tables: Mapping[str, TableEntry]) -> tuple[Any, ...]:
     """Return the group of a feature in the graph, as a key that sorts like it: see `export/graph/feature_groups.py`."""
     if feature.table not in tables:
         raise ConfigError(

@@ -1,8 +1,7 @@
 """Finds the requests of a batch whose ids may fail it. They run apart, so that other requests do not fail with them.
 
-It compares requests before a batch is formed, with the ranges of the manifest. The model checks every id again, and its check
-makes the error (`tpuembed/lookup/ranges.py`): an id that is missed here fails its batch, which is
-then halved until its request is found.
+It is for signatures whose accepted ids are not known (`known_ids`), such as those of other programs' SavedModels. It compares
+requests before a batch is formed. A request that it misses fails its batch, which is then halved until the request is found.
 """
 
 from collections.abc import Sequence
@@ -10,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from tpuembed_serving.batching.concat import Merged
-from tpuembed_serving.core.servable import Array, IdRange
+from tpuembed_serving.core.servable import Array
 
-__all__ = ["IdGuard", "KnownIds", "LearntIds"]
+__all__ = ["LearntIds"]
 
 
 class _Bounds:
@@ -23,11 +22,16 @@ class _Bounds:
         self.highest = np.array(highest, np.int64)[:, None]
 
 
-class IdGuard:
-    """Separates requests whose ids are known not to fail from the others."""
+class LearntIds:
+    """Separates requests whose ids are in ranges that cover all values which succeeded so far.
 
-    def __init__(self, bounds: _Bounds) -> None:
-        self._bounds = bounds
+    A value between two that succeeded is assumed to succeed. If it fails its batch, the request is found by halving.
+    """
+
+    def __init__(self, inputs: int) -> None:
+        """Start with empty ranges for so many inputs."""
+        limits = np.iinfo(np.int64)
+        self._bounds = _Bounds([limits.max] * inputs, [limits.min] * inputs)
 
     def suspects(self, merged: Merged) -> set[int]:
         """Return the indices of the requests that contain an id which may fail."""
@@ -50,32 +54,6 @@ class IdGuard:
             if array.dtype.kind in "iu":
                 outside |= np.any(((array < low) | (array > high)).reshape(merged.rows, -1), axis=1)
         return outside
-
-    def learn(self, inputs: Sequence[Array]) -> None:
-        """Note that these inputs did not fail. Does nothing by default."""
-
-
-class KnownIds(IdGuard):
-    """A guard with known ranges."""
-
-    def __init__(self, ranges: Sequence[IdRange | None]) -> None:
-        """Store the range of each input. None accepts any value."""
-        limits = np.iinfo(np.int64)
-        lowest = [limits.min if accepted is None else accepted.start for accepted in ranges]
-        highest = [limits.max if accepted is None else accepted.stop - 1 for accepted in ranges]
-        super().__init__(_Bounds(lowest, highest))
-
-
-class LearntIds(IdGuard):
-    """A guard whose ranges cover all values that succeeded so far.
-
-    A value between two that succeeded is assumed to succeed. If it fails its batch, the request is found by halving.
-    """
-
-    def __init__(self, inputs: int) -> None:
-        """Start with empty ranges for so many inputs."""
-        limits = np.iinfo(np.int64)
-        super().__init__(_Bounds([limits.max] * inputs, [limits.min] * inputs))
 
     def learn(self, inputs: Sequence[Array]) -> None:
         """Widen the ranges. If two threads do so at once, one update may be lost; a later request repeats it."""

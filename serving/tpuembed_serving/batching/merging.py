@@ -1,17 +1,17 @@
-"""How requests of a signature are concatenated, if they may be: their shapes, padding and accepted ids.
+"""How requests of a signature are concatenated, if they may be: their shapes and padding.
 
 Whether they may be is decided in `queue.BatchQueue.of`.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from tpuembed.manifest import FeatureEntry, Manifest
 from tpuembed.native_search import EXCLUDE
 from tpuembed_serving.batching.parameters import BatchingParameters
-from tpuembed_serving.core.servable import IdRange, Merging, Signature
+from tpuembed_serving.core.servable import Merging, Signature
 
 __all__ = ["find_merging", "with_padding"]
 
@@ -73,17 +73,15 @@ def with_padding(signature: Signature, manifest: Manifest | None) -> Signature:
 
 
 def _of_lookups(merging: Merging, signature: Signature, manifest: Manifest) -> Merging:
-    """Return `merging` with the padding of the lists of ids, and the ids that the lookups accept."""
+    """Return `merging` with the padding of the lists of ids."""
     if signature.name != "serving_default":
         return merging
     features = {feature.name: feature for feature in manifest.features}
     weights = {f"{feature.name}_weights": feature for feature in manifest.features if feature.weighted}
-    stops = {table.name: table.first_row + table.rows for table in manifest.tables}
     aliases = [info.alias for info in signature.inputs]
     return dataclasses.replace(
         merging,
         padding=tuple(_padding(features.get(alias), weights.get(alias)) for alias in aliases),
-        id_ranges=tuple(_id_range(features.get(alias), stops) for alias in aliases),
     )
 
 
@@ -93,13 +91,3 @@ def _padding(ids: FeatureEntry | None, weights: FeatureEntry | None) -> int | st
     if ids is not None:
         return None
     return 0 if weights is not None and weights.input == "ids" else None
-
-
-def _id_range(feature: FeatureEntry | None, stops: Mapping[str, int]) -> IdRange | None:
-    """Return the ids that a feature accepts. May be too wide: it includes ids below a table that starts above 0.
-
-    Which names fail is known by the graph alone: a batch that fails is halved until the request is found.
-    """
-    if feature is None or feature.out_of_vocabulary != "error" or feature.names:
-        return None
-    return IdRange(_PADDING if feature.input == "ids" else 0, stops[feature.table])

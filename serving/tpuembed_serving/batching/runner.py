@@ -1,8 +1,8 @@
 """Runs the requests of one signature: in one batch if that is safe, otherwise each alone.
 
-Requests are batched if their rows are proven independent (`row_proof`), or if the operator enables it. A request whose ids
-may fail is run apart. A batch that fails is halved until the failing request is found. A signature whose outputs have
-another number of rows than its inputs is not batched again.
+Requests are batched if their rows are proven independent (`row_proof`), or if the operator enables it. A request with an id
+that is known to fail is answered without a run. One whose ids may fail is run apart. A batch that fails is halved until the
+failing request is found. A signature whose outputs have another number of rows than its inputs is not batched again.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from tpuembed_serving.batching.concat import Merged, merge, split, take
-from tpuembed_serving.batching.id_guard import IdGuard, KnownIds, LearntIds
+from tpuembed_serving.batching.id_guard import LearntIds
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.batch_deadline import wait_until
 from tpuembed_serving.core.servable import Array, Merging, Servable, Signature
@@ -83,9 +83,8 @@ class BatchRunner:
         self._signature = signature
         self._merging = merging or Merging()
         self._parameters = parameters
-        ranges = self._merging.id_ranges
-        self._ids: IdGuard = KnownIds(ranges) if ranges else LearntIds(len(signature.inputs))
-        self._ids_are_known = bool(ranges)
+        self._known = signature.ids
+        self._learnt = LearntIds(len(signature.inputs))
 
     def run(self, servable: Servable, requests: Sequence[Waiting], *, apart: bool = False) -> list[Outcome]:
         """Run `requests`, whose inputs can be merged, and return the outcome of each. No request fails another.
@@ -98,13 +97,7 @@ class BatchRunner:
         if not self._merging.is_steady:  # only runs without a steady duration can be cut off
             wait_until(max((request.deadline for request in requests if not request.is_over), default=None))
         batch = _Batch(functools.partial(servable.run, self._signature), requests, [None] * len(requests))
-        if not apart:
-            self._run_together(batch, range(len(requests)))
-        elif not self._ids_are_known:
-            self._run_all(batch, range(len(requests)))
-        else:
-            for index in [index for index, request in enumerate(requests) if not request.is_over]:
-                batch.outcomes[index] = self._run_alone(batch, index)
+        (self._run_all if apart else self._run_together)(batch, range(len(requests)))
         return batch.outcomes
 
     def _run_together(self, batch: _Batch, members: Iterable[int]) -> None:
@@ -114,14 +107,22 @@ class BatchRunner:
                 batch.outcomes[index] = self._run_alone(batch, index)
             return
         merged = self._merge(batch.inputs(members))
-        suspects = [members[index] for index in sorted(self._ids.suspects(merged))]
-        if suspects and (self._ids_are_known or len(suspects) < len(members)):
+        if self._known is not None:
+            if not self._known.may_be_outside(merged.inputs):
+                self._run_merged(batch, members, merged)
+                return
+            for index in members:
+                batch.outcomes[index] = self._known.error(batch.requests[index].inputs)
+            self._run_all(batch, [index for index in members if batch.outcomes[index] is None])
+            return
+        suspects = [members[index] for index in sorted(self._learnt.suspects(merged))]
+        if suspects and len(suspects) < len(members):
             for index in suspects:
                 batch.outcomes[index] = _POSTPONED
             self._run_together(batch, [index for index in members if index not in set(suspects)])
             return
         if self._run_merged(batch, members, merged) and suspects:
-            self._ids.learn(merged.inputs)
+            self._learnt.learn(merged.inputs)
 
     def _run_all(self, batch: _Batch, members: Iterable[int]) -> None:
         """Run requests in one batch, whatever their ids are. Failures are halved down to single requests."""
@@ -129,12 +130,12 @@ class BatchRunner:
         if len(members) > 1 and self.merges:
             merged = self._merge(batch.inputs(members))
             if self._run_merged(batch, members, merged):
-                self._ids.learn(merged.inputs)
+                self._learnt.learn(merged.inputs)
             return
         for index in members:
             batch.outcomes[index] = self._run_alone(batch, index)
             if not isinstance(batch.outcomes[index], Exception):
-                self._ids.learn(batch.requests[index].inputs)
+                self._learnt.learn(batch.requests[index].inputs)
 
     def _run_merged(self, batch: _Batch, members: list[int], merged: Merged) -> bool:
         """Run one batch. Returns True if it answered all of `members`."""
@@ -172,6 +173,8 @@ class BatchRunner:
     def _run_alone(self, batch: _Batch, index: int) -> Outcome:
         request, parameters = batch.requests[index], self._parameters
         try:
+            if self._known is not None and (error := self._known.error(request.inputs)):
+                return error
             if parameters.enable_large_batch_splitting and (request.rows or 0) > parameters.run_rows:
                 return self._run_parts(batch, request.inputs)
             return self._run_filled_up(batch, request.inputs, request.rows)

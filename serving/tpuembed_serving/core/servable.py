@@ -15,13 +15,13 @@ from tpuembed_serving.core.request_record import RequestLogging
 from tpuembed_serving.core.status import StatusError, invalid_argument
 
 if TYPE_CHECKING:
+    from tpuembed_serving.batching.known_ids import KnownIds
     from tpuembed_serving.batching.parameters import BatchingParameters
 
 __all__ = [
     "Array",
     "Columns",
     "DegradedOutputs",
-    "IdRange",
     "LoadedVersion",
     "Merging",
     "Servable",
@@ -102,6 +102,7 @@ class Signature:
     Attributes:
         padding: by input, the value that fills up rows of different lengths; None if they are refused. Empty if all are.
         shapes: by input, the shape that every request must have; -1 is any size, and None any shape. Empty if the graph decides.
+        ids: finds ids that fail a run before it; None if the accepted ids are not known.
         row_bytes: the bytes of the outputs per row of the inputs, as far as the signature says.
         shard_id: `Manifest.shard_id` of its version. Empty if it is no part of an export for several servers, or not known.
         is_export_known: False if its server does not know such exports. Then an empty `shard_id` says nothing.
@@ -112,6 +113,7 @@ class Signature:
     outputs: tuple[TensorInfo, ...]
     padding: tuple[int | float | str | None, ...] = ()
     shapes: tuple[tuple[int, ...] | None, ...] = ()
+    ids: "KnownIds | None" = dataclasses.field(default=None, compare=False)
     row_bytes: int = 0
     shard_id: str = ""
     is_export_known: bool = True
@@ -179,14 +181,6 @@ class Signature:
         return operator.itemgetter(*[info.alias for info in self.inputs]) if self.is_int64 else None
 
 
-@dataclasses.dataclass(frozen=True)
-class IdRange:
-    """The ids that an input accepts: [start, stop)."""
-
-    start: int
-    stop: int
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merging:
     """The batching rules of one signature. Inputs are concatenated by rows, and the rows of outputs are split again.
@@ -198,7 +192,6 @@ class Merging:
         is_steady: whether the duration of a run depends only on the shapes of its inputs.
         padding: by input, in the signature's order, the value that may follow a row's values without changing the result;
             None if no value may. Empty if no input can be padded.
-        id_ranges: by input, the ids that do not fail the run; None if any value is accepted. Empty if unknown.
         parameters: the batching parameters of this model.
     """
 
@@ -206,7 +199,6 @@ class Merging:
     shapes: tuple[tuple[int, ...] | None, ...] = ()
     is_steady: bool = False
     padding: tuple[int | str | None, ...] = ()
-    id_ranges: tuple[IdRange | None, ...] = ()
     parameters: "BatchingParameters | None" = None
 
 

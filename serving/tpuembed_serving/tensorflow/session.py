@@ -24,6 +24,7 @@ from tensorflow.python.saved_model import loader_impl
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import LOOKUP_SCOPE, Manifest
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
+from tpuembed_serving.batching.known_ids import known_ids
 from tpuembed_serving.batching.merging import find_merging, with_padding
 from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters, read_parameters
 from tpuembed_serving.batching.row_proof import Verdict, prove
@@ -108,6 +109,7 @@ class SavedModelServable:
         self.signatures: Mapping[str, Signature] = {
             name: dataclasses.replace(
                 with_padding(signature_of(name, sig, is_export=manifest is not None), manifest),
+                ids=None if manifest is None else known_ids(name, sorted(sig.inputs), manifest),
                 shard_id="" if manifest is None else manifest.shard_id,
             )
             for name, sig in meta_graph.signature_def.items()

@@ -11,7 +11,7 @@ from tests.support.serving.doubles import DoublingServable
 from tpuembed_serving.batching.concat import count_rows
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.batching.runner import BatchRunner, Outcome, Postponed
-from tpuembed_serving.core.servable import Array, IdRange, Merging, Signature
+from tpuembed_serving.core.servable import Array, Merging, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 
 PROVEN = Merging(is_proven=True)
@@ -65,9 +65,19 @@ def _plain(outcome: Outcome) -> Any:
     return str(outcome) if isinstance(outcome, Exception) else outcome and outcome[0].tolist()
 
 
-def make_runner(merging: Merging | None = PROVEN, **parameters: Any) -> BatchRunner:
-    signature = DoublingServable().signatures["serving_default"]
+def make_runner(merging: Merging | None = PROVEN, ids: Any = None, **parameters: Any) -> BatchRunner:
+    signature = dataclasses.replace(DoublingServable().signatures["serving_default"], ids=ids)
     return BatchRunner(signature, merging, BatchingParameters(**parameters))
+
+
+class UpTo99:
+    """The ids that Recorder takes, as KnownIds of a manifest."""
+
+    def may_be_outside(self, inputs: Sequence[Array]) -> bool:
+        return bool(inputs[0].max() > 99)
+
+    def error(self, inputs: Sequence[Array]) -> StatusError | None:
+        return invalid_argument(f"{inputs[0].max()} is outside") if self.may_be_outside(inputs) else None
 
 
 def test_requests_share_a_run_in_order() -> None:
@@ -89,12 +99,13 @@ def test_a_signature_that_is_not_merged_is_run_request_by_request() -> None:
     assert servable.runs == [[1], [2]]
 
 
-def test_a_known_bad_id_runs_alone_and_has_the_graphs_own_text() -> None:
-    servable = Recorder()
-    runner = make_runner(dataclasses.replace(PROVEN, id_ranges=(IdRange(0, 100),)))
-    found = outcomes(servable, runner, [1], [7, 100, 8], [2], [300])
-    assert found == [[2], "ids go from 7 to 100", [4], "ids go from 300 to 300"]
-    assert servable.runs == [[1, 2], [7, 100, 8], [300]]
+@pytest.mark.parametrize("merging", [PROVEN, None])
+def test_an_id_that_is_known_to_be_bad_is_answered_without_a_run(merging: Merging | None) -> None:
+    servable, runner = Recorder(), make_runner(merging, UpTo99())
+    assert outcomes(servable, runner, [1], [7, 100, 8], [2], [300]) == [[2], "100 is outside", [4], "300 is outside"]
+    assert outcomes(servable, runner, [100]) == ["100 is outside"]
+    assert outcomes(servable, runner, [100], [101]) == ["100 is outside", "101 is outside"]
+    assert servable.runs == ([[1, 2]] if merging else [[1], [2]])
 
 
 def test_a_bad_id_that_nobody_knows_fails_nobody_else() -> None:

@@ -21,7 +21,7 @@ from tpuembed_serving.batching import scheduler
 from tpuembed_serving.batching import scheduler as executor
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.batching.scheduler import ModelExecutor
-from tpuembed_serving.core.servable import Array, Columns, IdRange, Merging, Signature
+from tpuembed_serving.core.servable import Array, Columns, Merging, Signature
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.settings import BatchingSettings
 
@@ -442,16 +442,20 @@ def test_who_goes_away_while_it_waits_is_never_run_and_makes_room() -> None:
 
 
 def test_who_may_fail_is_run_after_the_others_are_answered() -> None:
-    here = scene(merging=Merging(is_proven=True, id_ranges=(IdRange(0, 100),)))
+    here = scene(merging=Merging(is_proven=True))
 
     async def scenario() -> None:
+        here.servable.gate.set()
+        await values(here.ask(0), here.ask(99))
+        here.servable.gate.clear()
+        here.servable.runs.clear()
         first = here.ask(1)
         await here.until_running()
         others = [here.ask(2), here.ask(100), here.ask(3), here.ask(200)]
         await asyncio.sleep(0)
         here.servable.gate.set()
         assert await values(first, *others) == [[2], [4], [200], [6], [400]]
-        assert here.servable.runs == [[1], [2, 3], [100], [200]]
+        assert here.servable.runs == [[1], [2, 3], [100, 200]]
 
     here.play(scenario)
     assert here.executor.waiting == 0
@@ -471,12 +475,12 @@ class Failing(Gated):
 
 
 def test_runs_that_fail_take_a_small_part_of_the_time_while_others_are_answered() -> None:
-    ranges = (IdRange(0, 100),)
-    servable = Failing(Merging(is_proven=True, id_ranges=ranges))
+    servable = Failing(Merging(is_proven=True))
     here = Scene(servable, batching=BatchingSettings(enabled=True))
     servable.gate.set()
 
     async def scenario() -> None:
+        await values(here.ask(0), here.ask(99))
         good, bad = [here.ask(1), here.ask(2)], here.ask(100)
         await values(*good)
         with refused(StatusError):
@@ -495,7 +499,7 @@ def test_runs_that_fail_take_a_small_part_of_the_time_while_others_are_answered(
 
 
 def test_runs_that_fail_wait_for_nobody_where_nobody_else_is() -> None:
-    servable = Failing(Merging(is_proven=True, id_ranges=(IdRange(0, 100),)))
+    servable = Failing(Merging(is_proven=True))
     here = Scene(servable, batching=BatchingSettings(enabled=True))
     servable.gate.set()
 
@@ -511,7 +515,7 @@ def test_runs_that_fail_wait_for_nobody_where_nobody_else_is() -> None:
 
 def test_a_pause_ends_on_a_loop_whose_timers_are_early() -> None:
     """uvloop's are, by up to a millisecond: it rounds to whole ones."""
-    servable = Failing(Merging(is_proven=True, id_ranges=(IdRange(0, 100),)))
+    servable = Failing(Merging(is_proven=True))
     servable.SECONDS = executor._BUSY_SECONDS * batch_queue._SHARE_OF_FAILURES / 2
     here = Scene(servable, batching=BatchingSettings(enabled=True))
     servable.gate.set()
