@@ -255,7 +255,7 @@ def _of_url(target: str, *, say: Callable[[str], None], **options: Any) -> _Foun
         grpc=parts.scheme == "grpc",
         tls=parts.scheme == "https",
         tls_ca=options["tls_ca"],
-        api_key=None if key_file is None else read_keys(key_file)[0][1],
+        api_key=None if key_file is None else read_keys(key_file)[0].key,
     )
     if server.host not in ("127.0.0.1", "::1", "localhost"):
         say(f"loading {server.host}, which is another machine, with up to {max(options['concurrency'])} connections")

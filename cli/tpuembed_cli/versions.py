@@ -202,7 +202,7 @@ def _arguments(uses: Mapping[str, Any]) -> dict[str, Any]:
 
     path = uses["api_key_file"]
     named = {name: value for name, value in uses.items() if name != "api_key_file"}
-    return {**named, "api_key": None if path is None else read_keys(path)[0][1]}
+    return {**named, "api_key": None if path is None else read_keys(path)[0].key}
 
 
 def _age(seconds: float) -> str:

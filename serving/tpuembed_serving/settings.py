@@ -12,6 +12,7 @@ from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath, UrlPath, as_path
 from tpuembed_serving.batching.parameters import BatchingParameters
+from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.request_record import RequestLogging
 from tpuembed_serving.core.security import SecuritySettings, check_positive
 from tpuembed_serving.core.shards_file import ShardsFile
@@ -29,6 +30,7 @@ __all__ = [
     "ServerSettings",
     "TelemetrySettings",
     "check_models",
+    "reload_paths",
 ]
 
 
@@ -42,6 +44,7 @@ class ModelSettings:
         policy: which versions are served.
         labels: names that requests may use for versions, such as "stable" -> 3.
         request_logging: how its requests are logged; None is not at all.
+        within: where its base path must lead whenever a version is loaded, because a client chose it; None for the operator's.
     """
 
     name: str
@@ -49,10 +52,17 @@ class ModelSettings:
     policy: VersionPolicy = dataclasses.field(default_factory=LatestVersions)
     labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
     request_logging: RequestLogging | None = None
+    within: ReloadPaths | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError(f"model at {self.base_path}: its name is empty. Give it a name")
+
+
+def reload_paths(models: Sequence[ModelSettings]) -> ReloadPaths:
+    """Return the folders that clients of a server that starts with `models` may reload."""
+    prefixes = [model.request_logging.filename_prefix for model in models if model.request_logging is not None]
+    return ReloadPaths.of([model.base_path for model in models], prefixes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,6 +237,7 @@ class ServerSettings:
         predict_route: a URL path that answers predict requests for the default model, as /invocations does; None is none.
         log: the format and the level of the log.
         security: API keys, TLS, CORS, limits of connections.
+        reload_paths: the folders that clients may reload. None computes them from `models`; a copy of the settings keeps them.
     """
 
     models: tuple[ModelSettings, ...]
@@ -264,8 +275,11 @@ class ServerSettings:
     predict_route: str | None = None
     log: LogSettings = dataclasses.field(default_factory=LogSettings)
     security: SecuritySettings = dataclasses.field(default_factory=SecuritySettings)
+    reload_paths: ReloadPaths | None = None
 
     def __post_init__(self) -> None:
+        if self.reload_paths is None:
+            object.__setattr__(self, "reload_paths", reload_paths(self.models))
         self.check_served(self.models)
         for model in self.models:
             if self.cache is None and isinstance(model.base_path, UrlPath):

@@ -14,7 +14,8 @@ _OPTIONS = [
     click.option(
         "--api-key-file",
         type=_FILE,
-        help="A file with one KEY or 'NAME: KEY' per line; requests need one ('Authorization: Bearer KEY' or 'X-API-Key: KEY').",
+        help="A file with one KEY, 'NAME: KEY' or 'NAME admin: KEY' per line; requests need one ('Authorization: Bearer KEY' or "
+        "'X-API-Key: KEY'), and gRPC's reload an admin's.",
     ),
     click.option("--tls-cert", type=_FILE, help="The server's certificate and its chain, PEM: TLS on both ports."),
     click.option("--tls-key", type=_FILE, help="The private key of the certificate, PEM, without a password."),

@@ -5,14 +5,18 @@ import hmac
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from tpuembed.errors import ConfigError, reason
 
-__all__ = ["KEY_REFUSAL", "UNNAMED", "ApiKeys", "read_keys"]
+__all__ = ["ADMIN_REFUSAL", "KEY_REFUSAL", "UNNAMED", "ApiKeys", "Key", "read_keys"]
 
 KEY_REFUSAL = "no valid API key. Send one as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 """The error of a request without a key."""
+ADMIN_REFUSAL = (
+    "this key may not change which models are served. Use a key whose line in --api-key-file is 'NAME admin: KEY'"
+)
+"""The error of a request that needs an admin's key."""
 
 _LEAST_CHARACTERS = 16
 _OWN = "x-api-key"
@@ -20,11 +24,23 @@ _BEARER = "bearer "
 
 
 UNNAMED = "unnamed"
-_NAMED = re.compile(r"([\w.-]{1,64}):\s+(.*)", re.ASCII)
+_NAMED = re.compile(r"([\w.-]{1,64})(\s+admin)?:\s+(.*)", re.ASCII)
+
+
+class Key(NamedTuple):
+    """A line of a key file.
+
+    Attributes:
+        is_admin: whether the key may change which models are served.
+    """
+
+    name: str
+    key: str
+    is_admin: bool = False
 
 
 class ApiKeys:
-    """A set of keys, each of which allows every request. Only their hashes are stored.
+    """A set of keys, each of which allows every request, but only an admin's a reload. Only their hashes are stored.
 
     Attributes:
         path: the file that they are from; None if they are from none.
@@ -32,14 +48,14 @@ class ApiKeys:
 
     path: Path | None = None
 
-    def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
-        """`keys` are (name, key). Several keys may have one name, such as the old and the new one of a client."""
-        self._names = {_hash(key.encode()): name for name, key in keys}
+    def __init__(self, keys: Iterable[tuple[str, str] | Key]) -> None:
+        """`keys` are (name, key) or Key. Several keys may have one name, such as the old and the new one of a client."""
+        self._known = {_hash(key.key.encode()): key._replace(key="") for key in (Key(*each) for each in keys)}
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the keys from the file at `path`, each a line of `KEY` or `NAME: KEY`. Empty lines and lines that begin with # are
-        skipped.
+        """Read the keys from the file at `path`, each a line of `KEY`, `NAME: KEY` or `NAME admin: KEY`. Empty lines and lines that
+        begin with # are skipped.
 
         Raises:
             ConfigError: the file cannot be read or has no key, or a key is too short or has a space.
@@ -55,26 +71,35 @@ class ApiKeys:
             ConfigError: as for `read`. The keys of before stay.
         """
         assert self.path is not None
-        self._names = type(self)(read_keys(self.path))._names
-        return f"API key file {self.path}: read again, {len(self._names)} keys"
+        self._known = type(self)(read_keys(self.path))._known
+        return f"API key file {self.path}: read again, {len(self._known)} keys"
 
     def accept(self, headers: Iterable[tuple[bytes | str, bytes | str]]) -> str | None:
         """Return the name of the first known key in these headers (or gRPC metadata). None if there is none.
 
         They are `Authorization: Bearer KEY` and `X-API-Key: KEY`. A key without a name is UNNAMED.
         """
-        found = [key for name, value in headers if (key := _key(_bytes(name), _bytes(value))) is not None]
-        return next((name for key in found if (name := self._name(key)) is not None), None)
+        found = self._first(headers)
+        return None if found is None else found.name
 
-    def _name(self, key: bytes) -> str | None:
-        """Return the name of a key. Compares all keys, so that the time does not reveal which one is similar."""
+    def accept_admin(self, headers: Iterable[tuple[bytes | str, bytes | str]]) -> bool:
+        """Return True if the first known key, as for `accept`, is an admin's."""
+        found = self._first(headers)
+        return found is not None and found.is_admin
+
+    def _first(self, headers: Iterable[tuple[bytes | str, bytes | str]]) -> Key | None:
+        found = [key for name, value in headers if (key := _key(_bytes(name), _bytes(value))) is not None]
+        return next((known for key in found if (known := self._find(key)) is not None), None)
+
+    def _find(self, key: bytes) -> Key | None:
+        """Return what is known of a key. Compares all keys, so that the time does not reveal which one is similar."""
         hashed = _hash(key)
-        equal = [name for known, name in self._names.items() if hmac.compare_digest(hashed, known)]
+        equal = [found for known, found in self._known.items() if hmac.compare_digest(hashed, known)]
         return equal[0] if equal else None
 
 
-def read_keys(path: Path) -> list[tuple[str, str]]:
-    """Return (name, key) of each line of the file at `path`. See `ApiKeys.read`."""
+def read_keys(path: Path) -> list[Key]:
+    """Return the key of each line of the file at `path`. See `ApiKeys.read`."""
     try:
         text = path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
@@ -85,13 +110,13 @@ def read_keys(path: Path) -> list[tuple[str, str]]:
         if not line or line.startswith("#"):
             continue
         named = _NAMED.fullmatch(line)
-        name, key = named.groups() if named else (UNNAMED, line)
+        name, admin, key = named.groups() if named else (UNNAMED, None, line)
         if len(key) < _LEAST_CHARACTERS or not key.isprintable() or " " in key:
             raise ConfigError(
                 f"API key file {path}, line {number}: a key needs at least {_LEAST_CHARACTERS} characters and no space. "
                 'Create one with: python -c "import secrets; print(secrets.token_urlsafe())"'
             )
-        keys.append((name, key))
+        keys.append(Key(name, key, admin is not None))
     if not keys:
         raise ConfigError(f"API key file {path}: has no key. Write one per line")
     return keys

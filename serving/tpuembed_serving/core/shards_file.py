@@ -213,7 +213,7 @@ class ShardsFile:
         Raises:
             ConfigError: one cannot be read, or has another content.
         """
-        api_key = None if self.api_key_file is None else read_keys(self.api_key_file)[0][1]
+        api_key = None if self.api_key_file is None else read_keys(self.api_key_file)[0].key
         if self.tls is None:
             return ShardsSecrets(api_key=api_key)
         tls, where = self.tls, f"shards {self.path}: tls"

@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 class Reloadable(Protocol):
     """A repository whose models can be replaced."""
 
-    def reload(self, models: Sequence[ModelSettings]) -> None:
+    def reload_by_client(self, models: Sequence[ModelSettings]) -> None:
         """Serve `models` and no others. Returns once they are available.
 
         Raises:
-            StatusError: a model did not become available.
+            StatusError: a client may not choose them, or a model did not become available.
         """
 
 
@@ -68,7 +68,7 @@ class ModelApi:
         request = parse(model_management_pb2.ReloadConfigRequest, data)
         models = _models(request.config)
         before = self._counts(request.metric_names)
-        await asyncio.to_thread(self._models.reload, models)
+        await asyncio.to_thread(self._models.reload_by_client, models)
         logger.info("reloaded: %s", ", ".join(model.name for model in models))
         response = model_management_pb2.ReloadConfigResponse()
         response.status.error_code = Code.OK
@@ -89,6 +89,11 @@ def _models(config: Any) -> Sequence[ModelSettings]:
     if config.WhichOneof("config") != "model_config_list":
         text = "ServerModelConfig type not supported by HandleReloadConfigRequest."
         raise invalid_argument(f"{text} Only ModelConfigList is currently supported")
+    for model in config.model_config_list.config:
+        if "://" in model.base_path and ".." in model.base_path.split("/"):
+            raise invalid_argument(
+                f"model {model.name}: base_path {model.base_path} has '..'. Write the URL without it"
+            )
     try:
         return models_from_message(config)
     except ConfigError as error:

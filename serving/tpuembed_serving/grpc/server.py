@@ -25,7 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tpuembed.errors import ServingError
-from tpuembed_serving.core.api_keys import KEY_REFUSAL, ApiKeys
+from tpuembed_serving.core.api_keys import ADMIN_REFUSAL, KEY_REFUSAL, ApiKeys
 from tpuembed_serving.core.pipeline import Pipeline, Prediction
 from tpuembed_serving.core.request_record import (
     DEGRADED,
@@ -79,6 +79,7 @@ _PREDICTIONS: Final = frozenset(
 """The paths of the methods whose calls share runs."""
 _HEALTH_NAMES: Final = ("", *_METHODS, *(service.rpartition(".")[2] for service in _METHODS))
 _CHANGES: Final = frozenset({"HandleReloadConfigRequest"})
+_FOR_ADMINS: Final = frozenset(f"/{_MODEL}/{name}" for name in _CHANGES)
 _INT32_MAX: Final = 2**31 - 1
 _PING_MS: Final = 5_000
 """Clients may ping an idle connection so often, as `serve --shards` does. gRPC's own limit is five minutes."""
@@ -384,7 +385,10 @@ class _Methods(NamedTuple):
 
 
 class _KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Answers UNAUTHENTICATED to calls without a key. Health checks need none."""
+    """Answers UNAUTHENTICATED to calls without a key, and PERMISSION_DENIED to those whose key is not enough.
+
+    Health checks need none.
+    """
 
     def __init__(self, keys: ApiKeys, telemetry: Telemetry | None, withdraw: Callable[[], None]) -> None:
         self._keys, self._telemetry, self._withdraw = keys, telemetry, withdraw
@@ -393,8 +397,12 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
         """Return the handler of a call; see gRPC."""
         handler = await continuation(details)
         metadata = details.invocation_metadata or ()
-        if handler is None or details.method.startswith(_HEALTH) or self._keys.accept(metadata):
+        if handler is None or details.method.startswith(_HEALTH):
             return handler
+        is_known = self._keys.accept(metadata) is not None
+        if is_known and (details.method not in _FOR_ADMINS or self._keys.accept_admin(metadata)):
+            return handler
+        code, text = (Code.PERMISSION_DENIED, ADMIN_REFUSAL) if is_known else (Code.UNAUTHENTICATED, KEY_REFUSAL)
         if details.method in _PREDICTIONS:
             self._withdraw()
 
@@ -402,9 +410,9 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
             if self._telemetry is not None:
                 path = details.method.encode("utf-8", "replace")
                 record = self._telemetry.begin(GRPC, "POST", path, _as_bytes(metadata))
-                record.answered(Code.UNAUTHENTICATED, int(Code.UNAUTHENTICATED), 0)
+                record.answered(code, int(code), 0)
                 self._telemetry.finish(record)
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, KEY_REFUSAL)
+            await context.abort(_STATUS_CODES[code], text)
 
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(refuse)

@@ -185,6 +185,7 @@ class ServingApp(FastAPI):
                 options=settings.load,
                 cache=cache,
                 check=settings.check_served,
+                within=settings.reload_paths,
             )
         return ModelRepository(
             settings.models,
@@ -195,6 +196,7 @@ class ServingApp(FastAPI):
             cache=cache,
             configured=self._on_configured,
             check=settings.check_served,
+            within=settings.reload_paths,
         )
 
     @property

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from tpuembed.files import FilePath, UrlPath
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.noop import noop
+from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.servable import LoadedVersion, Servable, State, VersionProgress, VersionStatus
 from tpuembed_serving.core.status import Code, LoadStopped, StatusError, servable_not_found
 from tpuembed_serving.models.labels import VersionLabels
@@ -20,7 +21,7 @@ from tpuembed_serving.models.stores.followed import FollowedStore
 from tpuembed_serving.models.versions import Identity, find_versions, fingerprint, identity, replaces
 from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings
 
-__all__ = ["Lease", "Loader", "ServedModel"]
+__all__ = ["Lease", "Loader", "ServedModel", "outside"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,21 +87,27 @@ class _ModelFolder:
 
     Attributes:
         settled: whether the versions are known. In a store, the first pulls may not have ended yet.
-        waiting: versions that cannot be loaded yet: where they are, why, and whether that is a failure. Only in stores.
+        waiting: versions that cannot be loaded yet: where they are, why, and whether that is a failure.
     """
 
     settled = True
     waiting: Mapping[int, tuple[FilePath, StatusError | None, bool]] = MappingProxyType({})
 
-    def __init__(self, model: str, path: Path) -> None:
-        self._model, self._path = model, path
+    def __init__(self, model: str, path: Path, within: ReloadPaths | None) -> None:
+        self._model, self._path, self._within = model, path, within
         self._missing: frozenset[int] = frozenset()
         self.error = ""
 
     def versions(self) -> dict[int, Path] | None:
         """Return every version in the folder, or None if it cannot be listed."""
+        # A link may have changed since the reload. Versions are loaded by the path without links, so that none can change now.
+        path = self._path if self._within is None else self._within.find(self._path)
+        if not isinstance(path, Path):
+            self._refuse()
+            return None
+        self.waiting = MappingProxyType({})
         try:
-            found = find_versions(self._path)
+            found = find_versions(path)
         except OSError as error:
             reason = error.strerror or str(error)
             if not self.error:
@@ -110,6 +117,16 @@ class _ModelFolder:
             return None
         self.error = ""
         return found
+
+    def _refuse(self) -> None:
+        """Report that the base path leads outside now, as the state of the newest version there."""
+        fault = outside(self._model, self._path)
+        if self.error != fault.message:
+            logger.error("%s", fault.message, extra=ONCE)
+        self.error = fault.message
+        with contextlib.suppress(OSError):
+            newest = max(find_versions(self._path), default=None)
+            self.waiting = {} if newest is None else {newest: (self._path / str(newest), fault, True)}
 
     def wanted(self, policy: VersionPolicy, found: Collection[int]) -> frozenset[int]:
         """Return the versions that `policy` selects from `found`."""
@@ -170,7 +187,7 @@ class ServedModel:
             assert cache is not None
             self._folder = FollowedStore(settings.name, settings.base_path, cache)
         else:
-            self._folder = _ModelFolder(settings.name, settings.base_path)
+            self._folder = _ModelFolder(settings.name, settings.base_path, settings.within)
 
     @property
     def available(self) -> bool:
@@ -320,7 +337,7 @@ class ServedModel:
             pending = [
                 (number, one)
                 for number, one in self._versions.items()
-                if one.servable is None and isinstance(one.path, UrlPath) and number not in found
+                if one.servable is None and number not in found and (number in waiting or isinstance(one.path, UrlPath))
             ]
         for number, record in pending:
             gone = StatusError(Code.NOT_FOUND, f"version {number}: is not in its store any more")
@@ -435,6 +452,15 @@ class ServedModel:
                 record.state = State.UNLOADING
         if leaving:
             self._changed()
+
+
+def outside(model: str, base_path: FilePath) -> StatusError:
+    """Return the error of a client's base path that is outside its folders. It does not say whether the folder exists."""
+    return StatusError(
+        Code.PERMISSION_DENIED,
+        f"model {model}: base_path {base_path} is outside the folders that a reload may choose: those beside the models of the "
+        "server's start. Put the model there, or into --config",
+    )
 
 
 def _without_traceback(number: int, error: Exception) -> StatusError:

@@ -1,5 +1,6 @@
 """All models of a server: polls their folders in a thread, and replaces their config."""
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -8,10 +9,11 @@ from pathlib import Path
 from tpuembed.errors import ConfigError, TpuEmbedError
 from tpuembed.files import UrlPath
 from tpuembed_serving.core.noop import noop
+from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.servable import LoadedVersion, State, VersionProgress, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError, servable_not_found
-from tpuembed_serving.models.model import Lease, Loader, ServedModel
-from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings, check_models
+from tpuembed_serving.models.model import Lease, Loader, ServedModel, outside
+from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings, check_models, reload_paths
 
 __all__ = ["LoadedVersion", "Loader", "ModelRepository", "ServedModel", "State", "VersionStatus"]
 
@@ -39,6 +41,7 @@ class ModelRepository:
         cache: Path | None = None,
         configured: Callable[[Sequence[ModelSettings]], None] = noop,
         check: Callable[[Sequence[ModelSettings]], None] = check_models,
+        within: ReloadPaths | None = None,
     ) -> None:
         """Prepare the models; nothing is loaded yet.
 
@@ -54,7 +57,9 @@ class ModelRepository:
             cache: the folder into which versions are pulled from stores; None refuses models in stores.
             configured: see above.
             check: raises ConfigError if the models of a reload cannot be served.
+            within: the folders that clients may choose; None for those of `models`.
         """
+        self._within = reload_paths(models) if within is None else within
         self._check = check
         self._cache, self._on_configured = cache, configured
         self._load, self._poll_seconds, self._options, self._changed = load, poll_seconds, options, changed
@@ -154,6 +159,33 @@ class ModelRepository:
             if not self._poll_again(models):
                 raise StatusError(Code.CANCELLED, "the server is stopping")
             self._check_available(new)
+
+    def reload_by_client(self, models: Sequence[ModelSettings]) -> None:
+        """Reload what a client chose; see `reload`. The operator's own models stay as they are.
+
+        Raises:
+            StatusError: PERMISSION_DENIED, a client may not choose a folder, or where requests are logged. Nothing is changed.
+        """
+        own = [
+            model for model in self._configured if model.within is None
+        ]  # the config file may have changed since the start
+        folders = {model.base_path for model in own}
+        prefixes = reload_paths(own).log_prefixes | self._within.log_prefixes
+        limited = []
+        for model in models:
+            if model.request_logging is not None and model.request_logging.filename_prefix not in prefixes:
+                raise StatusError(
+                    Code.PERMISSION_DENIED,
+                    f"model {model.name}: filename_prefix is {model.request_logging.filename_prefix}. A reload may only log to "
+                    "a prefix of the server's own config. Write it into --config",
+                )
+            if model.base_path in folders or self._within.is_chosen(model.base_path):
+                limited.append(model)
+            elif self._within.find(model.base_path) is not None:
+                limited.append(dataclasses.replace(model, within=self._within))
+            else:
+                raise outside(model.name, model.base_path)
+        self.reload(limited)
 
     def check(self, models: Sequence[ModelSettings]) -> None:
         """Raise StatusError, INVALID_ARGUMENT or FAILED_PRECONDITION, if `reload` would refuse `models`."""

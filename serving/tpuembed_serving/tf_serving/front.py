@@ -210,6 +210,8 @@ class FrontModels:
         """Raise UNIMPLEMENTED: the shards.yaml has the model."""
         self._shards.reload(models)
 
+    reload_by_client = reload
+
 
 def _servable(front: Servable, shards: RemoteServable) -> FrontServable:
     from tpuembed_serving.tensorflow.session import SavedModelServable

@@ -271,6 +271,8 @@ class RemoteModels:
         """Raise UNIMPLEMENTED: the other server has the config."""
         raise StatusError(Code.UNIMPLEMENTED, f"models run in {self._server.name}. Reload its config there")
 
+    reload_by_client = reload
+
     def _watch(self) -> None:
         while not self._stopping.is_set():
             for name, model in self._models.items():

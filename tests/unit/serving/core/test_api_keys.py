@@ -49,6 +49,17 @@ def test_a_key_may_have_a_name(tmp_path: Path) -> None:
     assert keys.accept([(b"x-api-key", b"ranking-team")]) is None
 
 
+def test_a_named_key_may_be_an_admins(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"ops admin: {FIRST}\nadmin: {SECOND}\n")
+    keys = ApiKeys.read(path)
+    ops, plain = (b"x-api-key", FIRST.encode()), (b"authorization", f"Bearer {SECOND}".encode())
+    assert (keys.accept([ops]), keys.accept_admin([ops])) == ("ops", True)
+    assert (keys.accept([plain]), keys.accept_admin([plain])) == ("admin", False)
+    assert not keys.accept_admin([plain, ops]), "the first known key counts"
+    assert not keys.accept_admin([(b"x-api-key", b"unknown")])
+
+
 def test_the_keys_themselves_are_not_kept() -> None:
     assert FIRST.encode() not in pickle.dumps(ApiKeys([("team", FIRST)]))
     assert FIRST not in repr(vars(ApiKeys([("team", FIRST)])))

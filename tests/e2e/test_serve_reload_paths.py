@@ -1,0 +1,185 @@
+"""HandleReloadConfigRequest over gRPC: which folders a client may choose, and whose key may."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tensorflow_serving.apis import model_management_pb2, model_service_pb2_grpc
+
+from tests.support.messages import said
+from tests.support.serving.doubles import wait_for
+from tests.support.serving.models import save_scale
+from tests.support.serving.process import ServerProcess
+
+PLAIN, ADMIN = "p" * 20, "a" * 20
+OK, DENIED = grpc.StatusCode.OK, grpc.StatusCode.PERMISSION_DENIED
+LOGGED = 'logging_config { log_collector_config { type: "tfrecord" filename_prefix: "%s" } }'
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """models/rec and models/new, which a client may choose if it is rec's server; elsewhere/evil and file, which it may not."""
+    folder = tmp_path_factory.mktemp("reload")
+    save_scale(folder / "models" / "rec" / "1", 2.0)
+    save_scale(folder / "models" / "new" / "1", 3.0)
+    save_scale(folder / "elsewhere" / "evil" / "9", 9.0)
+    (folder / "elsewhere" / "file").write_text("")
+    (folder / "models" / "link").symlink_to(folder / "elsewhere" / "evil")
+    (folder / "models" / "more").symlink_to(folder / "models" / "new")
+    (folder / "keys").write_text(f"app: {PLAIN}\nops admin: {ADMIN}\n")
+    return folder
+
+
+@contextlib.contextmanager
+def serving(root: Path, *options: str, model: str = "rec") -> Iterator[ServerProcess]:
+    log = root / f"{model}.log"
+    with ServerProcess(root / "models" / model, log, "--grpc-port", "0", *options) as running:
+        wait_for(lambda: running.request("GET", "/readyz")[0] == 200)
+        yield running
+
+
+@pytest.fixture(scope="module", params=[(), ("--workers", "2")])
+def server(root: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    with serving(root, *request.param) as running:
+        yield running
+
+
+def config(*models: tuple[str, Any], more: str = "") -> str:
+    return "".join(
+        f'config {{ name: "{name}" base_path: "{path}" model_platform: "tensorflow" {more} }}' for name, path in models
+    )
+
+
+def reload(server: ServerProcess, models: str, key: str | None = None) -> tuple[grpc.StatusCode, str]:
+    from google.protobuf import text_format  # type: ignore[import-untyped]
+
+    request = model_management_pb2.ReloadConfigRequest()
+    text_format.Parse(f"model_config_list {{ {models} }}", request.config)
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        call = model_service_pb2_grpc.ModelServiceStub(channel).HandleReloadConfigRequest
+        try:
+            call(request, timeout=120, metadata=() if key is None else (("x-api-key", key),))
+        except grpc.RpcError as error:
+            return error.code(), error.details()
+    return OK, ""
+
+
+def predict(server: ServerProcess, model: str, key: str = "") -> Any:
+    headers = {"X-API-Key": key} if key else {}
+    status, body = server.request("POST", f"/v1/models/{model}:predict", '{"instances": [1.0]}', headers)
+    return json.loads(body)["predictions"][0] if status == 200 else status
+
+
+def statuses(server: ServerProcess, model: str) -> Sequence[dict[str, Any]]:
+    status, body = server.request("GET", f"/v1/models/{model}")
+    found: list[dict[str, Any]] = json.loads(body)["model_version_status"] if status == 200 else []
+    return found
+
+
+def test_a_client_adds_a_model_beside_the_others(server: ServerProcess, root: Path) -> None:
+    rec, models = ("rec", root / "models" / "rec"), root / "models"
+    assert reload(server, config(rec, ("new", models / "new"))) == (OK, "")
+    assert (predict(server, "rec"), predict(server, "new")) == (2.0, 3.0)
+    assert reload(server, config(rec, ("new", f"/{models}//rec/../more/"))) == (OK, "")
+    assert (predict(server, "rec"), predict(server, "new")) == (2.0, 3.0)
+    assert reload(server, config(rec)) == (OK, "")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "{root}/elsewhere/evil",
+        "{root}/elsewhere/nothing",
+        "{root}/elsewhere/file",
+        "{root}/models/../elsewhere/evil",
+        "{root}/models/link",
+        "{root}/models/link/9",
+        "{root}/models",
+        "{root}",
+        "/",
+        "//root",
+        "{root}/models-of-others/evil",
+        "s3://bucket/models/evil",
+        "file://{root}/elsewhere/evil",
+    ],
+)
+def test_other_folders_are_refused_and_nothing_changes(server: ServerProcess, root: Path, path: str) -> None:
+    rec, new = ("rec", root / "models" / "rec"), ("new", root / "models" / "new")
+    code, text = reload(server, config(rec, new, ("evil", path.format(root=root))))
+    shown = str(Path(path.format(root=root).removeprefix("file://"))) if "s3:" not in path else path
+    assert (code, text.replace(shown, "PATH")) == (
+        DENIED,
+        "model evil: base_path PATH is outside the folders that a reload may choose: those beside the models of the server's "
+        "start. Put the model there, or into --config",
+    )
+    assert (predict(server, "rec"), predict(server, "new"), predict(server, "evil")) == (2.0, 404, 404)
+
+
+def test_a_link_that_leads_outside_later_is_not_followed(server: ServerProcess, root: Path) -> None:
+    link = root / "models" / "swapped"
+    link.unlink(missing_ok=True)
+    link.symlink_to(root / "models" / "new")
+    rec = ("rec", root / "models" / "rec")
+    assert reload(server, config(rec, ("swapped", link))) == (OK, "")
+    link.unlink()
+    link.symlink_to(root / "elsewhere" / "evil")
+    wait_for(lambda: len(statuses(server, "swapped")) == 2)
+    newest, before = statuses(server, "swapped")
+    assert (newest["version"], newest["state"], newest["status"]["error_code"]) == ("9", "END", "PERMISSION_DENIED")
+    assert f"base_path {link} is outside the folders" in newest["status"]["error_message"]
+    assert (before["version"], before["state"], predict(server, "swapped")) == ("1", "AVAILABLE", 3.0)
+    assert reload(server, config(rec, ("swapped", link)))[0] is DENIED
+    assert reload(server, config(rec)) == (OK, "")
+
+
+def test_a_client_does_not_choose_where_requests_are_logged(server: ServerProcess, root: Path) -> None:
+    rec = ("rec", root / "models" / "rec")
+    code, text = reload(server, config(rec, more=LOGGED % (root / "elsewhere" / "log")))
+    assert code is DENIED
+    assert text.startswith(f"model rec: filename_prefix is {root}/elsewhere/log. A reload may only log to a prefix of")
+    assert predict(server, "rec") == 2.0
+
+
+def test_only_an_admins_key_reloads(root: Path) -> None:
+    with serving(root, "--api-key-file", str(root / "keys")) as server:
+        both = config(("rec", root / "models" / "rec"), ("new", root / "models" / "new"))
+        assert reload(server, both)[0] is grpc.StatusCode.UNAUTHENTICATED
+        code, text = reload(server, both, PLAIN)
+        assert (code, text) == (
+            DENIED,
+            "this key may not change which models are served. Use a key whose line in --api-key-file is 'NAME admin: KEY'",
+        )
+        said(text)
+        assert (predict(server, "rec", PLAIN), predict(server, "new", PLAIN)) == (2.0, 404)
+        assert reload(server, config(("evil", root / "elsewhere" / "evil")), ADMIN)[0] is DENIED
+        assert reload(server, both, ADMIN) == (OK, "")
+        assert (predict(server, "rec", ADMIN), predict(server, "new", PLAIN)) == (2.0, 3.0)
+
+
+def test_where_others_can_write_only_the_folders_of_the_start_are_allowed(root: Path) -> None:
+    (root / "shared").mkdir()
+    (root / "shared").chmod(0o1777)
+    (root / "models" / "theirs").symlink_to(root / "shared" / "theirs")
+    save_scale(root / "shared" / "own" / "1", 4.0)
+    save_scale(root / "shared" / "theirs" / "1", 5.0)
+    (root / "models.config").write_text(
+        f"model_config_list {{ {config(('own', root / 'shared' / 'own'), more=LOGGED % (root / 'log'))} }}"
+    )
+    with ServerProcess(None, root / "own.log", "--config", str(root / "models.config"), "--grpc-port", "0") as server:
+        wait_for(lambda: server.request("GET", "/readyz")[0] == 200)
+        for refused in (
+            config(("theirs", root / "shared" / "theirs")),
+            config(("own", root / "shared" / "own"), more=LOGGED % (root / "elsewhere" / "log")),
+        ):
+            code, text = reload(server, refused)
+            assert code is DENIED
+            said(text)
+        again = config(
+            ("own", root / "shared" / "own"), ("twice", root / "shared" / "own"), more=LOGGED % (root / "log")
+        )
+        assert reload(server, again) == (OK, "")
+        assert (predict(server, "own"), predict(server, "twice")) == (4.0, 4.0)
