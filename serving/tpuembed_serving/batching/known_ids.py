@@ -15,7 +15,7 @@ import numpy as np
 from tpuembed.id_messages import Span, outside_message
 from tpuembed.manifest import ActivationEntry, FeatureEntry, Manifest, Packing
 from tpuembed.native_lookup import group_of
-from tpuembed_serving.core.servable import Array
+from tpuembed_serving.core.servable import Array, Columns
 from tpuembed_serving.core.status import StatusError, invalid_argument
 
 __all__ = ["KnownIds", "known_ids"]
@@ -23,8 +23,6 @@ __all__ = ["KnownIds", "known_ids"]
 _PADDING: Final = -1
 _LEAST: Final = int(np.iinfo(np.int64).min)
 _MOST: Final = int(np.iinfo(np.int64).max)
-_QUERIES: Final = ("serving_default", "query", "filtered")
-"""The signatures of a retrieval that take the inputs of its query."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +47,8 @@ class _CheckedIds:
 
     @property
     def lowest(self) -> int:
-        """Return the start of a range that ends with the table's and has no id outside: it may lack padding."""
-        return min(self.span.start, self.dropped) if self.span.start == 0 else self.span.start
+        """Return the start of a range that ends with the table and has no id outside. Padding may be below it."""
+        return self.span.start or self.dropped
 
     def of(self, arrays: Sequence[Array]) -> Array:
         """Return the ids as int64, which are looked up. Empty if the input has another type: the graph reports that."""
@@ -75,21 +73,37 @@ class KnownIds:
     def __init__(self, features: Sequence[_CheckedIds], packing: Packing | None = None) -> None:
         """Check these features. With `packing`, the only input is a matrix of all of them."""
         self._features, self._packing = features, packing
+        self._places = [one.place for one in features]
         self._lowest = np.array([one.lowest for one in features], np.int64)
         self._counts = (np.array([one.span.stop for one in features], np.int64) - self._lowest).view(np.uint64)
 
     def may_be_outside(self, inputs: Sequence[Array]) -> bool:
-        """Return False if no id is outside. It costs less than `error`, and takes the inputs of one or several requests."""
-        return bool(self._features) and self._may_be_outside(self._ids(inputs))
+        """Return False if no id is outside. Takes the inputs of one or several requests, and compares all ids at once.
+
+        As unsigned numbers, ids below the lowest are large, so one comparison checks both ends.
+        """
+        if not self._features:
+            return False
+        if type(inputs) is Columns and self._packing is None:
+            moved = inputs.matrix[:, self._places] - self._lowest
+            return bool((moved.view(np.uint64) >= self._counts).any())
+        ids = self._ids(inputs)
+        sizes = [array.size for array in ids]
+        moved = np.concatenate(ids, axis=None)
+        if sizes.count(sizes[0]) == len(sizes):  # as of one id for each row
+            moved = moved.reshape(len(sizes), sizes[0]) - self._lowest[:, None]
+            return bool((moved.view(np.uint64) >= self._counts[:, None]).any())
+        moved -= np.repeat(self._lowest, sizes)
+        return bool((moved.view(np.uint64) >= np.repeat(self._counts, sizes)).any())
 
     def error(self, inputs: Sequence[Array]) -> StatusError | None:
         """Return the graph's error for the inputs of one request, INVALID_ARGUMENT. None if no id is outside.
 
         Of several ids outside, it names the one of the first row in the group that the graph checks first.
         """
-        if not self._features or not self._may_be_outside(ids := self._ids(inputs)):
+        if not self.may_be_outside(inputs):
             return None
-        pairs = zip(self._features, ids, strict=True)
+        pairs = zip(self._features, self._ids(inputs), strict=True)
         for _, group in itertools.groupby(pairs, lambda pair: pair[0].group):
             found = [(one, own[0], ids) for one, ids in group if len(own := np.argwhere(one.outside(ids)))]
             if found:
@@ -101,16 +115,6 @@ class KnownIds:
     def _ids(self, inputs: Sequence[Array]) -> list[Array]:
         arrays = inputs if self._packing is None else _unpacked(inputs[0], self._packing)
         return [one.of(arrays) for one in self._features]
-
-    def _may_be_outside(self, ids: Sequence[Array]) -> bool:
-        """Compare all ids at once. As unsigned numbers, those below the lowest are large, so one comparison checks both ends."""
-        sizes = [array.size for array in ids]
-        joined = np.concatenate([array.reshape(-1) for array in ids])
-        if sizes.count(sizes[0]) == len(sizes):  # as of one id for each row
-            moved = joined.reshape(len(sizes), sizes[0]) - self._lowest[:, None]
-            return bool((moved.view(np.uint64) >= self._counts[:, None]).any())
-        moved = joined - np.repeat(self._lowest, sizes)
-        return bool((moved.view(np.uint64) >= np.repeat(self._counts, sizes)).any())
 
 
 def _unpacked(matrix: Array, packing: Packing) -> list[Array]:
@@ -132,8 +136,7 @@ def known_ids(signature: str, aliases: Sequence[str], manifest: Manifest) -> Kno
         manifest: of the export.
     """
     is_packed = signature == "packed" and not manifest.packing.left_out
-    names = _QUERIES if manifest.retrieval is not None else ("serving_default",)
-    if not is_packed and signature not in names:
+    if not is_packed and signature != "serving_default":
         return None
     places = [one.name for one in manifest.packing.inputs] if is_packed else list(aliases)
     spans = {one.name: Span(one.name, one.first_row, one.first_row + one.rows) for one in manifest.tables}
