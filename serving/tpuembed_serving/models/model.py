@@ -88,20 +88,21 @@ class _ModelFolder:
     Attributes:
         settled: whether the versions are known. In a store, the first pulls may not have ended yet.
         waiting: versions that cannot be loaded yet: where they are, why, and whether that is a failure.
+        within: where the folder must be whenever it is listed; None if the operator chose it.
     """
 
     settled = True
     waiting: Mapping[int, tuple[FilePath, StatusError | None, bool]] = MappingProxyType({})
 
     def __init__(self, model: str, path: Path, within: ReloadPaths | None) -> None:
-        self._model, self._path, self._within = model, path, within
+        self._model, self._path, self.within = model, path, within
         self._missing: frozenset[int] = frozenset()
         self.error = ""
 
     def versions(self) -> dict[int, Path] | None:
         """Return every version in the folder, or None if it cannot be listed."""
         # A link may have changed since the reload. Versions are loaded by the path without links, so that none can change now.
-        path = self._path if self._within is None else self._within.find(self._path)
+        path = self._path if self.within is None else self.within.find(self._path)
         if not isinstance(path, Path):
             self._refuse()
             return None
@@ -285,8 +286,12 @@ class ServedModel:
             self._labels.assign(labels)
 
     def configure(self, settings: ModelSettings) -> None:
-        """Use the policy of `settings` from the next poll on, and log requests as they say from now on."""
+        """Use the policy of `settings` from the next poll on, and log requests as they say from now on.
+
+        The operator may have taken over a folder that a client chose.
+        """
         self._policy, self._request_logging = settings.policy, settings.request_logging
+        self._folder.within = settings.within
 
     def poll(self) -> None:
         """Scan the folder once: load new versions, newest first, and unload unused ones that the policy drops."""

@@ -1,5 +1,6 @@
 """Settings are valid once built."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,13 @@ def test_models_need_names_that_differ(tmp_path: Path) -> None:
     ServerSettings(models=())
     with pytest.raises(ConfigError, match="its name is empty"):
         ModelSettings(name="", base_path=tmp_path)
+
+
+def test_a_copy_with_the_models_of_a_reload_keeps_the_folders_of_the_start(tmp_path: Path) -> None:
+    """A worker that starts again gets such a copy."""
+    started = ServerSettings(models=(ModelSettings(name="m", base_path=tmp_path / "a" / "m"),))
+    copy = dataclasses.replace(started, models=(ModelSettings(name="n", base_path=tmp_path / "b" / "n"),))
+    assert copy.reload_paths == started.reload_paths
+    assert copy.reload_paths is not None
+    assert copy.reload_paths.is_chosen(tmp_path / "a" / "m")
+    assert not copy.reload_paths.is_chosen(tmp_path / "b" / "n")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tpuembed.files import FilePath, UrlPath
 from tpuembed_serving.core.log_once import ONCE
+from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
 from tpuembed_serving.models.stores.cache import STATE_FILE, folder_of, hold, read_state
@@ -18,7 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class FollowedStore:
-    """Reads the state that the puller writes. Has the methods of the model's folder."""
+    """Reads the state that the puller writes. Has the methods of the model's folder.
+
+    Attributes:
+        within: as that of the folder. It is not used again, because URLs have no links.
+    """
+
+    within: ReloadPaths | None = None
 
     def __init__(self, model: str, url: UrlPath, cache: Path) -> None:
         self._model, self._url = model, url

@@ -9,7 +9,7 @@ from tpuembed.files import FilePath, as_path
 from tpuembed_serving.core.reload_paths import ReloadPaths
 
 
-def allowed(start: str | Path, paths: Iterable[str | Path]) -> list[bool]:
+def allowed(start: str | Path, paths: Iterable[str | FilePath]) -> list[bool]:
     """Which of `paths` a client of a server that starts with `start` may choose."""
     found = ReloadPaths.of([as_path(start)])
     return [found.find(as_path(path)) is not None for path in paths]

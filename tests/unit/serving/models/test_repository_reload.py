@@ -276,3 +276,59 @@ def test_a_reload_before_the_first_look_counts(first: ModelSettings, loader: Fak
     assert set(starting.labels()) == {"m", "o"}
     assert served(starting, "o") == 5
     starting.stop()
+
+
+def test_a_client_may_name_what_the_operator_has_added_since_the_start(
+    repository: ModelRepository, first: ModelSettings, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As the file of --config does, which is polled."""
+    added = model(tmp_path_factory.mktemp("other"), "n", 2)
+    with pytest.raises(StatusError) as caught:
+        repository.reload_by_client([first, added])
+    assert caught.value.code is Code.PERMISSION_DENIED
+    repository.reload([first, added])
+    repository.reload_by_client([first, added])
+    assert (served(repository, "m"), served(repository, "n")) == (1, 2)
+
+
+def test_a_link_of_the_operators_may_lead_elsewhere_later(loader: FakeLoader, tmp_path: Path) -> None:
+    for version in (1, 2):
+        make_version(tmp_path / "releases" / str(version), version)
+    (tmp_path / "models").mkdir()
+    link = tmp_path / "models" / "m"
+    link.symlink_to(tmp_path / "releases" / "1")
+    own = ModelSettings(name="m", base_path=link)
+    repository = ModelRepository([own], loader, poll_seconds=0.02)
+    repository.start()
+    try:
+        wait_for(lambda: repository.ready)
+        repository.reload_by_client([ModelSettings(name="m", base_path=link)])
+        link.unlink()
+        link.symlink_to(tmp_path / "releases" / "2")
+        wait_for(lambda: states(repository, "m").get(2) is State.AVAILABLE)
+    finally:
+        repository.stop()
+
+
+def test_the_operator_may_take_over_what_a_client_chose(
+    loader: FakeLoader, first: ModelSettings, tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(first.base_path)
+    make_version(tmp_path / "elsewhere" / "x", 5)
+    repository = ModelRepository([first], loader, poll_seconds=0.02)
+    repository.start()
+    try:
+        wait_for(lambda: repository.ready)
+        chosen = ModelSettings(name="n", base_path=link)
+        repository.reload_by_client([first, chosen])
+        link.unlink()
+        link.symlink_to("/")  # there is no version, and nothing of it is listed
+        wait_for(lambda: "outside the folders" in repository._models["n"].listing_error)
+        assert served(repository, "n") == 1
+        link.unlink()
+        link.symlink_to(tmp_path / "elsewhere" / "x")  # below the parent of the start
+        repository.reload([first, chosen])
+        wait_for(lambda: states(repository, "n").get(5) is State.AVAILABLE)
+    finally:
+        repository.stop()
