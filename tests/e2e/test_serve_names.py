@@ -247,6 +247,7 @@ def test_integers_that_are_names_are_never_rows(tmp_path: Path, lookups: Any) ->
     try:
         signature = servable.signatures["serving_default"]
         assert servable.merging(signature) is not None
+        assert signature.ids is not None
         assert signature.ids.error([np.full((1, 2), 10 * ROWS)]) is None
         ids = np.random.default_rng(0).integers(0, ROWS, (64, 40))  # as many as native lookups take
         (found,) = servable.run(signature, [ids])
