@@ -166,9 +166,8 @@ class ModelRepository:
         Raises:
             StatusError: PERMISSION_DENIED, a client may not choose a folder, or where requests are logged. Nothing is changed.
         """
-        own = [
-            model for model in self._configured if model.within is None
-        ]  # the config file may have changed since the start
+        # The file of --config may have changed since the start: what it has now is the operator's choice, too.
+        own = [model for model in self._configured if model.within is None]
         folders = {model.base_path for model in own}
         prefixes = reload_paths(own).log_prefixes | self._within.log_prefixes
         limited = []
