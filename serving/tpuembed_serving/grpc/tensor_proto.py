@@ -81,6 +81,9 @@ _FIELDS: Final = {
     types_pb2.DT_COMPLEX128: _field("dcomplex_val", "<c16", "<f8", 2),
 }
 
+_DESCRIBING: Final = frozenset({"dtype", "tensor_shape", "version_number", "tensor_content"})
+"""The fields of a TensorProto that hold no values."""
+
 _KEPT_HEADS: Final = 1024
 _last_heads: Final = dict[int, tuple[bytes, tuple[int, ...]]]()
 """By the length of a serialized tensor: all bytes before the values of the last one that `_whole_values` read, and its shape.
@@ -106,13 +109,25 @@ def decode_tensor(proto: Any, alias: str) -> Array:
     try:
         number = proto.dtype
         if number == types_pb2.DT_STRING:
+            _check_field(proto, "string_val", alias)
             return _strings(proto, _shape(proto.tensor_shape))
         field = _FIELDS[number]
         if field.fixed_width and not proto.tensor_content and (found := _whole_values(proto, field)) is not None:
             return found
+        _check_field(proto, field.name, alias)
         return _numbers(proto, field, _shape(proto.tensor_shape), alias)
     except (_MalformedTensorError, MalformedError, KeyError):
         raise invalid_argument(f"tensor parsing error: {alias}") from None
+
+
+def _check_field(proto: Any, own: str, alias: str) -> None:
+    """Raise INVALID_ARGUMENT if the values are in the field of another dtype. TensorFlow ignores those, and fills in zeros."""
+    if proto.tensor_content or len(getattr(proto, own)):
+        return
+    for field, _ in proto.ListFields():
+        if field.name not in _DESCRIBING:
+            kind = dtype_name(proto.dtype)
+            raise invalid_argument(f"Input {alias} is {kind}, and has values in {field.name}. Send {kind} values in {own}.")
 
 
 class _MalformedTensorError(Exception):

@@ -2,6 +2,7 @@
 
 import base64
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,18 +23,15 @@ MAX_RANK = 64
 
 _ELEMENTS_BETWEEN_CHECKS = 1024
 _LISTS = (list, LongList)
-_INT32 = range(-(2**31), 2**31)
 _INT_RANGES = {
     "int8": range(-(2**7), 2**7),
     "int16": range(-(2**15), 2**15),
     "uint8": range(2**8),
-    "int32": _INT32,
+    "int32": range(-(2**31), 2**31),
     "int64": range(-(2**63), 2**63),
     "uint32": range(2**32),
     "uint64": range(2**64),
 }
-# TensorFlow Serving refuses what 32 bits cannot hold. It wraps what they can, to another id, so we refuse that in our words.
-_INT_TYPES = {**_INT_RANGES, **dict.fromkeys(("int8", "int16", "uint8"), _INT32)}
 _FLOATS = frozenset({"float", "double"})
 _LEAF_TYPES: dict[str, frozenset[type]] = {
     **dict.fromkeys(_INT_RANGES, frozenset({int})),
@@ -173,9 +171,11 @@ def _leaf(value: Any, info: TensorInfo) -> Any:
         text = f"Conversion of JSON Value: {debug_string(value)} to type: {dtype}"
         raise StatusError(Code.UNIMPLEMENTED, text)
     if not _accepts(value, dtype):
-        raise _type_error(value, info)
-    if dtype in _INT_RANGES and value not in _INT_RANGES[dtype]:
-        raise cannot_hold(info.alias, dtype, value, dtype)
+        error = _type_error(value, info)
+        if dtype in _INT_RANGES and _is_integer(value):  # TensorFlow Serving lets int8, int16 and uint8 wrap to a different id
+            number = value if isinstance(value, int) else f"{value:.1f}"
+            error = invalid_argument(f"{error.message}. {cannot_hold(info.alias, dtype, number, dtype).message}")
+        raise error
     return value.encode("utf-8", "surrogateescape") if dtype == "string" else value
 
 
@@ -186,7 +186,12 @@ def _accepts(value: Any, dtype: str) -> bool:
         return isinstance(value, bool) and dtype == "bool"
     if dtype in _FLOATS:
         return isinstance(value, int | float)
-    return isinstance(value, int) and value in _INT_TYPES[dtype]
+    return isinstance(value, int) and value in _INT_RANGES[dtype]
+
+
+def _is_integer(value: Any) -> bool:
+    """Return True for an integer, also for one beyond 64 bits, of which the parser makes a float."""
+    return type(value) is int or (type(value) is float and math.isfinite(value) and abs(value) >= 2**63)
 
 
 def _type_error(value: Any, info: TensorInfo) -> StatusError:

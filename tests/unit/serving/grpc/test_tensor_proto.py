@@ -58,7 +58,7 @@ def decoded(proto: Any) -> Any:
     try:
         return decode_tensor(proto, "x")
     except StatusError as error:
-        is_range = ", which cannot hold " in error.message
+        is_range = ", which cannot hold " in error.message or ", and has values in " in error.message
         if error.code is not Code.INVALID_ARGUMENT or not (is_range or error.message == "tensor parsing error: x"):
             raise
         return None
