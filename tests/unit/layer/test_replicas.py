@@ -78,3 +78,53 @@ def test_training_under_another_strategy_than_the_layers_is_refused() -> None:
     with refused(TrainingError, match="1 replica"):
         tf.distribute.OneDeviceStrategy("CPU:0").run(step)
     assert issubclass(TrainingError, RuntimeError)
+
+
+WITHOUT_IDS = """
+import sys
+import numpy as np, tensorflow as tf
+tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2)
+from tpuembed import Adagrad, FeatureConfig, TableConfig, TPUEmbedding
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+lists = {"both": [[[1, 2], [2]], [[2], [7]]], "one": [[[], []], [[3], []]], "none": [[[], []], [[], []]]}
+
+def trained(replicas, wrap):
+    with strategy.scope() if replicas == 2 else tf.distribute.get_strategy().scope():
+        config = TableConfig(8, 4, "tags", combiner="sum", initializer=tf.constant_initializer(0.5))
+        layer = TPUEmbedding({"tags": FeatureConfig(config), "more": FeatureConfig(config)}, optimizer=Adagrad(0.1))
+    def step(tags):
+        with tf.GradientTape() as tape:
+            found = layer({"tags": tags, "more": tags[:0] if sys.argv[1] == "empty" else tags})
+            loss = tf.reduce_sum(tf.square(found["tags"])) + tf.reduce_sum(found["more"])
+        tape.gradient(loss, layer.trainable_variables)
+        return loss
+    for shares in lists.values():
+        if replicas == 1:
+            parts = [tf.ragged.constant(shares[0] + shares[1], dtype=tf.int64, ragged_rank=1)]
+            wrap(step)(parts[0])
+            continue
+        parts = [tf.ragged.constant(share, dtype=tf.int64, ragged_rank=1) for share in shares]
+        def of_replica(first, second):
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            values = tf.cond(tf.equal(replica, 0), lambda: first.values, lambda: second.values)
+            splits = tf.cond(tf.equal(replica, 0), lambda: first.row_splits, lambda: second.row_splits)
+            return step(tf.RaggedTensor.from_row_splits(values, splits))
+        wrap(lambda *both: strategy.run(of_replica, both))(*parts)
+    tables = next(iter(layer.embedding_tables.values()))
+    return [copy.numpy() for copy in getattr(tables, "values", [tables])]
+
+(truth,) = trained(1, lambda step: step)
+for wrap in (lambda step: step, lambda step: tf.function(step, reduce_retracing=True)):
+    for copy in trained(2, wrap):
+        np.testing.assert_allclose(copy, truth, rtol=0, atol=1e-6)
+assert np.abs(truth[[1, 2, 3, 7]] - 0.5).min() > 1e-3
+np.testing.assert_array_equal(truth[[0, 4, 5, 6]], 0.5)
+"""
+
+
+@pytest.mark.parametrize("second_feature", ["full", "empty"])
+def test_a_step_without_ids_on_any_replica(second_feature: str) -> None:
+    """TensorFlow's all_gather ends the process if no replica has anything to gather."""
+    command = [sys.executable, "-c", WITHOUT_IDS, second_feature]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
