@@ -10,7 +10,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.backends.tf_config import custom_gradient, in_save_context, in_xla_context, is_op_determinism_enabled, local
+from tpuembed.backends.tf_config import (
+    custom_gradient,
+    in_save_context,
+    in_xla_context,
+    is_op_determinism_enabled,
+    local,
+)
 from tpuembed.backends.tf_tpu import differentiates_control_flow, tpu_call
 from tpuembed.errors import TrainingError
 
@@ -121,10 +127,12 @@ def gradient_trap(
         if graph is None:
             return tf.zeros_like(dummy)
         zeros = _zeros_after([*checks, *updates], dummy)
-        if tpu_call() is not None:
+        if (
+            tpu_call() is not None or in_xla_context()
+        ):  # XLA does not compile what Keras' optimizers do with sparse gradients
             return zeros
-        # Keras' optimizers add up the gradients of replicas. For dense ones alone, TensorFlow registers a gradient of that sum,
-        # which keeps the graph and its variables until the process ends. See `custom_gradient`.
+        # Keras' optimizers add up the gradients of replicas. If all are dense, TensorFlow registers a gradient of that sum, which
+        # keeps the graph and its variables until the process ends. See `custom_gradient`.
         return tf.IndexedSlices(zeros, tf.zeros([1], tf.int64), tf.ones([1], tf.int64))
 
     @custom_gradient
@@ -141,7 +149,8 @@ def _with_shapes(gradients: Sequence[Tensor], activations: Sequence[Tensor], fea
     TensorFlow does not know each gradient's shape while it traces a batch of unknown size: a concat of more than 16 tensors has
     gradients of unknown width, a py_function has gradients of unknown rank.
     """
-    shaped, unknown = [], []
+    shaped: list[Tensor] = []
+    unknown: list[int] = []
     for feature, given, activation in zip(features, gradients, activations, strict=True):
         gradient = tf.convert_to_tensor(given)
         if not gradient.shape.is_compatible_with(activation.shape):

@@ -127,7 +127,9 @@ def _check_field(proto: Any, own: str, alias: str) -> None:
     for field, _ in proto.ListFields():
         if field.name not in _DESCRIBING:
             kind = dtype_name(proto.dtype)
-            raise invalid_argument(f"Input {alias} is {kind}, and has values in {field.name}. Send {kind} values in {own}.")
+            raise invalid_argument(
+                f"Input {alias} is {kind}, and has values in {field.name}. Send {kind} values in {own}."
+            )
 
 
 class _MalformedTensorError(Exception):

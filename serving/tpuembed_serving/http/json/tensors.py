@@ -172,7 +172,9 @@ def _leaf(value: Any, info: TensorInfo) -> Any:
         raise StatusError(Code.UNIMPLEMENTED, text)
     if not _accepts(value, dtype):
         error = _type_error(value, info)
-        if dtype in _INT_RANGES and _is_integer(value):  # TensorFlow Serving lets int8, int16 and uint8 wrap to a different id
+        if dtype in _INT_RANGES and _is_integer(
+            value
+        ):  # TensorFlow Serving lets int8, int16 and uint8 wrap to a different id
             number = value if isinstance(value, int) else f"{value:.1f}"
             error = invalid_argument(f"{error.message}. {cannot_hold(info.alias, dtype, number, dtype).message}")
         raise error
