@@ -239,7 +239,7 @@ LAYERS: dict[str, Callable[[Sequence[str], str], Any]] = {
         names, kind, lambda config: tfrs.TPUEmbedding(config, OPTIMIZERS["adagrad"]())
     ),
     "tfrs.PartialTPUEmbedding": lambda names, kind: OfTfrs(
-        names, kind, lambda config: tfrs.PartialTPUEmbedding(config, OPTIMIZERS["adagrad"](), size_threshold=None)
+        names, kind, lambda config: tfrs.PartialTPUEmbedding(config, OPTIMIZERS["adagrad"](), size_threshold=10)
     ),
     "keras_rs.DistributedEmbedding": lambda names, _: OfKerasRs(names),
 }
