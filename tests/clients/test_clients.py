@@ -25,7 +25,7 @@ DTYPES = {
 TABLE = np.random.default_rng(7).normal(size=(50, 4)).astype(np.float32)
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} is missing: make test-clients"),
 ]
 

@@ -24,7 +24,7 @@ SIMILAR = {"checkpoint_adagrad", "checkpoint_momentum", "keras_ftrl", "keras_mom
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(path.name, marks=[pytest.mark.long] if path.name in SIMILAR else [])
+        pytest.param(path.name, marks=[pytest.mark.nightly] if path.name in SIMILAR else [])
         for path in sorted(GOLDENS.iterdir())
     ],
 )
@@ -142,7 +142,7 @@ class DistributedEmbedding(keras.layers.Layer):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", *(pytest.param(dtype, marks=pytest.mark.long) for dtype in ("float16", "float64"))]
+    "dtype", ["bfloat16", *(pytest.param(dtype, marks=pytest.mark.nightly) for dtype in ("float16", "float64"))]
 )
 class TestKerasDtypes(CheckpointConformance):
     """As Keras itself writes them: bfloat16 as bytes with an attribute."""

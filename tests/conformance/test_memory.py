@@ -18,8 +18,6 @@ from tests.support.checkpoint.objects import mid_level, with_registered_saver
 from tests.support.checkpoint.orbax_trees import write_tree
 from tpuembed.tensor_bundle import Entry, Slice, encode_strings, index_path, shard_path, write_index
 
-pytestmark = pytest.mark.slow
-
 ROWS, DIM = 1 << 20, 64
 SIZE = 4 * ROWS * DIM
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"

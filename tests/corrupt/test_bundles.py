@@ -137,7 +137,6 @@ def verify_all(prefix: Path) -> None:
             bundle.verify(key, chunk_bytes=64)
 
 
-@pytest.mark.slow
 def test_flipped_bytes_of_the_data(prefix: Path) -> None:
     """`verify` notices each, and names the data file; a damaged object graph is noticed on opening."""
     with Bundle.open(prefix) as bundle:
@@ -428,7 +427,6 @@ def test_a_graph_of_objects_that_all_know_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-@pytest.mark.slow
 def test_a_ring_of_objects(tmp_path: Path, deep: bool) -> None:
     """5,000 objects in a ring: read where the variables lie near the root, refused where their names would be huge."""
     count = 5_000

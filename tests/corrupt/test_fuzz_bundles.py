@@ -8,12 +8,10 @@ import pytest
 
 from tests.support.goldens import BUNDLES
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("name", BUNDLES)
 @pytest.mark.parametrize(
-    "count", [pytest.param(200, id="sample"), pytest.param(100_000, id="many", marks=pytest.mark.long)]
+    "count", [pytest.param(200, id="sample"), pytest.param(100_000, id="many", marks=pytest.mark.nightly)]
 )
 def test_damage(name: str, count: int) -> None:
     command = [

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 GOLDENS = Path(__file__).parents[1] / "golden" / "keras_rs"
 TARGETS = {
     ".weights.h5": [("subclassed_h5", "sub.weights.h5")],
@@ -59,7 +57,7 @@ def test_sixty_mutations_are_refused_or_read(ending: str, folder: Path) -> None:
         assert outcomes["CheckpointCorruptError"] > 4
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ending", TARGETS)
 def test_100000_mutations_are_refused_or_read(ending: str, folder: Path) -> None:

@@ -19,7 +19,7 @@ from tpuembed.errors import CheckpointError
 from tpuembed.files import FilePath, as_path, remote
 from tpuembed.tensor_bundle import index_path, shard_path
 
-COUNTS = [pytest.param(300, id="sample"), pytest.param(100_000, id="many", marks=pytest.mark.long)]
+COUNTS = [pytest.param(300, id="sample"), pytest.param(100_000, id="many", marks=pytest.mark.nightly)]
 
 STATES = [
     b'model_checkpoint_path: "ckpt-1"\nall_model_checkpoint_paths: "ckpt-1"\n',

@@ -63,7 +63,6 @@ def path(tmp_path: Path) -> Path:
 # ---- the file
 
 
-@pytest.mark.slow
 def test_cut_at_many_lengths(path: Path) -> None:
     whole = path.read_bytes()
     for size in [0, 8, 96, *np.linspace(100, len(whole) - 1, 6, dtype=int)]:

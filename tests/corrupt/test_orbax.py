@@ -75,7 +75,6 @@ def test_metadata_cut_at_every_length(any_tree: Path) -> None:
         assert f"file {file}: is not JSON" in refusal(any_tree, CheckpointCorruptError)
 
 
-@pytest.mark.slow
 def test_every_byte_of_the_metadata_flipped(any_tree: Path) -> None:
     """Refused, or read as it was."""
     file = any_tree / "_METADATA"
@@ -365,7 +364,6 @@ def test_a_database_that_leads_outside(tmp_path: Path) -> None:
     raise AssertionError("no manifest could be changed")
 
 
-@pytest.mark.slow
 def test_a_chunk_that_swells(files_tree: Path) -> None:
     """32 KB that decode to 1 GiB, where 80 bytes should be."""
     zeros = {"driver": "zarr", "kvstore": f"file://{files_tree.parent}/big/", "store_data_equal_to_fill_value": True}
@@ -479,7 +477,7 @@ def test_damage_at_random() -> None:
     assert sum(counts.get("read", 0) for counts in outcomes.values()) < 200
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_much_damage_at_random(seed: int) -> None:

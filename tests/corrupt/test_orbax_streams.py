@@ -63,7 +63,6 @@ def frame(data: bytes, **how: bool) -> bytes:
     return zstandard.ZstdCompressor(level=1, **how).compress(data)
 
 
-@pytest.mark.slow
 def test_cut_anywhere(chunk: Path) -> None:
     whole = chunk.read_bytes()
     sizes = [*range(40), *range(len(whole) - 40, len(whole)), *range(0, len(whole), 9973)]
@@ -212,14 +211,13 @@ def compare(chunk: Path, seed: int, executions: int) -> tuple[int, int]:
     return outcomes[0], outcomes[1]
 
 
-@pytest.mark.slow
 def test_whatever_tensorstore_says(chunk: Path) -> None:
     accepted, refusals = compare(chunk, 0, 300)
     assert accepted > 20
     assert refusals > 100
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_whatever_tensorstore_says_of_many(chunk: Path) -> None:
     assert sum(compare(chunk, 1, 20_000)) == 20_000

@@ -35,7 +35,7 @@ def movielens(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return _demo("--ratings", str(RATINGS), "--out", str(tmp_path_factory.mktemp("demo")))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_movielens_reaches_the_published_quality(movielens: Any) -> None:
     """The published tutorial reaches .2391 on a TPU; keras-rs on a CPU, which ignores the table optimizer, .293."""
     assert movielens["test_rmse"] <= 0.245
@@ -94,7 +94,7 @@ def test_the_export_answers_the_checkpoints_numbers(movielens: Any) -> None:
     np.testing.assert_allclose(hidden[:, 0], [float(row["prediction"]) for row in rows], atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_retrieval_reaches_the_quality_of_the_tutorial_and_serves_it(movielens: Any, tmp_path: Path) -> None:
     """TensorFlow Recommenders' tutorial has .0220 among 10 and .23 among 100. `benchmarks/two_towers.py` runs both."""
@@ -122,7 +122,7 @@ def test_retrieval_reaches_the_quality_of_the_tutorial_and_serves_it(movielens: 
     assert [movie for movie in found["top_ten"] if movie not in seen] == not_tested[: len({*found["top_ten"]} - seen)]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_generated_ratings_and_the_commands_to_try_next(tmp_path: Path) -> None:
     done = subprocess.run(

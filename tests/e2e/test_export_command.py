@@ -24,7 +24,7 @@ DIM = 64
 BLOCK = 1 << 16  # rows that are compared at once
 
 
-@pytest.mark.parametrize("size", [256 << 20, pytest.param(2 << 30, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [256 << 20, pytest.param(2 << 30, marks=pytest.mark.nightly)])
 def test_a_large_table_keeps_both_memory_promises_and_every_bit(tmp_path: Path, size: int) -> None:
     tables = write_large_table(tmp_path / "ckpt", size // (DIM * 4), DIM)
     (name,) = tables
@@ -79,12 +79,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, float
     return folder, name, time.monotonic() - started
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "times"),
     [
         (signal.SIGTERM, 2),
-        *(pytest.param(one, 4, marks=pytest.mark.long) for one in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)),
+        *(pytest.param(one, 4, marks=pytest.mark.nightly) for one in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)),
     ],
 )
 def test_killed_at_a_random_moment_it_leaves_no_version_and_no_process(
@@ -118,7 +118,7 @@ def _versions(folder: Path) -> list[str]:
     return sorted(path.name for path in model_dir.iterdir() if path.name.isdigit()) if model_dir.is_dir() else []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_dry_run_refuses_what_the_disk_has_no_room_for(tmp_path: Path) -> None:
     """Before TensorFlow is imported, and in the same words as the export itself."""
     place = Path("/dev/shm")  # a disk that is not large, and that nothing is written to

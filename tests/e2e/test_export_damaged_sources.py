@@ -131,7 +131,7 @@ def archive_of(path: Path, table: np.ndarray[Any, Any], folder: Path) -> tuple[b
     return data, data.index(table.tobytes())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_keras_archives(tmp_path: Path) -> None:
     """A `.keras` file has a CRC32 of all weights together. Files of the same version are not read twice."""
     table = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)

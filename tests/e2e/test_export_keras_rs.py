@@ -23,7 +23,7 @@ def lookup(tmp_path: Path) -> Any:
     return export
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_keras_rs(lookup: Any) -> None:
     serve = lookup(GOLDEN / "model.keras")
     names = serve.structured_input_signature[1]

@@ -83,9 +83,9 @@ def wait(process: "subprocess.Popen[str]", log: Path, most_reads: int, seconds: 
         time.sleep(0.005)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("kills", "shards"), [(2, 60), pytest.param(50, 800, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+    ("kills", "shards"), [(2, 60), pytest.param(50, 800, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])]
 )
 def test_killed_at_random_moments_it_ends_as_if_nothing_had_been(tmp_path: Path, kills: int, shards: int) -> None:
     """SIGKILL to the whole process group."""

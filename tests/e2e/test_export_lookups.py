@@ -49,7 +49,7 @@ def _truth(table: Array, combiner: str, weighted: bool) -> Array:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_kind_of_feature_equals_tensorflows_lookup(checkpoint: Any, tmp_path: Path) -> None:
     features: dict[str, Any] = {
         f"{table}/{combiner}{'_w' if weighted else ''}": {"table": table, "combiner": combiner, "weighted": weighted}
@@ -104,7 +104,7 @@ def test_an_id_outside_its_table_fails_by_default(of_form: tuple[str, Path], bad
         capi.predict(path, {"x": ids if form == "id" else ids[:, None], "y": IDS})
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_empty_batches_and_empty_rows(checkpoint: Any, tmp_path: Path) -> None:
     path = _export(checkpoint, tmp_path, {"x": {"table": "users"}, "one": {"table": "users", "input": "id"}})
     found = capi.predict(path, {"x": np.zeros((0, 3), np.int64), "one": np.zeros(0, np.int64)})
@@ -143,7 +143,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_examples_of_every_kind_of_feature_are_answered_as_matrices_are(checkpoint: Any, tmp_path: Path) -> None:
     signatures = tf.saved_model.load(str(_export(checkpoint, tmp_path, KINDS))).signatures
     named: dict[str, Any] = {name: IDS[:, 0] + 1 if "input" in spec else IDS for name, spec in KINDS.items()}
@@ -178,7 +178,7 @@ def test_weights_of_another_shape_than_the_ids_fail(checkpoint: Any, tmp_path: P
         signature(x=ids, y=ids[:, :1], x_weights=weights[:, :1], y_weights=weights)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_without_a_serving_config_the_layers_own_features_are_served(checkpoint: Any, tmp_path: Path) -> None:
     report = export_saved_model(checkpoint[0], tmp_path / "m")
     found = capi.predict(report.path, dict.fromkeys("abc", IDS))

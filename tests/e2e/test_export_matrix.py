@@ -219,13 +219,13 @@ def _bound(rows: Array, storage: str) -> Array:
     return halves[storage]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("cell", CUT, ids=str)
 def test_every_format(cell: Cell, sources: Any, c_api: capi.Process, tmp_path: Path) -> None:
     _check(cell, sources(cell.source), c_api, tmp_path / "model")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("cell", WHOLE, ids=str)
 def test_the_whole_matrix(cell: Cell, sources: Any, c_api: capi.Process, tmp_path: Path) -> None:
     _check(cell, sources(cell.source), c_api, tmp_path / "model")

@@ -96,7 +96,7 @@ def mapped_files() -> set[str]:
     return {line.split(maxsplit=5)[5] for line in lines if "/variables/variables.data-" in line}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
 def test_every_loader_and_storage(checkpoint: Path, tables: dict[str, Array], tmp_path: Path, storage: str) -> None:
     version = export(checkpoint, tmp_path / "m", storage=storage)
@@ -134,7 +134,7 @@ def test_a_model_that_is_gone_maps_nothing(exported: Path) -> None:
     assert not mapped_files()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_versions_in_one_process(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
     """Their tables have the same names, and neither takes the other's."""
     doubled = {name: 2 * table for name, table in tables.items()}
@@ -151,7 +151,7 @@ def test_two_versions_in_one_process(checkpoint: Path, tables: dict[str, Array],
     check(ask_server(second), doubled)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_server_maps_from_where_the_version_lies(
     checkpoint: Path, tables: dict[str, Array], tmp_path: Path
 ) -> None:
@@ -173,7 +173,7 @@ def test_the_server_maps_from_where_the_version_lies(
         path.chmod(0o755)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_relocated_for_other_loaders(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
     version = export(checkpoint, tmp_path / "m")
     moved = tmp_path / "elsewhere" / "1"
@@ -188,7 +188,7 @@ def test_relocated_for_other_loaders(checkpoint: Path, tables: dict[str, Array],
     assert run_command("verify", moved).returncode == 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_serving_root_is_for_another_machine(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
     root = tmp_path / "srv" / "models"
     version = export(checkpoint, tmp_path / "m", serving_root=str(root), version=7)
@@ -199,7 +199,7 @@ def test_a_serving_root_is_for_another_machine(checkpoint: Path, tables: dict[st
     check(capi.predict(root / "7", dict.fromkeys(SHAPES, IDS)), tables)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_version_is_in_the_paths_of_exports_at_once(
     checkpoint: Path, tables: dict[str, Array], tmp_path: Path
 ) -> None:
@@ -238,7 +238,7 @@ def test_damaged_files_are_refused_by_name(copied: Path, change: str) -> None:
         ask_server(copied)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_commands_name_what_is_wrong(checkpoint: Path, copied: Path, tmp_path: Path) -> None:
     version = copied
     done = run_command("relocate", tmp_path / "m", "/srv/models", "--json")
@@ -315,7 +315,7 @@ def inodes(version: Path) -> list[int]:
     return [(version / stack.file).stat().st_ino for stack in manifest.stacks]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("storage", ["float32", "int8"])
 def test_layouts_share_one_copy(checkpoint: Path, tables: dict[str, Array], tmp_path: Path, storage: str) -> None:
     options: dict[str, Any] = {"serving_config": CONFIG, "workers": 1, "storage": storage}
@@ -334,7 +334,7 @@ def test_layouts_share_one_copy(checkpoint: Path, tables: dict[str, Array], tmp_
     assert not set(inodes(again.path)) & set(inodes(reports[1].path))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_damaged_version_is_not_shared(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
     first = export(checkpoint, tmp_path / "m")
     path = sorted(first.glob("variables/*.data-*"))[-1]
@@ -346,7 +346,7 @@ def test_a_damaged_version_is_not_shared(checkpoint: Path, tables: dict[str, Arr
     check(capi.predict(second, dict.fromkeys(SHAPES, IDS)), tables)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_other_tables_are_not_shared(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ckpt", tables)
     first = export(tmp_path / "ckpt", tmp_path / "m")
@@ -374,7 +374,7 @@ print(json.dumps({"loaded": loaded - before, "looked_up": peak() - before, "rows
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_memory_does_not_hold_the_table(tmp_path: Path) -> None:
     """256 MiB are mapped in a few; a copy by constant folding, or by a read of the variable, would show."""
     config = {"features": {"x": {"table": "big", "input": "id"}}}

@@ -85,7 +85,7 @@ def check_server(model_dir: Path, log: Path, truth: Mapping[str, Array]) -> None
         assert server.stop() == 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_loader(version: Path, trained: Any, tmp_path: Path) -> None:
     manifest = Manifest.read(version)
     assert manifest is not None
@@ -94,7 +94,7 @@ def test_every_loader(version: Path, trained: Any, tmp_path: Path) -> None:
     check_server(version.parent, tmp_path / "log", trained[1])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_moved_and_relocated(version: Path, trained: Any, tmp_path: Path) -> None:
     moved = tmp_path / "else where" / "1"
     shutil.copytree(version.parent, tmp_path / "m")
@@ -112,7 +112,7 @@ def test_moved_and_relocated(version: Path, trained: Any, tmp_path: Path) -> Non
     assert run_command("verify", moved).returncode == 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_for_another_root(trained: Any, tmp_path: Path) -> None:
     """As the command makes it, of a model named on the command line."""
     root = tmp_path / "srv"

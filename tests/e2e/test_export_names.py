@@ -153,7 +153,7 @@ def export(folder: Path, values: Array, served: ServingConfig, name: str = "m", 
     return path
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_a_key_chooses_the_buckets_of_an_export(tmp_path: Path, layout: str) -> None:
     key, values = (133, 137), random_table(ROWS, DIM)
@@ -228,7 +228,7 @@ def test_names_are_found_as_keras_finds_them(tmp_path: Path, dtype: Any) -> None
     np.testing.assert_array_equal(found, values[np.array(layer(tf.constant(inputs["one"].tolist())))])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_c_api_finds_names(tmp_path: Path) -> None:
     served = ServingConfig(
         features={k: v for k, v in config(Vocabulary(STRINGS), "zeros").features.items() if k != "weighted"}
@@ -241,7 +241,7 @@ def test_the_c_api_finds_names(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found[name], value)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_salt_is_used(tmp_path: Path) -> None:
     vocabulary = Vocabulary(STRINGS)
     vocabulary._names._choose_salt(np.arange(len(STRINGS)))
@@ -255,7 +255,7 @@ def test_a_salt_is_used(tmp_path: Path) -> None:
     assert manifest.names[0].salt.encode() == vocabulary.salt
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_packed_takes_rows(tmp_path: Path) -> None:
     served = config(Vocabulary(STRINGS))
     features = {name: served.features[name] for name in ("one", "list", "row")}
@@ -275,7 +275,7 @@ def test_packed_takes_rows(tmp_path: Path) -> None:
         np.testing.assert_allclose(found[:, output.start : output.stop], by_name[output.name], rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["string", "int64"])
 def test_examples_hold_names(tmp_path: Path, dtype: Any) -> None:
     values = random_table(ROWS, DIM)
@@ -301,7 +301,7 @@ def test_examples_hold_names(tmp_path: Path, dtype: Any) -> None:
     np.testing.assert_allclose(found["list"], [(values[1] + values[2]), np.zeros(DIM)], rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_unknown_name_is_named(tmp_path: Path) -> None:
     cases = [
         ("string", b"x" * (1 << 20), "x{24}\\.\\.\\."),
@@ -327,7 +327,7 @@ def test_an_unknown_name_is_named(tmp_path: Path) -> None:
             call({"one": good, "list": lists})
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_name_outside_of_the_exported_rows_follows_the_policy(tmp_path: Path) -> None:
     vocabulary = Vocabulary([f"n{number}" for number in range(ROWS)])
     features = {"one": ServingFeature(table="users", input="id", vocabulary=vocabulary, out_of_vocabulary="zeros")}
@@ -357,7 +357,7 @@ def only_one(names: list[str], policy: Any = "zeros") -> ServingConfig:
     return ServingConfig(features=features)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_an_overlay_has_names_of_its_own(tmp_path: Path, layout: str) -> None:
     """A name's row differs from the base's: an overlay with the base's index would answer wrong rows."""
@@ -441,7 +441,7 @@ def test_a_manifest_with_names_is_checked(tmp_path: Path) -> None:
         dataclasses.replace(entry, arrays=(keys, dataclasses.replace(numbers, size=4)))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_store_has_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server copies a version out of a store, and a version that lacks a file of names is not whole."""
     names = names_of(50)

@@ -163,7 +163,7 @@ class Hidden(keras.layers.Layer):
         return keras.KerasTensor(names.shape, "int64")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", ["kept for another feature", "two tables", "hidden", "in between", "one in between"])
 def test_names_are_those_of_the_lookup_of_their_table(tmp_path: Path, case: str) -> None:
     """The file says which lookup is of which table if the layer takes its output itself. Otherwise there is a warning."""
@@ -566,7 +566,7 @@ def test_names_of_a_sequential_model_are_those_of_the_lookup_before_the_layer(tm
         export_saved_model(tmp_path / "m.keras", tmp_path / "n", model=lambda: build(["bob", "ann", "eve"]))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["lookup", "names"])
 @pytest.mark.parametrize("of", ["query", "candidates"])
 def test_a_tower_of_another_order_than_the_trained_one_is_refused(tmp_path: Path, of: str, kind: str) -> None:

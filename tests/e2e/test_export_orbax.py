@@ -15,7 +15,7 @@ from tpuembed.export.plan import planner
 GOLDEN = Path(__file__).parents[1] / "golden" / "orbax" / "keras_rs_stacked"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_rows_of_stacked_tables(tmp_path: Path) -> None:
     truth = json.loads((GOLDEN / "truth.json").read_text())
     tables = {name: np.load(GOLDEN / files["rows"]) for name, files in truth["tables"].items()}
@@ -33,7 +33,7 @@ def test_rows_of_stacked_tables(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found[name], rows[ids[name]])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_slow_way_to_read_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers read a stack in pieces; what would decode each chunk once is said, and is true."""
     rows, dim, cores = 4096, 8, 4

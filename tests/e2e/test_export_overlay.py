@@ -60,7 +60,7 @@ OTHERS = [
     ("layout", "storage", "deltas"),
     [
         *((*one, 1) for one in COMBINATIONS),
-        *(pytest.param(*one, 3, marks=pytest.mark.long) for one in (*COMBINATIONS, *OTHERS)),
+        *(pytest.param(*one, 3, marks=pytest.mark.nightly) for one in (*COMBINATIONS, *OTHERS)),
     ],
 )
 def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: str, deltas: int) -> None:
@@ -88,7 +88,7 @@ def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: s
         assert not verify_files(overlay.path).damaged
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_packed_and_a_server_answer_the_same(tmp_path: Path, layout: str) -> None:
     random, values = np.random.default_rng(3), tables()
@@ -119,7 +119,7 @@ def write(tmp_path: Path, values: Mapping[str, Array], config: Any = ROWS_ALONE,
     return export_saved_model(tmp_path / "ckpt", tmp_path / to, serving_config=config, **options)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_only_rows_that_changed_are_written(tmp_path: Path) -> None:
     values = tables()
     base = write(tmp_path, values)
@@ -140,7 +140,7 @@ def test_only_rows_that_changed_are_written(tmp_path: Path) -> None:
     assert write(tmp_path, values, base="latest").rows_changed in (2, 3)  # x + 1 - 1 may not be x
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_needs_a_full_version_gets_one(tmp_path: Path) -> None:
     values = tables()
 
@@ -160,7 +160,7 @@ def test_what_needs_a_full_version_gets_one(tmp_path: Path) -> None:
     written("not exported by tpuembed", more, base="latest")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_refusals(tmp_path: Path) -> None:
     values = tables()
     write(tmp_path, values)
@@ -208,7 +208,7 @@ def test_verify_finds_a_flipped_bit_in_every_array(tmp_path: Path, part: str) ->
     ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_prune_keeps_the_base_and_rollback_makes_an_overlay_again(tmp_path: Path) -> None:
     values, random = tables(), np.random.default_rng(1)
     write(tmp_path, values, layout="mmap")
@@ -242,7 +242,7 @@ def test_a_base_that_is_cut_short_is_named(tmp_path: Path) -> None:
         assert write(tmp_path, values, base="latest").base is None
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_a_whole_model_in_training(tmp_path: Path, layout: str) -> None:
     """Its dense weights are those of the same step. The table that it reads whole is written whole."""
@@ -278,13 +278,13 @@ class Scores(keras.layers.Layer):
         return tf.matmul(users, self._layer.embedding_tables[self._table], transpose_b=True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "storage", "config"),
     [
         pytest.param("mmap", "int8", CONFIG, id="mmap-int8-all kinds"),
         pytest.param("variables", "float32", ROWS_ALONE, id="variables-float32-rows alone"),
-        pytest.param("variables", "float32", CONFIG, id="variables-float32-all kinds", marks=pytest.mark.long),
+        pytest.param("variables", "float32", CONFIG, id="variables-float32-all kinds", marks=pytest.mark.nightly),
     ],
 )
 def test_compact_makes_the_full_version(tmp_path: Path, layout: str, storage: str, config: Any) -> None:
@@ -347,7 +347,7 @@ def test_compact_resumes_and_refuses_damage(tmp_path: Path, monkeypatch: pytest.
     assert [info.version for info in list_versions(tmp_path / "m")] == [1, 2, 3, 4]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_verify_of_what_changed(tmp_path: Path) -> None:
     """Damage in the base's file is found by a whole read alone; damage in the overlay's own files by both."""
     values = tables()
@@ -382,7 +382,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("share", [0.01, 0.3])
 def test_compact_shares_blocks_with_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Where the file system clones files, only blocks with changed rows are written. A copy stands for a clone here."""
@@ -412,7 +412,7 @@ def test_compact_shares_blocks_with_the_base(tmp_path: Path, monkeypatch: pytest
     assert (written < 0.8 * report.bytes_written) == (share == 0.01)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_compact_of_an_overlay_without_changes(tmp_path: Path, layout: str) -> None:
     """Its graph is that of a full version, and the files of both are not one file that is written twice."""

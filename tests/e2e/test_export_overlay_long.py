@@ -38,13 +38,13 @@ from tpuembed.saved_model import relocate_export
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
-LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
+LONG = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 # ---- many deltas
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "storage", "deltas"),
     [
@@ -108,7 +108,7 @@ def _check_rows(found: Array, rows: Array, storage: str) -> None:
 # ---- a large table
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("rows", "layout"),
     [(30_000, "mmap"), *(pytest.param(2_000_000, layout, marks=LONG) for layout in ("mmap", "variables"))],
@@ -213,7 +213,7 @@ class Killed:
 COMMANDS = ["export", "apply", "apply --materialise", "compact"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("command", "layout", "step"),
     [
@@ -235,7 +235,7 @@ def test_killed_between_two_changes_of_the_folder(tmp_path: Path, command: str, 
     killed.end()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_packages_that_were_killed_while_written(tmp_path: Path) -> None:
     """Each package that is there applies, and the next one removes what is left."""
@@ -427,7 +427,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("seed", "operations"), [(0, 12), *(pytest.param(seed, 40, marks=LONG) for seed in range(1, 11))]
 )
@@ -453,7 +453,7 @@ def test_a_compaction_removes_what_one_of_another_version_left(tmp_path: Path) -
     assert not left.exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_export_leaves_a_compaction_to_be_resumed(tmp_path: Path) -> None:
     model = Model(tmp_path, np.random.default_rng(0))
     model.export_overlay()

@@ -78,7 +78,7 @@ def every_kind(exports_in_this_process: None, checkpoint: Any, tmp_path_factory:
     return _export(checkpoint, tmp_path_factory.mktemp("every_kind"), features)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("padding", ["full", "padded", "empty"])
 def test_every_kind_of_feature_in_one_matrix(checkpoint: Any, every_kind: Path, padding: str) -> None:
     path, packing = every_kind, _packing(every_kind)
@@ -107,7 +107,7 @@ def test_every_kind_of_feature_in_one_matrix(checkpoint: Any, every_kind: Path, 
     np.testing.assert_array_equal(loaded["activations"], np.concatenate([v.reshape(5, -1) for v in found.values()], 1))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_many_rows_take_the_other_way_to_the_same_numbers(checkpoint: Any, tmp_path: Path) -> None:
     """Lists of few rows are gathered together, those of many one feature at a time; full ones are summed as they are."""
     features = {f"{table}{i}": {"table": table, "combiner": "mean"} for table in "ab" for i in range(3)}
@@ -178,7 +178,7 @@ def test_policies_for_ids_outside_hold_in_the_matrix(checkpoint: Any, tmp_path: 
     np.testing.assert_allclose(found["ids/2"], (rows[[1, 2, 2, 2]] + rows[5]) / 2, atol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_width_that_the_lists_cannot_share_fails(checkpoint: Any, tmp_path: Path) -> None:
     path = _export(checkpoint, tmp_path, {"x": {"table": "a"}, "y": {"table": "b"}})
     signature = tf.saved_model.load(str(path)).signatures["packed"]
@@ -224,7 +224,7 @@ def _model() -> Any:
     return keras.Model(inputs, outputs)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_models_integer_inputs_are_packed(checkpoint: Any, tmp_path: Path) -> None:
     path = export_saved_model(checkpoint[0], tmp_path / "m", model=_model).path
     packing = _packing(path)
@@ -284,7 +284,7 @@ class _TurnedAround(keras.layers.Layer):  # type: ignore[misc, unused-ignore]
         return keras.KerasTensor(ids.shape, "int64", sparse=True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_lists_of_a_model_are_added_up_in_any_order(checkpoint: Any, tmp_path: Path) -> None:
     path = export_saved_model(checkpoint[0], tmp_path / "m", model=_sums).path
     signature = tf.saved_model.load(str(path)).signatures["serving_default"]

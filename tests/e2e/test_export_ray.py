@@ -111,7 +111,7 @@ def _wait_for(log: Path) -> None:
     raise TimeoutError(log)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_address_needs_the_engine(tmp_path: Path) -> None:
     with refused(ConfigError):
         choose_engine("local", 1, "127.0.0.1:1")
@@ -125,7 +125,7 @@ def test_an_address_needs_the_engine(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) <= 5
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_cluster_that_loses_a_node(tmp_path: Path) -> None:
     rows = 1 << 23  # 2 GiB
     write_checkpoint(tmp_path / "ckpt", rows)
@@ -163,7 +163,7 @@ def _wait_until_half(models: Path, size: int, export: "subprocess.Popen[str]") -
     raise TimeoutError("no shard was finished")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_node_that_does_not_see_the_folder(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ckpt", 100)
     with open_checkpoint(tmp_path / "ckpt") as checkpoint:
@@ -174,7 +174,7 @@ def test_a_node_that_does_not_see_the_folder(tmp_path: Path) -> None:
         engine.run(plan.shards, source, TablesWriter(tmp_path / "elsewhere" / ".staging" / "tables", plan, source))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_cluster_writes_into_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main process hands out signed URLs; workers have no credentials, and table bytes go past it."""
     rows = 1 << 21  # 512 MiB

@@ -81,7 +81,7 @@ def best(queries: Array, vectors: Array, k: int, passes: Array | None = None) ->
     return np.where(found > -np.inf, order, -1), found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_tower_may_have_inputs_called_id_and_tags(tmp_path: Path) -> None:
     def items() -> Any:
         inputs = {
@@ -352,7 +352,7 @@ def test_rows_of_a_table_are_searched_as_they_are_stored(trained: Trained, tmp_p
     np.testing.assert_allclose(scores, rows[ids] @ trained.users[3], atol=0.05)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_table_with_names_has_them_as_ids(trained: Trained, tmp_path: Path) -> None:
     names = Vocabulary(["ann", "bob", "eve"], oov_buckets=2)
     layer = TPUEmbedding(

@@ -120,7 +120,7 @@ def on_small_disk(tmp_path: Path, size: str, module: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_wherever_the_disk_is_full_an_error_names_the_folder(tmp_path: Path) -> None:
     """In the tables, the graph, the index, the warm-up requests or the manifest: 8 KiB more each time, until it fits."""
     write_checkpoint(tmp_path / "ckpt", {"t": TABLE})
@@ -133,7 +133,7 @@ def test_wherever_the_disk_is_full_an_error_names_the_folder(tmp_path: Path) -> 
         assert versions == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ckpt", {"t": LARGE})
     found = on_small_disk(tmp_path, "16m", "tests.support.export.full_disk")
@@ -146,7 +146,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     assert (tmp_path / "ckpt.copy").read_bytes() == LARGE.tobytes()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_file_that_may_grow_no_further(large: Path, tmp_path: Path) -> None:
     """The kernel refuses a worker's write: a limit on the size of files, as a quota would."""
 
@@ -158,7 +158,7 @@ def test_a_file_that_may_grow_no_further(large: Path, tmp_path: Path) -> None:
     goes_on(large, tmp_path / "m")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_once(large: Path, tmp_path: Path) -> None:
     trouble = Trouble(tmp_path / "m", lambda worker: os.kill(worker, signal.SIGKILL))
     with pytest.warns(UserWarning, match="was killed by SIGKILL .*. Retrying"):
@@ -168,7 +168,7 @@ def test_a_worker_that_is_killed_once(large: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, LARGE)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_again_and_again(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(worker: int) -> None:
         os.kill(worker, signal.SIGKILL)
@@ -190,7 +190,7 @@ def _dead(process: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
     return process
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_source_that_is_gone(large: Path, tmp_path: Path) -> None:
     def unmount(worker: int) -> None:
         large.parent.rename(tmp_path / "elsewhere")

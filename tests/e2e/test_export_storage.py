@@ -77,7 +77,7 @@ def _truths(rows: dict[str, Array]) -> dict[str, Array]:
     return truths
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_every_storage_of_every_source_is_looked_up_as_float32(source: Any, tmp_path: Path, layout: str) -> None:
     tables = (
@@ -135,7 +135,7 @@ def _check_report(report: Any, rows: dict[str, Array]) -> None:
             assert errors[name]["max_abs"] == 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_bound_on_the_error_publishes_nothing(source: Any, tmp_path: Path) -> None:
     config = {"features": {name: {"table": name} for name in ("float32_int8", "float32_float32")}}
 

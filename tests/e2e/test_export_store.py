@@ -85,7 +85,7 @@ def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_tensorflow_loads_what_a_local_export_would_have_written(
     prefix: Path, server: S3, bucket: str, tmp_path: Path
 ) -> None:
@@ -104,7 +104,7 @@ def test_tensorflow_loads_what_a_local_export_would_have_written(
     assert all(key.startswith("models/ranker/1/") for key in server.keys(bucket))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_from_a_store_into_a_store(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
     source = server.upload(prefix.parent, bucket, "checkpoints")
     report = export(f"{source}/ckpt", f"s3://{bucket}/models")
@@ -112,7 +112,7 @@ def test_from_a_store_into_a_store(prefix: Path, server: S3, bucket: str, tmp_pa
     assert report.bytes_written == TABLE_BYTES
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_exports_at_once(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
     """Of one process: the graphs are saved one after another, the tables at once."""
     reports, tables = list[Any](), {}
@@ -133,7 +133,7 @@ def test_two_exports_at_once(prefix: Path, server: S3, bucket: str, tmp_path: Pa
     assert server.uploads(bucket) == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_mapped_tables_lie_where_the_version_will_be_copied_to(
     prefix: Path, server: S3, bucket: str, tmp_path: Path
 ) -> None:
@@ -145,7 +145,7 @@ def test_mapped_tables_lie_where_the_version_will_be_copied_to(
     assert_answers(root / "1")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     arguments = (prefix, f"s3://{bucket}/m", "--serving-config", tmp_path / "config.json")
@@ -161,7 +161,7 @@ def test_the_command(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> N
     said(again.stderr)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_export_in_a_store_is_described_and_verified_there(prefix: Path, server: S3, bucket: str) -> None:
     url = f"s3://{bucket}/m"
     export(prefix, url)
@@ -186,7 +186,7 @@ def test_an_export_in_a_store_is_described_and_verified_there(prefix: Path, serv
     said(moved.stderr)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_urls_that_are_not_written(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     for url in (f"gs://{bucket}/m", f"ftp://{bucket}/m", "s3://no-such-bucket-here/m"):
@@ -195,7 +195,7 @@ def test_urls_that_are_not_written(prefix: Path, server: S3, bucket: str, tmp_pa
         said(done.stderr)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_export_that_is_killed_shows_no_version_and_is_gone_on_with(
     prefix: Path, server: S3, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def test_the_manifest_says_what_lies_where(exported: tuple[Path, dict[str, Array
     assert dtypes == {"users": "float32", "ads": "bfloat16", "movies": "float16"}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_checkpoint_that_tensorflow_cut_in_slices(tmp_path: Path) -> None:
     """Rows and columns over many slices and data files, bfloat16 and float32, by the reader that users get."""
     tables = {"wide": random_table(600, 200), "half": random_table(5000, 16, ml_dtypes.bfloat16)}
@@ -119,7 +119,7 @@ def test_tensorflow_notices_a_flipped_byte(tmp_path: Path) -> None:
             tf.saved_model.load(str(path))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_exports_at_once_get_two_versions(tmp_path: Path) -> None:
     """Each in a process of its own, started together."""
     tables, config, log = {"t": random_table(50_000, 16)}, tmp_path / "config.json", tmp_path / "log"
@@ -135,7 +135,7 @@ def test_two_exports_at_once_get_two_versions(tmp_path: Path) -> None:
         assert data.read_bytes() == tables["t"].tobytes()
 
 
-@pytest.mark.parametrize("size", [256 * MIB, pytest.param(2048 * MIB, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [256 * MIB, pytest.param(2048 * MIB, marks=pytest.mark.nightly)])
 def test_a_large_table_streams_in_little_memory(tmp_path: Path, size: int) -> None:
     """Workers stay under 64 MB whatever the table's size, and TensorFlow gathers the very same rows."""
     rows, prefix = size // 256, tmp_path / "ckpt"

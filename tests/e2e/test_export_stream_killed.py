@@ -83,7 +83,7 @@ def wait_for_reads(prefix: Path, before: int, process: "subprocess.Popen[str]") 
         time.sleep(0.005)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_export_killed_at_any_moment_goes_on_and_streams_no_recorded_shard_again(
     prefix: Path, tmp_path: Path
 ) -> None:
@@ -115,7 +115,7 @@ def test_an_export_killed_at_any_moment_goes_on_and_streams_no_recorded_shard_ag
     assert all((model_dir / "1" / file.name).stat().st_nlink == 1 for file in (model_dir / "2").iterdir())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_whole_group_ends_everything(prefix: Path, tmp_path: Path, signum: int) -> None:
     """What a terminal does with Ctrl-C, and a scheduler with its other ways."""

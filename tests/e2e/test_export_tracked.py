@@ -57,7 +57,7 @@ def assert_same(report: ExportReport, full: ExportReport) -> None:
     assert not verify_files(report.path).damaged
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "storage"), COMBINATIONS)
 def test_of_a_model_in_memory(tmp_path: Path, layout: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that were touched are read, and no others."""
@@ -101,9 +101,9 @@ OTHER_FILES = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "layout", "storage"), [*FILES, *(pytest.param(*one, marks=pytest.mark.long) for one in OTHER_FILES)]
+    ("name", "layout", "storage"), [*FILES, *(pytest.param(*one, marks=pytest.mark.nightly) for one in OTHER_FILES)]
 )
 def test_of_files(tmp_path: Path, name: str, layout: str, storage: str) -> None:
     users, items = (keras.Input((), dtype="int64", name=name) for name in ("user", "item"))
@@ -137,7 +137,7 @@ def test_of_files(tmp_path: Path, name: str, layout: str, storage: str) -> None:
     assert (report.rows_changed, report.rows_compared) == (6, 0)  # the same training, without a file in between
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*this training did not pass through it")
 def test_another_history_is_compared(tmp_path: Path) -> None:
     """Stamps are used only if the training passed through the base."""
@@ -169,7 +169,7 @@ def test_another_history_is_compared(tmp_path: Path) -> None:
     assert compared(make(track_rows=False), sum(ROWS.values())).rows_changed
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_base_that_was_not_checked_is_compared(tmp_path: Path) -> None:
     """An option that bounds all rows holds for those that are not read."""
     layer = make()
@@ -193,7 +193,7 @@ def test_a_base_that_was_not_checked_is_compared(tmp_path: Path) -> None:
         export_model(layer, tmp_path / "n", **over)  # a row that is read
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_compact_proves_what_nobody_read(tmp_path: Path) -> None:
     layer = make()
     step(layer, [1])
@@ -220,7 +220,7 @@ def test_compact_proves_what_nobody_read(tmp_path: Path) -> None:
         compact_version(tmp_path / "m", overlay.version)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("storage", ["float32", "int8"])
 def test_more_rows_than_the_base(tmp_path: Path, storage: str) -> None:
     """A table of which the base has a part: rows that it lacks are in the overlay, touched or not."""
@@ -256,7 +256,7 @@ def whole_model(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
-@pytest.mark.long
+@pytest.mark.nightly
 def test_whole_models_are_exported_without_stamps(tmp_path: Path, layout: str) -> None:
     weights = []
     for track_rows in (True, False):
@@ -273,7 +273,7 @@ def test_whole_models_are_exported_without_stamps(tmp_path: Path, layout: str) -
     assert all(each == weights[0] for each in weights)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_base_of_another_kind_or_layout(tmp_path: Path) -> None:
     """Its clients would get another signature, or its servers would load what they mapped."""
     model, layer = whole_model()

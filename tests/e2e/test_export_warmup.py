@@ -41,7 +41,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("rows", [None, {"t": (7, 20)}])
 def test_lookups_are_warmed_up_with_rows_of_their_tables(checkpoint: str, tmp_path: Path, rows: Any) -> None:
     path = export_saved_model(checkpoint, tmp_path / "m", serving_config={"features": FEATURES}, rows=rows).path
@@ -63,7 +63,7 @@ def test_lookups_are_warmed_up_with_rows_of_their_tables(checkpoint: str, tmp_pa
     assert manifest.files[WARMUP].size == (path / WARMUP).stat().st_size < 20_000
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_c_api_answers_the_records(checkpoint: str, tmp_path: Path) -> None:
     features = {**FEATURES, "heavy": {"table": "t", "weighted": True}}
     path = export_saved_model(checkpoint, tmp_path / "m", serving_config={"features": features}).path
@@ -91,7 +91,7 @@ def _model(oov: int) -> Any:
     return keras.Model(inputs, {"out": keras.layers.Concatenate()(parts)})
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_models_are_warmed_up_with_zeros(checkpoint: str, tmp_path: Path) -> None:
     path = export_saved_model(checkpoint, tmp_path / "m", model=lambda: _model(1)).path
     requests = _requests(path)
@@ -103,7 +103,7 @@ def test_models_are_warmed_up_with_zeros(checkpoint: str, tmp_path: Path) -> Non
         np.testing.assert_array_equal(found, np.tile([row] * 4 + [0.0] * 3, (batch, 1)))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", ["sparse", "ragged"])
 def test_lists_of_a_known_width_are_warmed_up_in_it(checkpoint: str, tmp_path: Path, form: str) -> None:
     def build() -> Any:

@@ -82,7 +82,7 @@ def sources(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["backup", "best", "every", "model.keras", "model.weights.h5", "sharded.weights.json"])
 def test_weight_files_and_folders_of_callbacks_are_sources_of_whole_models(
     name: str, sources: dict[str, Path], truth: dict[str, Any], tmp_path: Path
@@ -93,7 +93,7 @@ def test_weight_files_and_folders_of_callbacks_are_sources_of_whole_models(
         np.testing.assert_allclose(found[head], truth[head], atol=1e-5, err_msg=head)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["ckpt.index", "model.keras", "model.weights.h5"])
 @pytest.mark.parametrize("outputs", [("watch",), ("watch", "click"), ("like", "watch", "click")])
 def test_some_heads_in_any_order_have_their_own_numbers(
@@ -179,7 +179,7 @@ def test_one_tower_of_two_is_found_by_its_tables_and_needs_the_flag(tmp_path: Pa
         np.testing.assert_allclose(found, tower(IDS), atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_root_names_the_model_beside_its_average(tmp_path: Path) -> None:
     model, average = _trained(_heads(("click",))), _trained(_heads(("click",)))
     for weight in average.weights:

@@ -68,7 +68,7 @@ def assert_healthy(server: ServerProcess, probe: Any) -> None:
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_shards_pull_from_the_store_and_move_to_new_versions(
     store: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

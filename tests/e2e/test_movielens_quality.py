@@ -59,7 +59,7 @@ def _test_rmse(trained: Any, train: Ratings, test: Ratings, seed: int) -> float:
     return float(np.sqrt(np.mean(np.square(predicted - test.labels))))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_as_good_as_keras_embeddings_over_three_seeds() -> None:
     if not RATINGS.exists():
         assert not os.environ.get("CI"), f"{RATINGS} is missing: run tests/fetch_movielens.py"

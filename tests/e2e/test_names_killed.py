@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tests.support.killed_names import CLOCK, restored, truth_of
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 KILLS = 12
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.memory import resident_bytes
 from tests.support.serving.process import ServerProcess
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 COUNT = int(os.environ.get("TPUEMBED_NAMES", "100_000_000"))
 PEAK_BYTES_PER_NAME = 90

@@ -181,7 +181,7 @@ def test_a_life_keeps_each_name_on_its_row(tmp_path: Path) -> None:
     live(1, 9, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(2, 14))
 def test_many_lives_keep_each_name_on_its_row(seed: int, tmp_path: Path) -> None:
     live(seed, 25, tmp_path)

@@ -76,7 +76,7 @@ def check(version: Path, model: keras.Model, whole: bool) -> None:
     np.testing.assert_allclose(found["friends"], truth + truth[::-1], rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 @pytest.mark.parametrize("kind", ["checkpoint", "keras"])
 def test_saves_are_exported_by_name(kind: str, layout: str, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_saves_are_exported_by_name(kind: str, layout: str, tmp_path: Path) -> N
     assert not manifest.from_activations.left_out
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_deltas_of_a_live_layer_follow_growth_and_evictions(layout: str, tmp_path: Path) -> None:
     model, folder = build(), tmp_path / "models"
@@ -117,7 +117,7 @@ def test_deltas_of_a_live_layer_follow_growth_and_evictions(layout: str, tmp_pat
     assert len(vocabulary) < len(NAMES)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["carry", "by name", "by number, with one name more"])
 def test_names_that_move_keep_their_counts(how: str, tmp_path: Path) -> None:
     model = build()
@@ -145,7 +145,7 @@ def test_names_that_move_keep_their_counts(how: str, tmp_path: Path) -> None:
     assert (vocabulary.counts[more], vocabulary.last_seen[more]) == (0, 6)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("whole", [False, True])
 def test_exports_after_the_first_name_was_evicted(whole: bool, tmp_path: Path) -> None:
     model = build()
@@ -158,7 +158,7 @@ def test_exports_after_the_first_name_was_evicted(whole: bool, tmp_path: Path) -
     check(tmp_path / "models" / "1", model, whole)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_live_model_or_layer_is_exported_by_name(whole: bool, tmp_path: Path) -> None:
     model = build()

@@ -164,7 +164,7 @@ def as_tensors(cases: dict[str, Case], ids: Any, weights: Any) -> tuple[dict[str
     return {name: one for name, (one, _) in made.items()}, {name: one for name, (_, one) in made.items()}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_step_of_every_form_by_hand(mode: str) -> None:
     embedding = layer(CASES)
@@ -222,7 +222,7 @@ def two_tables() -> tuple[Any, Any]:
     return made, embedding
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("bad", ["users", "ünïts"])
 def test_fit_names_the_id_and_updates_no_table(bad: str) -> None:
     """One sentence between TensorFlow's header and the names of its operations; without the stack of every layer."""
@@ -249,7 +249,7 @@ def test_fit_names_the_id_and_updates_no_table(bad: str) -> None:
         np.testing.assert_array_equal(variable, before[name], err_msg=name)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_row_of_every_form() -> None:
     """Sparse ids of rank 3, sequences, ids laid out by an output_shape: the row is the first index of the ids."""
     table = TableConfig(10, DIM, "t")
@@ -329,7 +329,7 @@ def check(found: Any, rows: dict[str, Array], ids: dict[str, Any], names: Iterab
         np.testing.assert_allclose(np.asarray(found[name]), wanted, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_predict_equals_the_exports(trained: Any) -> None:
     made, rows, checkpoint, folder = trained
     exported = export_saved_model(checkpoint, folder / "whole", model=build).path
@@ -346,7 +346,7 @@ def test_predict_equals_the_exports(trained: Any) -> None:
             check(signature(**inputs), rows, ids, SERVED)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_lookups_take_the_layers_policies(trained: Any) -> None:
     made, rows, checkpoint, folder = trained
     lists = {name: case for name, case in SERVED.items() if not case.is_dense}

@@ -406,7 +406,7 @@ def inputs(random: np.random.Generator, version: int, batch: int) -> dict[str, A
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("version", [1, 2])
 def test_features_are_those_of_the_graph(trained: Trained, server: redis_servers.Server, version: int) -> None:
     publish_rows(trained.model_dir, server.url, version=version)
@@ -451,7 +451,7 @@ def test_features_are_those_of_the_graph(trained: Trained, server: redis_servers
     states.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_number_that_another_export_has_after_redis_was_emptied(tmp_path: Path, server: redis_servers.Server) -> None:
     rows = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32)
     path = tf.train.Checkpoint(a=tf.Variable(rows, name="a")).write(str(tmp_path / "ckpt"))
@@ -481,7 +481,7 @@ def test_a_number_that_another_export_has_after_redis_was_emptied(tmp_path: Path
     states.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_rows_are_those_of_the_version_that_was_opened(tmp_path: Path, server: redis_servers.Server) -> None:
     """A request that had opened a version read rows of another export, if Redis was filled again in between."""
     random, store = np.random.default_rng(1), connect(server.url)
@@ -503,7 +503,7 @@ def test_rows_are_those_of_the_version_that_was_opened(tmp_path: Path, server: r
     store.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_version_that_is_published_again_is_no_damage(tmp_path: Path, server: redis_servers.Server) -> None:
     """A front asks again after ABORTED. DATA_LOSS failed its request, and told to change settings of Redis."""
     random, config = np.random.default_rng(1), {"features": {"x": {"table": "a", "input": "id"}}}
@@ -650,7 +650,7 @@ def test_a_password_that_changes(trained: Trained, tmp_path: Path, server: redis
     check_rotation(trained, server.url, [server], tmp_path / "password")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_password_that_changes_in_a_cluster(trained: Trained, tmp_path: Path) -> None:
     with redis_servers.cluster(tmp_path / "cluster") as cluster:
         publish_rows(trained.model_dir, cluster.url, version=2)
@@ -702,7 +702,7 @@ def test_the_command(trained: Trained, server: redis_servers.Server) -> None:
 # ---- a cluster whose master is killed
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_killed_master(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with redis_servers.cluster(tmp_path) as cluster:
         for version in (1, 2):
@@ -774,7 +774,7 @@ def test_a_killed_master(trained: Trained, tmp_path: Path, monkeypatch: pytest.M
     assert os.environ.get(PASSWORD_VARIABLE) is None
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_cluster_without_any_node_fails_requests_at_once(trained: Trained, tmp_path: Path) -> None:
     with redis_servers.cluster(tmp_path) as cluster:
         publish_rows(trained.model_dir, cluster.url, version=1)

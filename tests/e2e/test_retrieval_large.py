@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.retrieval import DIM, synthetic
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 COUNT = int(os.environ.get("TPUEMBED_CANDIDATES", "10_000_000"))
 QUERIES, K = 200, 10

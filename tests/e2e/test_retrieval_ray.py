@@ -19,7 +19,7 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_retrieval
 from tpuembed.errors import ConfigError, ExportError, TpuEmbedError
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.usefixtures("exports_in_this_process"),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray, of the extra [ray]"),
 ]

@@ -60,7 +60,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
     return Exports(tmp_path_factory.mktemp("trained"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "names"), [("variables", False), ("mmap", True)])
 def test_the_measured_recall_is_that_of_the_answers(exports: Exports, tmp_path: Path, layout: str, names: bool) -> None:
     version = exports.export(tmp_path / "m", layout=layout, ids=NAMES if names else None)
@@ -122,7 +122,7 @@ def test_what_has_no_recall_is_refused(exports: Exports, tmp_path: Path) -> None
         measure_recall(version, queries=np.array([USERS]))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("names", [False, True])
 def test_candidates_are_written_with_their_ids(exports: Exports, tmp_path: Path, names: bool) -> None:
     ids = np.arange(FILMS) * 3 - 7000
@@ -172,7 +172,7 @@ def test_rows_of_tables_are_written_with_their_names(exports: Exports, tmp_path:
             write_vectors(exports.prefix, tmp_path / out, table=table)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_options_of_a_retrieval_need_one(exports: Exports, tmp_path: Path) -> None:
     end = ["--model", f"{__name__}:query", "--retrieve-from", "table:users"]
     for arguments, says in (

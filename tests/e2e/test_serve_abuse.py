@@ -95,8 +95,8 @@ def check_error(body: bytes) -> None:
         assert word not in error, error
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(3000)])])
+@pytest.mark.nightly
+@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3000)])])
 def test_bodies_after_accidents_are_answered_and_leave_nothing(server: VectorServer, count: int) -> None:
     send_mutated(server, 200, seed=0)
     before = resident_bytes(server.process.pid)

@@ -224,8 +224,8 @@ def check_text(code: str, text: str) -> None:
         assert word not in text, text
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3000)])])
-@pytest.mark.long
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3000)])])
+@pytest.mark.nightly
 def test_messages_after_accidents_are_answered_and_leave_nothing(server: VectorServer, count: int) -> None:
     call_mutated(server, 200, seed=0)
     before = resident_bytes(server.process.pid)
@@ -252,7 +252,7 @@ NOISE = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_connections_that_speak_no_grpc(server: VectorServer) -> None:
     host, _, port = server.grpc_address.rpartition(":")
     before = resident_bytes(server.process.pid)

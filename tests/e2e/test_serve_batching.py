@@ -195,7 +195,7 @@ def plain() -> Any:
     return keras.Model(inputs, {"score": keras.layers.Dense(1, activation="sigmoid")(hidden)})
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_requests_of_a_plain_model_share_runs_by_default(tmp_path: Path) -> None:
     """By the server's own counts; nothing of ours has exported it."""
     keras.utils.set_random_seed(4)

@@ -98,7 +98,7 @@ def test_a_config_that_is_broken(tmp_path: Path) -> None:
     said(run_command("serve", "--config", path).stderr)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_it_starts_empty_and_a_stop_finishes_the_request_in_progress(tmp_path: Path) -> None:
     model_dir = tmp_path / "by_this_name"
     (model_dir / "ranker" / "1").mkdir(parents=True)
@@ -156,13 +156,13 @@ def test_a_stop_where_python_ignores_exceptions(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_stop_right_after_the_start(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, tmp_path.with_name(f"{tmp_path.name}.log"), fresh=True) as server:
         assert server.stop() == 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("asked", [None, "1"])
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_onednn_is_off_unless_it_is_asked_for(
@@ -180,7 +180,7 @@ def test_onednn_is_off_unless_it_is_asked_for(
         assert ("oneDNN custom operations are on" in server.log) == (asked is not None)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_that_does_not_end_does_not_keep_the_process(tmp_path: Path) -> None:
     """It has the drain and ten seconds more. The version is closed, which cancels the run; else SIGALRM ends the process."""
     save_zoo(tmp_path / "zoo" / "1")

@@ -15,7 +15,7 @@ from tests.support.serving.browser import Browser
 from tests.support.serving.process import ServerProcess
 from tpuembed import export_saved_model
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 KEY = "the-key-of-this-test-0123456789"
 HOSTILE = "<img src=x onerror=document.title='owned'>"

@@ -127,7 +127,7 @@ def test_a_deadline(server: GrpcProcess) -> None:
     np.testing.assert_array_equal(tf.make_ndarray(reply.outputs["embedding"]), TABLE[[[1, 2]]])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_deadline_ends_the_run_and_who_waits_is_not_run(tmp_path: Path) -> None:
     """The only thread is free again once nobody waits for what it does, long before the server's own timeout of 30 s."""
     save_zoo(tmp_path / "zoo" / "1")
@@ -173,7 +173,7 @@ def test_a_message_over_the_limit(tmp_path: Path) -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_it_answers_before_a_model_is_loaded_and_a_stop_finishes_the_call_in_progress(tmp_path: Path) -> None:
     (tmp_path / "zoo").mkdir()
     with GrpcProcess(tmp_path / "zoo", tmp_path / "log") as running:

@@ -18,7 +18,7 @@ from tpuembed.native_lookup import available
 from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(available()), reason=f"native/lookup.c is not compiled: {available()}"),
 ]

@@ -89,7 +89,7 @@ def resident_bytes(server: ServerProcess, name: str = "VmRSS") -> int:
     raise AssertionError(name)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_large_answer_to_a_small_body_stalls_nobody(server: ServerProcess) -> None:
     """240 KiB of numbers, and 8 MiB of outputs."""
     body = json.dumps({"signature_name": "wide", "instances": [1.5] * 32_000})
@@ -103,7 +103,7 @@ def test_a_large_answer_to_a_small_body_stalls_nobody(server: ServerProcess) -> 
     assert len(probe.seconds) > 10
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_large_body_stalls_nobody(server: ServerProcess) -> None:
     """20 MiB of rows that the model refuses, so that only the parsing and decoding take long. It took 700 ms in one call."""
     body = b'{"instances": [' + b'{"x": 1.25}, ' * 1_600_000 + b'{"x": true}]}'
@@ -156,7 +156,7 @@ def test_answers_that_take_too_much_memory_are_refused_before_the_run(model: Pat
     assert (status, " 8.0 MiB " in found["error"]) == (413, True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("content", [b" ", b"[", b"1,"])
 def test_sixteen_bombs_are_refused_in_little_memory(model: Path, tmp_path: Path, content: bytes) -> None:
     bomb = gzip.compress(b'{"instances": [' + content * (90_000_000 // len(content)), 9)
@@ -251,7 +251,7 @@ def test_work_for_a_client_that_has_left_stops(server: ServerProcess) -> None:
     assert server.predict({"instances": [1]})[0] == 200
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_bodies_that_arrive_slowly_are_in_the_budget(model: Path, tmp_path: Path) -> None:
     """Sixteen clients send 6 MiB of 8 MiB each. Their bodies were not counted before they were complete."""
     head = b"POST /v1/models/m:predict HTTP/1.1\r\nhost: s\r\ncontent-length: 8388608\r\n\r\n"
@@ -277,7 +277,7 @@ def test_bodies_that_arrive_slowly_are_in_the_budget(model: Path, tmp_path: Path
         assert running.predict({"instances": [1]})[0] == 200
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_drain_ends_when_it_says(model: Path, tmp_path: Path) -> None:
     options = ["--drain-seconds", "2", "--lame-duck-seconds", "0", "--rest-timeout-ms", "60000"]
     with ServerProcess(model, tmp_path / "log", *options) as running:

@@ -48,7 +48,7 @@ def is_ready(port: int) -> bool:
     return False
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_the_start_of_a_server(workers: str, tmp_path: Path) -> None:
     save_scale(tmp_path / "scale" / "1", 3.0)
@@ -77,7 +77,7 @@ def test_the_start_of_a_server(workers: str, tmp_path: Path) -> None:
         assert (status, b"swagger" in page) == (200, True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_json_and_a_failing_model(tmp_path: Path) -> None:
     """Nothing says that the server is ready, and the failure is one line."""
     (tmp_path / "bad" / "1").mkdir(parents=True)
@@ -112,7 +112,7 @@ def test_json_and_a_failing_model(tmp_path: Path) -> None:
         assert all(re.fullmatch(r"[\d-]{10}T[\d:]{8}\.\d{3}Z", entry["time"]) for entry in found)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_quiet_and_verbose(tmp_path: Path) -> None:
     save_scale(tmp_path / "scale" / "1", 3.0)
     for flag, shown in (("--quiet", False), ("--verbose", True)):

@@ -73,7 +73,7 @@ def url(server: ServerProcess, path: str) -> str:
     return f"http://{server.host}:{server.port}{path}"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("client", [httpx, requests], ids=lambda client: client.__name__)
 def test_an_answer_names_its_version(server: ServerProcess, client: Any) -> None:
     for choice, version in CHOICES.items():

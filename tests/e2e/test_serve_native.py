@@ -96,7 +96,7 @@ def assert_same(found: Any, expected: Any) -> None:
             np.testing.assert_allclose(found[name], rows, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("features", [FEATURES, FEATURES | WEIGHTED], ids=["packed", "weighted"])
 def test_answers_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path, storage: str, features: Any) -> None:
@@ -111,7 +111,7 @@ def test_answers_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path, st
     theirs.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_errors_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path) -> None:
     """Bad ids, and inputs of shapes that a lookup does not have."""
     ours, theirs = both(export(layer, tmp_path, FEATURES))
@@ -136,7 +136,7 @@ def test_errors_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path) -> 
         assert_same(run(ours, "packed", matrix), run(theirs, "packed", matrix))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_overlay_and_the_largest_requests(layer: TPUEmbedding, tmp_path: Path) -> None:
     """Several threads share a request of 60,000 ids."""
     export(layer, tmp_path, FEATURES)
@@ -150,7 +150,7 @@ def test_an_overlay_and_the_largest_requests(layer: TPUEmbedding, tmp_path: Path
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_call_needs_no_thread_that_cannot_be_started(
     layer: TPUEmbedding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_call_needs_no_thread_that_cannot_be_started(
         assert found[name].tobytes() == rows.tobytes(), name
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("forced", [False, True])
 def test_tables_larger_than_the_memory_are_read_ahead(
     layer: TPUEmbedding,
@@ -217,7 +217,7 @@ def test_tables_larger_than_the_memory_are_read_ahead(
     theirs.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_small_requests_stay_in_tensorflow(
     layer: TPUEmbedding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +235,7 @@ def test_small_requests_stay_in_tensorflow(
     assert calls == [5000]  # of the last one: 2 ids, and 4 lists of 2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_is_not_run_natively_says_so(
     layer: TPUEmbedding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -115,7 +115,7 @@ class Pair:
     scope="module",
     params=[
         "float32",
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("bfloat16", "float16", "int8")),
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in ("bfloat16", "float16", "int8")),
         "overlay",
     ],
 )
@@ -218,7 +218,7 @@ def test_odd_inputs_are_answered_by_the_graph(pair: Pair, name: str, monkeypatch
     assert counts.native <= 2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ragged_lists_may_have_padding_before_an_id(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counts(monkeypatch)
     inputs = PLAIN | {"ragged": np.array([[-1, 1, -1, 2], [-1, -1, -1, -1]]), "sparse": IDS[:, ::-1]}
@@ -231,7 +231,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_model(whole_model.build(), tmp_path_factory.mktemp("whole") / "m", layout="mmap").path
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_dense_part_is_run_by_tensorflow(whole: Path) -> None:
     """Two loaders and native lookups agree, also for a large request, on several threads."""
     module = tf.saved_model.load(str(whole))  # its tables live as long as it
@@ -244,7 +244,7 @@ def test_the_dense_part_is_run_by_tensorflow(whole: Path) -> None:
             assert_same(run(theirs, inputs), expected)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
 def test_weights_that_add_up_to_nothing(tmp_path: Path, combiner: str, kind: str) -> None:
@@ -268,7 +268,7 @@ def test_weights_that_add_up_to_nothing(tmp_path: Path, combiner: str, kind: str
                 np.testing.assert_allclose(found["x"], expected["x"], rtol=1e-6, atol=1e-6, err_msg=str(asked))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
 def test_weights_and_rows_of_any_size(combiner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer divides each weight before it multiplies: a product of a weight and a row could be too large or too small."""
@@ -293,7 +293,7 @@ def test_weights_and_rows_of_any_size(combiner: str, tmp_path: Path, monkeypatch
     assert counts.refused == 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_requests_still_share_runs(tmp_path: Path) -> None:
     names = [name for name, spec in whole_model.FEATURES.items() if "weights" not in spec]  # those are not proven
     version = export_model(whole_model.build(names=names), tmp_path / "m", layout="mmap").path
@@ -312,7 +312,7 @@ def test_requests_still_share_runs(tmp_path: Path) -> None:
             np.testing.assert_allclose(one, rows[row : row + 1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("names", "calls"), [(("one", "pair", "ragged"), 2), (("one", "one_again", "pair"), 0)])
 def test_models_with_lists_are_looked_up_natively(
     names: Sequence[str], calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -343,7 +343,7 @@ class Subclassed(keras.Model):
         return self.function(self.embedding, inputs)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_error_of_the_dense_part_is_that_of_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = {"x": tf.TensorSpec([None], tf.int64), "y": tf.TensorSpec([None], tf.float32)}
     model = (Subclassed(checked), specs)
@@ -358,7 +358,7 @@ def test_an_error_of_the_dense_part_is_that_of_the_graph(tmp_path: Path, monkeyp
     assert (counts.native, counts.refused) == (3, 0)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("forced", [False, True])
 def test_tables_larger_than_the_memory_are_read_ahead(
     whole: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forced: bool
@@ -383,7 +383,7 @@ def test_tables_larger_than_the_memory_are_read_ahead(
         assert_same(found, run(theirs, inputs))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_compacted_overlay_has_the_signature_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = whole_model.build()
     export_model(model, tmp_path / "m", layout="mmap")
@@ -406,7 +406,7 @@ def test_a_compacted_overlay_has_the_signature_too(tmp_path: Path, monkeypatch: 
     assert_same(found[2], found[1])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_older_export_is_served_as_before(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,7 +450,7 @@ def assert_same_of_names(found: Any, expected: Any) -> None:
 
 @given(seed=st.integers(0, 2**32), batch=st.integers(0, 6), hot=st.sampled_from([0, 1, 2, 5, 30]))
 @SETTINGS
-@pytest.mark.long
+@pytest.mark.nightly
 def test_names_are_found_as_tensorflow_finds_them(names: tuple[Any, Any], seed: int, batch: int, hot: int) -> None:
     inputs = named_model.draw(np.random.default_rng(seed), batch, hot)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -462,7 +462,7 @@ def test_names_are_found_as_tensorflow_finds_them(names: tuple[Any, Any], seed: 
 
 @given(seed=st.integers(0, 2**32), batch=st.integers(1, 4), hot=st.integers(1, 4))
 @SETTINGS
-@pytest.mark.long
+@pytest.mark.nightly
 def test_unknown_names_and_odd_requests_are_answered_by_the_graph(
     names: tuple[Any, Any], seed: int, batch: int, hot: int
 ) -> None:

@@ -50,7 +50,7 @@ def expected(folder: Path) -> dict[int, Any]:
     return {version: lambda *inputs, version=version: run(version, *inputs) for version in (1, 2)}
 
 
-@pytest.fixture(scope="module", params=["--workers=1", pytest.param("--workers=2", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["--workers=1", pytest.param("--workers=2", marks=pytest.mark.nightly)])
 def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     options = ("--config", str(folder / "models.config"), "--grpc-port", "0", "--rest-timeout-ms", "20000", "--metrics")
     with ServerProcess(None, folder / f"log{request.param}", *options, request.param) as running:
@@ -121,7 +121,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         np.testing.assert_array_equal(found[name], array, strict=True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_version_and_label_answers_as_tensorflow(server: ServerProcess, expected: dict[int, Any]) -> None:
     for choice, version in (("", 2), ("1", 1), ("2", 2), ("stable", 1)):
         wanted = expected[version](USER, WATCHED)
@@ -131,7 +131,7 @@ def test_every_version_and_label_answers_as_tensorflow(server: ServerProcess, ex
         same(over_grpc(server, USER, WATCHED, choice), wanted)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_tensors_at_odd_addresses_share_runs_with_others(server: ServerProcess, expected: dict[int, Any]) -> None:
     """Numbers of a binary body are used where they lie, which is seldom at a multiple of their size."""
     draw = np.random.default_rng(3)

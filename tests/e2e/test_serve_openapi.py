@@ -113,8 +113,8 @@ def asked(server: ServerProcess) -> dict[str, collections.Counter[int]]:
 ROUTES = {f"{choice}:{method}" for choice in ("", "versions", "labels") for method in MODELS}
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(3000)])])
-@pytest.mark.long
+@pytest.mark.parametrize("examples", [8, pytest.param(300, marks=[pytest.mark.nightly, pytest.mark.timeout(3000)])])
+@pytest.mark.nightly
 def test_every_answer_is_as_the_document_says(server: ServerProcess, tmp_path: Path, examples: int) -> None:
     (tmp_path / "openapi.json").write_text(json.dumps(document(server)))
     url = f"http://{server.host}:{server.port}"

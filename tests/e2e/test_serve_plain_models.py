@@ -166,7 +166,7 @@ def check(servable: Any, name: str) -> None:
             start = stop
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("build", KERAS)
 def test_models_that_keras_saves(build: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keras.utils.set_random_seed(1)

@@ -89,7 +89,7 @@ def listens_everywhere(port: int) -> bool:
     return True
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_vertex_ai(model: Path, expected: Any, tmp_path: Path, workers: str) -> None:
     port = free_port()
@@ -109,7 +109,7 @@ def test_vertex_ai(model: Path, expected: Any, tmp_path: Path, workers: str) -> 
         assert server.stop() == 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_sagemaker(model: Path, expected: Any, tmp_path: Path, workers: str) -> None:
     """`docker run IMAGE serve`: one argument, a model in a folder, and a port that other containers leave free."""
@@ -130,7 +130,7 @@ def test_sagemaker(model: Path, expected: Any, tmp_path: Path, workers: str) -> 
         assert server.process.wait(30) == 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_vertex_ai_with_a_model_in_a_store(model: Path, expected: Any, tmp_path: Path) -> None:
     variables = {**VERTEX, "AIP_HTTP_PORT": str(free_port()), "AIP_STORAGE_URI": "s3://bucket/artifact/"}
     variables |= {"XDG_CACHE_HOME": str(tmp_path), "TPUEMBED_SERVE_POLL_SECONDS": "0.1"}
@@ -171,7 +171,7 @@ def can_be_a_container() -> bool:
 
 
 @pytest.mark.skipif(not can_be_a_container(), reason="needs root, unshare, ip and curl")
-@pytest.mark.long
+@pytest.mark.nightly
 def test_sagemaker_in_its_folder_and_at_its_port(model: Path, expected: Any, tmp_path: Path) -> None:
     """`docker run IMAGE serve` without any variable, with mounts and ports as a container has them."""
     command = ["unshare", "--mount", "--net", "bash", "-ec", _CONTAINER, "container", str(SCRIPT), str(model)]

@@ -125,12 +125,12 @@ CUT = [("float32", "variables"), ("int8", "mmap")]
 
 
 ALL = [
-    pytest.param(*pair, marks=[] if pair in CUT else [pytest.mark.long])
+    pytest.param(*pair, marks=[] if pair in CUT else [pytest.mark.nightly])
     for pair in itertools.product(STORAGES, LAYOUTS)
 ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("storage", "layout"), ALL)
 def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, (features, signatures) in enumerate(
@@ -147,16 +147,16 @@ def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, cap
     assert "are not batched" not in caplog.text
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
         (by_id, "variables"),
         (integers, "mmap"),
         (sequences, "variables"),
-        pytest.param(by_id, "mmap", marks=pytest.mark.long),
-        pytest.param(integers, "variables", marks=pytest.mark.long),
-        pytest.param(sequences, "mmap", marks=pytest.mark.long),
+        pytest.param(by_id, "mmap", marks=pytest.mark.nightly),
+        pytest.param(integers, "variables", marks=pytest.mark.nightly),
+        pytest.param(sequences, "mmap", marks=pytest.mark.nightly),
     ],
 )
 def test_whole_models(checkpoint: str, model: Any, layout: str, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def differences(servable: Any, name: str, requests: Sequence[Mapping[str, Any]])
     return largest
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_whole_model_answers_many_as_each(tmp_path: Path) -> None:
     keras.utils.set_random_seed(6)
     checkpoint = tf.train.Checkpoint(model=whole()).write(str(tmp_path / "ckpt"))
@@ -224,7 +224,7 @@ def test_a_whole_model_answers_many_as_each(tmp_path: Path) -> None:
     servable.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_lookups_answer_many_as_each_bit_for_bit(checkpoint: str, tmp_path: Path) -> None:
     """Also from examples, whose lists are padded to the widest of a run."""
     names = {"ragged": PLAIN["list"], "sparse": PLAIN["sums"], "one": PLAIN["one"], "two": PLAIN["sequence"]}
@@ -240,7 +240,7 @@ def test_lookups_answer_many_as_each_bit_for_bit(checkpoint: str, tmp_path: Path
     servable.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_proof_holds_up_no_request(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signatures that are not served first are proven while the version is served."""
     path = export_saved_model(checkpoint, tmp_path / "m", model=by_id).path
@@ -274,7 +274,7 @@ def test_a_proof_holds_up_no_request(checkpoint: str, tmp_path: Path, monkeypatc
         servable.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_proof_of_twice_as_many_features_takes_twice_as_many_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

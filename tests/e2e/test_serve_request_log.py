@@ -137,7 +137,7 @@ def test_every_kind_of_request(models: Path, tmp_path: Path, workers: str) -> No
                 assert [one.features.feature["x"].float_list.value[0] for one in examples] == [2.0, 4.0]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_files_warm_a_server_up_and_load_it(models: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "half"
     with serving(models, tmp_path, config(models, prefix)) as server:

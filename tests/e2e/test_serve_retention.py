@@ -37,7 +37,7 @@ def expected(seed: int) -> Any:
     return random_table(ROWS, DIM, seed=seed)[[0, 7, ROWS - 1]]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_exports_prunes_and_rollbacks_under_load(tmp_path: Path, layout: str) -> None:
     model_dir = tmp_path / "rec"

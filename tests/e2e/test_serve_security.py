@@ -173,7 +173,7 @@ def test_options_that_protect_nothing_are_refused(
     assert len(done.stderr.splitlines()) <= 5
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_keys_and_certificates_are_read_again_without_a_dropped_request(folder: Path, tmp_path: Path) -> None:
     """A file that protects nothing changes nothing; connections of before stay."""
     shutil.copytree(folder, tmp_path / "files")

@@ -120,14 +120,14 @@ def stop_under_load(model_dir: Path, log: Path, api: str, workers: int, lame_duc
             assert outcomes["last of its connection"] >= CLIENTS
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("api", ["rest", "grpc"])
 def test_a_stop_loses_no_request(model_dir: Path, tmp_path: Path, api: str, workers: int) -> None:
     stop_under_load(model_dir, tmp_path / "log", api, workers, 0.5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("api", ["rest", "grpc"])
 def test_ten_stops_lose_no_request(model_dir: Path, tmp_path: Path, api: str, workers: int) -> None:
@@ -135,7 +135,7 @@ def test_ten_stops_lose_no_request(model_dir: Path, tmp_path: Path, api: str, wo
         stop_under_load(model_dir, tmp_path / f"log-{number}", api, workers, 1.0)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [2])
 def test_a_stop_in_the_middle_of_the_load(model_dir: Path, tmp_path: Path, workers: int) -> None:
     """SIGINT: no lame duck, and the supervisor's workers hear of it from it alone."""
@@ -156,7 +156,7 @@ def test_a_stop_in_the_middle_of_the_load(model_dir: Path, tmp_path: Path, worke
 
 
 @pytest.mark.parametrize("workers", [2])
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_server_starts_again_at_once_on_the_same_ports(tmp_path: Path, workers: int) -> None:
     """Connections of the first are in TIME_WAIT."""
     (tmp_path / "empty").mkdir()
@@ -184,7 +184,7 @@ def in_time_wait(port: int) -> int:
     return sum(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "06" for line in lines)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [(), ("--workers", "2"), ("--listen-when-loaded",)])
 def test_one_port_for_two_servers(tmp_path: Path, options: tuple[str, ...]) -> None:
     """From the first moment, before models are loaded, whatever the two are."""

@@ -86,7 +86,7 @@ def cached(tmp_path: Path) -> set[str]:
     return {path.name.partition("-")[0] for path in place.iterdir() if path.is_dir()}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_versions_come_and_go(
@@ -115,7 +115,7 @@ def test_versions_come_and_go(
     assert gets.count("m/1/saved_model.pb") <= 2, "again if it was removed from the cache before it was needed again"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_unchanged_tables_are_linked(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
     export(tmp_path, 1)
     publish(store, bucket, tmp_path, 1)
@@ -136,7 +136,7 @@ def test_unchanged_tables_are_linked(proxy: S3Proxy, store: S3, bucket: str, tmp
         assert one.is_dir(), "kept, because the cache has room"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_file_that_was_damaged_while_it_is_served_is_not_linked_again(
     proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path
 ) -> None:
@@ -156,7 +156,7 @@ def test_a_file_that_was_damaged_while_it_is_served_is_not_linked_again(
         assert_answers(server, tables)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_restart_downloads_nothing_and_works_without_the_store(
     proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_restart_downloads_nothing_and_works_without_the_store(
         assert_answers(server, tables)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_version_that_is_damaged_in_the_cache_is_pulled_again(
     proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path
 ) -> None:
@@ -203,7 +203,7 @@ def test_a_version_that_is_damaged_in_the_cache_is_pulled_again(
         assert "in the cache is damaged" in server.log
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_changed_byte_in_the_store(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
     first = export(tmp_path, 1)
     publish(store, bucket, tmp_path, 1)
@@ -225,7 +225,7 @@ def test_one_changed_byte_in_the_store(proxy: S3Proxy, store: S3, bucket: str, t
         assert cached(tmp_path) <= {"1", "2"}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_server_that_is_killed_in_a_pull(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
     tables = export(tmp_path, 1)
     publish(store, bucket, tmp_path, 1)
@@ -250,7 +250,7 @@ def test_a_server_that_is_killed_in_a_pull(proxy: S3Proxy, store: S3, bucket: st
         assert cached(tmp_path) == {"1"}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_killed_worker_does_not_lose_the_version(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
     tables = export(tmp_path, 1)
     publish(store, bucket, tmp_path, 1)
@@ -274,7 +274,7 @@ def test_models_of_others(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path
         assert server.predict({"instances": [1.0, 2.0]}) == (200, {"predictions": [2.5, 3.0]})
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_policies_and_labels_of_a_config(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
     tables = {}
     for version in (1, 2, 3):

@@ -61,23 +61,24 @@ def swap(
     return load, resident
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_few_swaps_under_load(tmp_path: Path) -> None:
     model_dir = tmp_path / "scale"
     swap(model_dir, tmp_path, swaps=4, connections=8, values=10)
 
 
 @pytest.mark.parametrize(
-    ("swaps", "values"), [(20, 10), pytest.param(100, 2_000_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+    ("swaps", "values"),
+    [(20, 10), pytest.param(100, 2_000_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])],
 )
-@pytest.mark.long
+@pytest.mark.nightly
 def test_swaps_under_load_over_grpc(tmp_path: Path, swaps: int, values: int) -> None:
     load, resident = swap(tmp_path / "scale", tmp_path, swaps, 16, values, make_load=GrpcLoad)
     print(f"{len(load.asked)} calls; MiB after swaps 1, 10 and {swaps}: {[resident[n - 1] for n in (1, 10, swaps)]}")
     assert resident[-1] < resident[9] + 80
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_a_hundred_swaps_under_load(tmp_path: Path) -> None:
     model_dir = tmp_path / "scale"
@@ -87,7 +88,7 @@ def test_a_hundred_swaps_under_load(tmp_path: Path) -> None:
     assert resident[-1] < resident[9] + 80, "8 MB of each of 90 versions would be 700"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_mapped_tables_swap_without_a_copy(tmp_path: Path) -> None:
     """Of the two versions' 128 MB, memory of the process itself holds nothing; what it maps is the page cache's."""
     model_dir, rows, dim = tmp_path / "mapped", 250_000, 64

@@ -40,7 +40,7 @@ def unlike(direct: httpx.Response, forwarded: httpx.Response) -> bool:
     return direct.status_code != forwarded.status_code or texts[0] != texts[1]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_rest_request_has_the_same_answer(behind: VectorServer, front: VectorServer) -> None:
     with httpx.Client(base_url=behind.url, timeout=60) as one, httpx.Client(base_url=front.url, timeout=60) as other:
         replies = {vector["name"]: (ask(one, vector), ask(other, vector)) for vector in VECTORS}
@@ -79,7 +79,7 @@ def _floats(values: list[float]) -> Any:
     return tf.make_tensor_proto(values, tf.float32)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_server_that_goes_away_is_503_until_it_is_back(vector_models: dict[str, Path], tmp_path: Path) -> None:
     half = {"half": vector_models["half"]}
     with VectorServer(half, tmp_path / "behind") as behind:

@@ -131,7 +131,7 @@ def test_spans_of_requests_arrive_below_their_parents(
 
 
 @pytest.mark.parametrize("kind", ["missing", "silent"])
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_collector_costs_no_request_and_no_stop(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collector: Collector, kind: str
 ) -> None:

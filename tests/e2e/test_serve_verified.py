@@ -18,7 +18,7 @@ SHAPES = {"a": (100, 4), "b": (50, 4), "c": (30, 8)}
 CONFIG = {"features": {name: {"table": name, "combiner": "sum"} for name in SHAPES}}
 
 
-@pytest.fixture(scope="module", params=[pytest.param("variables", marks=pytest.mark.long), "mmap"])
+@pytest.fixture(scope="module", params=[pytest.param("variables", marks=pytest.mark.nightly), "mmap"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verified")
     write_checkpoint(folder / "ckpt", {name: random_table(*shape, seed=1) for name, shape in SHAPES.items()})

@@ -39,7 +39,7 @@ def expected(model: Any) -> Any:
     return 1 / (1 + np.exp(-(hidden @ values["score/kernel"] + values["score/bias"])))
 
 
-@pytest.fixture(scope="module", params=[pytest.param("variables", marks=pytest.mark.long), "mmap"])
+@pytest.fixture(scope="module", params=[pytest.param("variables", marks=pytest.mark.nightly), "mmap"])
 def loaded(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A loaded export, what it shall answer, and where it lies."""
     folder = tmp_path_factory.mktemp("whole")
@@ -155,7 +155,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
-@pytest.mark.long
+@pytest.mark.nightly
 def test_lookups_of_lists(layout: str, tmp_path: Path) -> None:
     table = np.random.default_rng(3).normal(size=(30, 4)).astype(np.float32)
     checkpoint = tf.train.Checkpoint(t=tf.Variable(table)).write(str(tmp_path / "ckpt"))

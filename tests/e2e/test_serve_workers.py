@@ -99,7 +99,7 @@ def test_a_reload_is_answered_once_every_worker_is_done(server: ServerProcess, m
     assert ask(server, 40, "/labels/canary") == {2.0}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_that_is_killed_under_load_comes_back(server: ServerProcess, saved: Path, model_dir: Path) -> None:
     killed, _ = workers(server)
     with Load(server, 16) as load:
@@ -134,7 +134,7 @@ def check_lost(load: Load, dead_at: float) -> None:
     print(f"{len(load.failed)} of {len(load.asked)} requests lost")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_that_is_killed_under_load_over_grpc(server: ServerProcess) -> None:
     killed, _ = workers(server)
     again = server.log.count(" answers again")
@@ -159,7 +159,7 @@ def test_a_stop_ends_all_with_0(server: ServerProcess) -> None:
     assert "is killed" not in server.log
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with ServerProcess(tmp_path / "empty", tmp_path / "server.log", "--workers", "2") as server:

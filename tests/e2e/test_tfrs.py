@@ -30,7 +30,7 @@ def _padded(rows: list[list[Any]], padding: Any) -> npt.NDArray[Any]:
     return np.array([[*row, *[padding] * (width - len(row))] for row in rows])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_export_looks_up_what_tfrs_looks_up(tmp_path: Path) -> None:
     folder, lookups = ROOT / "adam_lookups", _truth("adam_lookups")["lookups"]
     features, inputs = {}, {}

@@ -69,7 +69,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("suite", SUITES)
 def test_the_suite_passes_with_the_import_changed(wheel: Path, suite: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ FEATURES = {name.replace("/", "_").replace(".", "_"): name for name in SHAPES}
 CONFIG = {"features": {feature: {"table": table, "input": "id"} for feature, table in FEATURES.items()}}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("hardware", ["8 devices of SparseCores", "4 hosts"])
 def test_every_row_of_every_table_is_served(tmp_path: Path, hardware: str) -> None:
     values = random_values(SHAPES, "adagrad")
@@ -43,7 +43,7 @@ def command(*arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(run, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_is_told_what_the_files_do_not_say(tmp_path: Path) -> None:
     prefix = partitioned(tmp_path, "0,4:-", "4,4:-", "8,3:-")
     config = tmp_path / "serving.yaml"

@@ -11,8 +11,6 @@ import pytest
 
 from tests.support.messages import GOLDEN, normalised, parse, render
 
-pytestmark = pytest.mark.slow
-
 REPOSITORY = Path(__file__).parents[2]
 
 SUITE = """

@@ -163,12 +163,12 @@ class Retention(RuleBasedStateMachine):
 SHORT = settings(max_examples=4, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_sequences() -> None:
     run_state_machine_as_test(Retention, settings=SHORT)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_many_sequences() -> None:
     run_state_machine_as_test(Retention, settings=settings(SHORT, max_examples=60, stateful_step_count=20))

@@ -39,7 +39,7 @@ actions = st.one_of(
 @example([("base", 0, None), ("some", 0, 0), ("save", 1, "ckpt"), ("some", 0, 0)])
 @example([("base", 0, None), ("save", 1, "ckpt"), ("restore_tables", 0, 0)])
 @example([("base", 0, None), ("set_weights", 0, None)])
-@pytest.mark.long
+@pytest.mark.nightly
 def test_rows_that_differ_from_a_base_have_newer_stamps(
     tmp_path_factory: pytest.TempPathFactory, script: list[Any]
 ) -> None:

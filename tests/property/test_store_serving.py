@@ -227,7 +227,6 @@ def _refuse(request: Any) -> bool:
     return True
 
 
-@pytest.mark.slow
 def test_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     with GcsStub() as stub:
         for name, value in stub.environment.items():

@@ -60,7 +60,6 @@ def test_a_cell_that_ends_its_process(stage: stages.Stage, tmp_path: Path) -> No
     assert stages.surviving(results, chosen) == [chosen[0], chosen[2]]
 
 
-@pytest.mark.slow
 def test_a_cell_that_does_not_end(stage: stages.Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "_START_SECONDS", 3)
     [cell] = cells("FTRL")

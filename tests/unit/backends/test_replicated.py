@@ -15,8 +15,6 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.backends import host
 from tpuembed.lookup.ids import PaddedIds
 
-pytestmark = pytest.mark.slow
-
 ROWS, DIM, BATCH = 20, 3, 6
 TABLE = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
 
@@ -66,7 +64,7 @@ def train(made: Any, ids: Any, weights: Any, jit: bool) -> Any:
     return first, *(v.numpy() for v in made._parts.backend.states["t"].named_variables().values())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(  # XLA itself cannot densify ragged ids
     ("form", "jit"), [("ragged", False), ("sparse", False), ("sparse", True), ("sparse of rank 3", True)]
 )

@@ -65,7 +65,7 @@ print((peak() - before) / (4 * ROWS * 32 * 4 / 1024))
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/status")
 @pytest.mark.parametrize("where", ["host", "tpu_v1"])
 def test_a_large_table_is_held_once_while_it_is_created(where: str) -> None:

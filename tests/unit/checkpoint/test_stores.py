@@ -20,8 +20,6 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointF
 from tpuembed.files import remote
 from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
 
-pytestmark = pytest.mark.slow
-
 TABLE = np.random.default_rng(0).normal(size=(1000, 7)).astype(np.float32)
 
 Upload = Callable[[Path, str], str]
@@ -178,7 +176,7 @@ def test_other_bytes_of_the_same_size_are_another_fingerprint(tmp_path: Path, up
         assert checkpoint.fingerprint() != before
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_exports_by_processes_of_their_own(tmp_path: Path, upload: Upload) -> None:
     """`tpuembed export` from a URL: every worker opens it; TensorFlow loads the result."""
     write(tmp_path / "checkpoints")
@@ -196,7 +194,7 @@ def test_exports_by_processes_of_their_own(tmp_path: Path, upload: Upload) -> No
     assert manifest["source"]["path"] == f"{url}/ckpt-1"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_memory_of_a_large_table(tmp_path: Path, upload: Upload) -> None:
     """512 MiB through reads of 16 MiB, in a process of its own."""
     rows = 1 << 21

@@ -62,9 +62,8 @@ def test_vocabularies_are_read_back(tmp_path: Path, form: str) -> None:
         assert not objects.weights()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", ["bundle", "weights"])
-@pytest.mark.slow
 def test_every_damaged_byte_is_noticed(tmp_path: Path, form: str) -> None:
     content = Vocabulary(["one", "two"], oov_buckets=1).to_bytes()
     for place in range(0, len(content), 7):

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 CONFIG = """
 features:
   user: {table: users}
@@ -33,7 +31,7 @@ def run(*arguments: str) -> Any:
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_as_json(files: list[str]) -> None:
     done = run(*files, "--chips", "1", "--batch-size", "16", "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -48,7 +46,7 @@ def test_as_json(files: list[str]) -> None:
     assert (found["steps"], found["warnings"]) == (2, [])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_as_tables_and_warnings(files: list[str]) -> None:
     done = run(*files, "--chips", "1", "--batch-size", "16", "--no-stacking", "--margin", "0.5")
     assert (done.returncode, done.stderr) == (0, "")
@@ -60,7 +58,7 @@ def test_as_tables_and_warnings(files: list[str]) -> None:
     ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_mistakes_are_one_line(files: list[str]) -> None:
     done = run(*files, "--chips", "3", "--batch-size", "24")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)

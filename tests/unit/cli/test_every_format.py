@@ -149,7 +149,7 @@ def copied(golden: Golden, name: str, folder: Path) -> tuple[Path, Path]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BUNDLES)
-@pytest.mark.parametrize("every", [pytest.param(61, id="sample"), pytest.param(1, id="all", marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [pytest.param(61, id="sample"), pytest.param(1, id="all", marks=pytest.mark.nightly)])
 def test_any_flipped_bit_of_a_data_file_is_found(every: int, name: str, golden: Golden, tmp_path: Path) -> None:
     """One at a time, in steps of a number of bytes that no row has; the tensor, its file and its bytes are named."""
     path, data = copied(golden, name, tmp_path)

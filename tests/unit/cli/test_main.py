@@ -20,8 +20,6 @@ from tpuembed.export.stream.engines import choose_engine
 from tpuembed_cli.main import cli
 from tpuembed_cli.options import SIZE
 
-pytestmark = pytest.mark.slow
-
 COMMAND = [sys.executable, "-m", "tpuembed_cli.main"]
 _COMMANDS = ("demo", "describe", "diff", "doctor", "export", "head", "relocate", "serve", "verify")
 _MODULES = 500
@@ -138,7 +136,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(tf.train.Checkpoint(layer=layer).write(str(folder / "ckpt-1")))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_describe_and_export_print_one_json_object(checkpoint: Path, tmp_path: Path) -> None:
     found = json.loads(run_command("describe", checkpoint, "--json").stdout)
     assert found["format"] == "dense"
@@ -157,7 +155,7 @@ def test_describe_and_export_print_one_json_object(checkpoint: Path, tmp_path: P
     assert "users" in run_command("describe", checkpoint).stdout
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_quiet_export_prints_what_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:
     done = _run_in_a_new_process("export", checkpoint, tmp_path / "m", "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -165,13 +163,13 @@ def test_a_quiet_export_prints_what_is_asked_for(checkpoint: Path, tmp_path: Pat
     assert "users: 30 rows" in run_command("export", checkpoint, tmp_path / "m", "-q", "--dry-run").stdout
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_verbose_export_shows_messages_of_tensorflow(checkpoint: Path, tmp_path: Path) -> None:
     done = _run_in_a_new_process("export", checkpoint, tmp_path / "m", "--verbose")
     assert (done.returncode, "absl::InitializeLog" in done.stderr) == (0, True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_warning_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     """Here of what a killed export of something else has left."""
     left = tmp_path / "m" / ".staging-1-left"
@@ -279,7 +277,7 @@ def test_bad_usage_and_what_is_not_built_exit_with_2(checkpoint: Path, tmp_path:
     assert not (tmp_path / "m").exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_a_factory_prints_stays_off_stdout(checkpoint: Path, tmp_path: Path) -> None:
     lines = ["import os", "print('python')", "os.write(1, b'descriptor')", "os.system('echo child')", "build = None"]
     (tmp_path / "noisy.py").write_text("\n".join(lines))

@@ -11,8 +11,6 @@ from tests.support.checkpoint.bundles import write
 from tests.support.messages import said
 from tests.support.serving.process import run_command
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,7 +46,7 @@ def test_for_programs(folder: Path) -> None:
     assert '"NaN"' not in done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_refusals(folder: Path) -> None:
     for arguments, code in (
         (("stats", folder / "ckpt", "video"), 1),

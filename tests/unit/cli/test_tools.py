@@ -44,8 +44,7 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_describe(prefix: Path) -> None:
     lines = ok("describe", prefix).splitlines()
     assert lines[0] == f"{prefix}: dense"
@@ -211,8 +210,7 @@ def test_names_do_nothing_to_a_terminal(tmp_path: Path, command: str) -> None:
     assert len(done.stderr.splitlines()) <= 1
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_stdout_has_no_letters_for(tmp_path: Path) -> None:
     write(tmp_path / "é", {"ü": np.zeros((3, 2), np.float32)})
     for arguments in (
@@ -301,8 +299,7 @@ def _children_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_table_of_two_terabytes(tmp_path: Path) -> None:
     """A sparse file: described, and rows beyond 2^32 shown, for the work that a command takes to start."""
     rows, dim = 1 << 33, 64

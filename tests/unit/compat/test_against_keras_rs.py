@@ -20,7 +20,6 @@ def runs(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.slow
 def test_it_looks_up_learns_and_predicts_as_keras_rs(runs: tuple[Any, Any, Any]) -> None:
     model, found, truth = runs
     np.testing.assert_allclose(found["before"], truth["before"], rtol=1e-5, atol=1e-6)

@@ -50,8 +50,7 @@ from tpuembed.compat.keras_rs import layers; layers.DistributedEmbedding
 """
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_librarys_modules_can_be_imported() -> None:
     done = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

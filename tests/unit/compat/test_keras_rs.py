@@ -391,7 +391,6 @@ class Tower(keras.Model):
         return self.ratings(self.embedding_layer(features)["x"])
 
 
-@pytest.mark.slow
 def test_an_export_needs_no_hardware_for_the_sparsecore_placement(tmp_path: Path) -> None:
     trained = Tower({"x": feature(table())})
     ids = np.array([1, 2, 3, 4])

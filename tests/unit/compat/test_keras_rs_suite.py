@@ -19,8 +19,6 @@ from tpuembed.compat import keras_rs
 from tpuembed.errors import ConfigError
 from tpuembed.testing import simulated_tpu
 
-pytestmark = pytest.mark.slow
-
 BATCH, ROWS, HOT = 16, 23, 13
 DIMS = {"feature1": 7, "feature2": 11}
 
@@ -73,7 +71,7 @@ def test_basics(kind: str, placement: str) -> None:
         }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "ragged", "sparse"])
 def test_model_fit(kind: str, weighted: bool) -> None:

@@ -26,7 +26,6 @@ from tpuembed.errors import CheckpointMismatchError, UnknownTableError
 from tpuembed.testing import simulated_tpu
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The 'warn' function is deprecated:DeprecationWarning"),
 ]  # TensorFlow's logging
 
@@ -315,7 +314,7 @@ def test_checkpoints_of_keras_rs_are_restored(name: str) -> None:
     assert_same(parts(layer), truth)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_keras_files_are_read_and_exported(tmp_path: Path) -> None:
     inputs = {name: keras.Input((), dtype="int64", name=name) for name in configs()}
     model = keras.Model(inputs, keras_rs.DistributedEmbedding(configs())(inputs))

@@ -14,8 +14,6 @@ from tpuembed.compat import tfrs
 from tpuembed.compat.tfrs_top_k import BruteForce, ScaNN, Streaming
 from tpuembed.errors import ConfigError
 
-pytestmark = pytest.mark.slow
-
 Array = np.ndarray[Any, Any]
 KINDS: dict[str, Any] = {
     "brute": BruteForce,
@@ -60,7 +58,7 @@ def _candidates(rng: np.random.Generator, is_text: bool) -> tuple[Array, Array]:
     return rng.normal(size=(count, 4)).astype(np.float32), names.astype(str).astype(object) if is_text else names
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_text", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_are_numpy_s_also_of_new_candidates(kind: str, is_text: bool) -> None:
@@ -87,7 +85,7 @@ def test_without_identifiers_they_are_numbers(kind: str) -> None:
     assert scores.shape == found.shape == (6,)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["brute", "scann"])
 def test_a_saved_model_is_called_alike(kind: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
@@ -125,7 +123,7 @@ def test_a_saved_model_takes_batches_of_any_size(kind: str, tmp_path: Path) -> N
     np.testing.assert_array_equal(loaded(tf.constant(vectors[:7]))[1], names)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [1, 3, 20, 50, 100, 1600])
 def test_scann_finds_as_many_as_there_are(count: int) -> None:
     rng = np.random.default_rng(count)

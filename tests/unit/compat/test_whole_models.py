@@ -15,7 +15,6 @@ from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The 'warn' function is deprecated:DeprecationWarning"),
 ]  # TensorFlow's logging
 
@@ -124,7 +123,7 @@ def compare(folder: Path, make: str, around: Any, is_named: bool, files: Sequenc
         np.testing.assert_allclose(found, truth, atol=1e-5, err_msg=file)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("make", "around", "is_named", "file"),
     [
@@ -143,7 +142,7 @@ def test_a_file_gives_the_trained_models_numbers(
     compare(tmp_path, make, around, is_named, [file])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("around", [functional, nested])
 @pytest.mark.parametrize("make", MAKERS)
@@ -151,7 +150,7 @@ def test_every_file_gives_the_trained_models_numbers(tmp_path: Path, make: str, 
     compare(tmp_path, make, around, is_named, FILES)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("make", "file"), [("keras_rs", "w.weights.h5"), ("partial", "w.weights.json")])
 def test_a_model_with_a_weight_of_its_own_beside_the_layer(tmp_path: Path, make: str, file: str) -> None:
     keras.backend.clear_session()
@@ -163,7 +162,7 @@ def test_a_model_with_a_weight_of_its_own_beside_the_layer(tmp_path: Path, make:
     np.testing.assert_allclose(found, truth, atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_dense_layer_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
     model = functional(keras_rs_layer("emb"), "score")
     ids, _ = trained(model)

@@ -209,7 +209,6 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow
 def test_a_strategy_that_is_not_supported_is_refused_by_name() -> None:
     """A ParameterServerStrategy was taken, and lost updates."""
     done = subprocess.run([sys.executable, "-u", "-c", _UNSUPPORTED], capture_output=True, text=True, timeout=240)

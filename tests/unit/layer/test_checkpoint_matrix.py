@@ -15,7 +15,7 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.testing import simulated_tpu
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.nightly,
     pytest.mark.filterwarnings("ignore:The 'warn' function is deprecated:DeprecationWarning"),  # TensorFlow's logging
 ]
 BATCH = 8

@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from tpuembed import SGD, FeatureConfig, TableConfig, TPUEmbedding
 
-pytestmark = pytest.mark.slow
-
 ROWS, DIM, BATCH, STEPS, RATE = 12, 3, 8, 3, 0.5
 IDS = np.random.default_rng(1).integers(0, ROWS, BATCH * STEPS)
 SLOPES = np.random.default_rng(2).normal(size=(BATCH * STEPS, DIM)).astype(np.float32)

@@ -329,7 +329,6 @@ BATCH = st.lists(st.lists(st.integers(0, 19), max_size=5), max_size=6)
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(BATCH, st.sampled_from(COMBINERS), st.sampled_from(sorted(KINDS)), st.data())
-@pytest.mark.slow
 def test_random_batches_equal_tensorflow(rows: list[list[int]], combiner: str, kind: str, data: st.DataObject) -> None:
     make = KINDS[kind]
     length = data.draw(st.integers(0, 4))

@@ -14,15 +14,13 @@ from tests.support.messages import refused
 from tpuembed import TPUEmbedding
 from tpuembed.errors import TrainingError
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[3]
 
 
 # Replicas, and how many optimizers they train with: one of each kind, or all.
 KINDS, ALL = 5, len(OPTIMIZERS)
 LONG = [(1, KINDS), (4, KINDS), (1, ALL), (2, ALL), (4, ALL)]
-RUNS = [(2, KINDS), *(pytest.param(run, marks=pytest.mark.long) for run in LONG)]
+RUNS = [(2, KINDS), *(pytest.param(run, marks=pytest.mark.nightly) for run in LONG)]
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=str)

@@ -12,10 +12,8 @@ from tests.support.layer.models import Reference
 from tests.support.layer.replicas import IDS, SLOPES
 from tpuembed import Adam
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[3]
-LONG = [pytest.param(number, marks=pytest.mark.long) for number in ("1", "4")]
+LONG = [pytest.param(number, marks=pytest.mark.nightly) for number in ("1", "4")]
 
 
 @pytest.fixture(scope="module")

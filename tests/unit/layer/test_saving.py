@@ -15,8 +15,6 @@ from tests.support.messages import refused
 from tpuembed import SGD, Adagrad, Adam, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 
-pytestmark = pytest.mark.slow
-
 
 def _config() -> dict[str, Any]:
     items = TableConfig(9, 4, "items/v.1", combiner="sum", initializer="glorot_uniform")
@@ -185,7 +183,7 @@ def _live(kind: str) -> Any:
     return keras.optimizers.Adagrad(0.25) if kind == "optimizer" else SGD(learning_rate=lambda: rate)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "saved"),
     [

@@ -118,7 +118,6 @@ def test_ids_of_weight_0_are_stamped_too() -> None:  # momentum moves their rows
     np.testing.assert_array_equal(stamps_of(layer)["b"], [0, 1, 1, 1, 0, 0, 0])
 
 
-@pytest.mark.slow
 def test_fit_stamps_and_xla_stamps_the_same() -> None:
     layer = make()
     inputs = {key: keras.Input((), dtype="int64", name=key) for key in ("one", "bag", "other")}
@@ -146,8 +145,7 @@ def test_a_step_whose_gradients_overflow_stamps_no_row() -> None:
     assert np.flatnonzero(stamps_of(layer)["a"]).tolist() == [1]
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.nightly
 def test_replicas_stamp_the_rows_of_all_of_them(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.layer.tracked", "2", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

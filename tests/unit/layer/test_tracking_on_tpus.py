@@ -32,7 +32,6 @@ def stamps_of(layer: TPUEmbedding) -> dict[str, Array]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("replicas", "size_threshold"), [(1, None), (2, None), (2, 12)])
-@pytest.mark.slow
 def test_every_row_that_a_step_moved_is_stamped(replicas: int, size_threshold: int | None) -> None:
     """Against the ids, and against the rows before and after; with a threshold, small tables are replicated."""
     kinds = [kind for kind in OPTIMIZERS if kind not in NOT_IN_SPARSE_CORES]

@@ -16,8 +16,6 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, expor
 from tpuembed.errors import CheckpointMismatchError, ConfigError, TrainingError
 from tpuembed.testing import simulated_tpu
 
-pytestmark = pytest.mark.slow
-
 ROWS, DIM = 40, 3
 Array = np.ndarray[Any, Any]
 
@@ -105,7 +103,7 @@ def test_a_graph_reads_the_index_at_once() -> None:
     assert [reader.type for reader in handle.consumers()] == ["ReadVariableOp"] * 2  # of `one` and of `bag`
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_known_names_keep_their_rows_while_another_thread_trains() -> None:
     known = [b"k%d" % number for number in range(200)]
     wanted, ends = np.arange(1, 201), time.monotonic() + 60

@@ -12,8 +12,6 @@ from tests.support.messages import refused
 from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError, TpuEmbedError
 
-pytestmark = pytest.mark.slow
-
 X, Y = np.arange(12), np.linspace(0, 1, 12)
 
 
@@ -29,7 +27,7 @@ def _score(path: Path) -> Any:
     return tf.saved_model.load(str(path)).signatures["serving_default"](item=tf.constant(X, tf.int64))["score"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("every", "at_end", "versions"), [(1, False, 3), (2, False, 1), (2, True, 2), (3, True, 1), (4, False, 0)]
 )
@@ -56,7 +54,7 @@ def test_each_version_has_its_epochs_tables(tmp_path: Path) -> None:
     assert np.abs(seen[0] - seen[1]).max() > 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_so_many_seconds(tmp_path: Path) -> None:
     """0 seconds: after every batch. An overlay of the first version after that."""
     callback, model = ExportCallback(tmp_path, every_seconds=0, base="latest", max_overlay=9), _model()

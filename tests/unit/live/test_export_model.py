@@ -17,8 +17,6 @@ from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 from tpuembed.testing import simulated_tpu
 
-pytestmark = pytest.mark.slow
-
 TABLES = {
     "user": TableConfig(50, 4, "users", combiner="sum"),
     "item": TableConfig(30, 8, "items"),
@@ -170,7 +168,7 @@ def test_mirrored_tables(tmp_path: Path) -> None:
 # ---- refusals: nothing is published
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_training_meanwhile_is_noticed(tmp_path: Path) -> None:
     layer = _layer()
     model = _trained(_functional(layer))

@@ -26,7 +26,7 @@ def test_a_missing_or_failing_compiler_is_a_reason_and_no_file(tmp_path: Path, m
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(4))
 def test_random_calls_are_clean_under_sanitizers(tmp_path: Path, seed: int) -> None:
     """Random structs and any ids, on rows that end where their memory ends."""

@@ -22,7 +22,6 @@ from tpuembed.native_lookup import _LIBRARY, VARIANTS, NativeLookups, available,
 from tpuembed_serving.core.status import plain_message
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(bool(available()), reason=f"native/lookup.c is not compiled: {available()}"),
 ]
 
@@ -49,7 +48,7 @@ OTHERS += [("bfloat16", False, True), ("float16", True, False), ("float16", Fals
 
 @pytest.fixture(
     scope="module",
-    params=[*EXPORTS, *(pytest.param(one, marks=pytest.mark.long) for one in OTHERS)],
+    params=[*EXPORTS, *(pytest.param(one, marks=pytest.mark.nightly) for one in OTHERS)],
     ids=lambda one: f"{one[0]}{'-weighted' * one[1]}{'-overlay' * one[2]}",
 )
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:

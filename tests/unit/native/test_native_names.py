@@ -249,7 +249,7 @@ class Case:
         return found
 
 
-@pytest.fixture(scope="module", params=["first", pytest.param("overlay", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["first", pytest.param("overlay", marks=pytest.mark.nightly)])
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
     def colliding(some: Any, salt: bytes, key: Any) -> Array:
         """Users without a salt have fingerprints of their own only by chance."""

@@ -21,7 +21,6 @@ from tpuembed.manifest import Manifest
 from tpuembed.native_lookup import NativeLookups, available
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(bool(available()), reason=f"native/lookup.c is not compiled: {available()}"),
 ]
 
@@ -34,7 +33,7 @@ OTHERS = [("float32", False), ("int8", False), ("float32", True)]
 
 @pytest.fixture(
     scope="module",
-    params=[*EXPORTS, *(pytest.param(one, marks=pytest.mark.long) for one in OTHERS)],
+    params=[*EXPORTS, *(pytest.param(one, marks=pytest.mark.nightly) for one in OTHERS)],
     ids=lambda one: f"{one[0]}{'-overlay' * one[1]}",
 )
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:

@@ -66,7 +66,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "arguments",
     [
         pytest.param([str(ROWS), "ones"], id="same"),
-        pytest.param([str(ROWS + ROWS // 4)], id="grown", marks=pytest.mark.long),
+        pytest.param([str(ROWS + ROWS // 4)], id="grown", marks=pytest.mark.nightly),
     ],
 )
 def test_memory_beyond_the_table_is_a_few_pieces(prefix: Path, arguments: list[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.support.checkpoint.named import named_layer, write_named
 from tpuembed import Vocabulary
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 ROWS, DIM = 1 << 19, 64
 LIMIT_KILOBYTES = 100 << 10

@@ -11,8 +11,6 @@ from tests.support.messages import refused
 from tpuembed import FactorizedTopK, in_batch_softmax
 from tpuembed.errors import ConfigError
 
-pytestmark = pytest.mark.slow
-
 Array = np.ndarray[Any, Any]
 
 
@@ -90,7 +88,7 @@ def test_a_temperature_may_be_trained() -> None:
     np.testing.assert_allclose(run(), in_batch_softmax(ones, ones, temperature=2.0))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_correction_makes_up_for_the_sampling() -> None:
     """Trained on pairs where queries choose evenly among what they are shown, and some candidates are shown more often."""
     rng = np.random.default_rng(0)
@@ -193,7 +191,7 @@ class Towers(keras.Model):
         return self.get_metrics_result()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_model_that_learns_its_pairs_finds_them() -> None:
     keras.utils.set_random_seed(0)
     model = Towers(20)

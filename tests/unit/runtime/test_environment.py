@@ -13,7 +13,6 @@ from tpuembed.runtime import environment
 
 
 @pytest.mark.parametrize(("variable", "value"), [("TF_USE_LEGACY_KERAS", "1"), ("KERAS_BACKEND", "numpy")])
-@pytest.mark.slow
 def test_another_keras_is_refused(variable: str, value: str) -> None:
     code = (
         "import tpuembed\nfrom tpuembed import FeatureConfig, TableConfig, TpuEmbedError\n"

@@ -21,7 +21,6 @@ from tpuembed.stats import write_projector
 NAME = 'vidéos "of" people\\'
 
 
-@pytest.mark.slow
 def test_tensorboard_reads_it(tmp_path: Path) -> None:
     rows = np.random.default_rng(1).standard_normal((40, 3)).astype(np.float32)
     write(tmp_path / "ckpt", {NAME: rows})

@@ -67,7 +67,6 @@ def compare(found: TableStats, rows: Any) -> None:
 @given(rows=TABLES)
 @example(rows=np.full((11, 3), np.nan, np.float32))
 @example(rows=np.zeros((3, 2), np.float32))
-@pytest.mark.slow
 def test_rows_of_any_values(tmp_path: Path, rows: Any) -> None:
     found = stats_of(tmp_path, rows)
     compare(found, rows)
@@ -253,7 +252,6 @@ print(kilobytes("VmHWM"), kilobytes("VmHWM") - before)
 """
 
 
-@pytest.mark.slow
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """A sparse file of 1 GB."""
     from tpuembed.tensor_bundle import Entry, shard_path, write_index

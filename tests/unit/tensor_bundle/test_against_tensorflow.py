@@ -146,7 +146,6 @@ def test_partitioned_tf1_saver(tmp_path: Path) -> None:
         np.testing.assert_array_equal(bundle.read("emb"), table)
 
 
-@pytest.mark.slow
 def test_thousands_of_variables(tmp_path: Path) -> None:
     """Several index blocks, with keys that share long prefixes."""
     arrays = {f"model/a_rather_long_name/{index}/x": np.float32(index) for index in range(6000)}

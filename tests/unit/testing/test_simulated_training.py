@@ -19,8 +19,6 @@ from tpuembed import SGD, Adagrad, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.testing import simulated_tpu
 
-pytestmark = pytest.mark.slow
-
 REFUSED = {"ftrl from zero", "sgd, clipped and decayed", "adagrad, clipped and decayed", "adam, every row"}
 """Optimizers that SparseCores do not have."""
 
@@ -50,7 +48,7 @@ def assert_same(found: Mapping[str, Array], truth: Mapping[str, Array]) -> None:
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-6 * unit, err_msg=name)
 
 
-@pytest.mark.parametrize(("replicas", "sparse_cores"), [(1, 4), (2, 2), pytest.param(4, 4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("replicas", "sparse_cores"), [(1, 4), (2, 2), pytest.param(4, 4, marks=pytest.mark.nightly)])
 @pytest.mark.sampled(1)
 def test_every_optimizer_trains_as_on_the_host(replicas: int, sparse_cores: int) -> None:
     features = tables()

@@ -326,7 +326,6 @@ def test_a_sketch_is_never_too_low() -> None:
         assert (found == exact).mean() > 0.999
 
 
-@pytest.mark.slow
 def test_a_sketch_ages() -> None:
     sketch, keys = Sketch(), np.arange(600_000)
     sketch.count(np.array([-7]), np.array([100]))
@@ -434,7 +433,6 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["string", "int64"])
-@pytest.mark.slow
 def test_the_same_names_have_the_same_rows(dtype: Any) -> None:
     """Against the lists of both. Rows without a name count too."""
     random, seen = np.random.default_rng(1), set[bool]()

@@ -135,7 +135,6 @@ def test_hostile_names() -> None:
     assert mine.lookup([b"x" * 999_998, b"A"]).tolist() == [UNKNOWN] * 2
 
 
-@pytest.mark.slow
 def test_names_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(name_arrays, "fingerprints", lambda batch, salt, key: fingerprints(batch, salt, key) % 500)
     mine, expected = Vocabulary(), Reference(0)

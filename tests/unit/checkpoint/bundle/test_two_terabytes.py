@@ -116,7 +116,7 @@ print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("pieces", [1, 64])
 def test_a_gigabyte_across_the_32_bit_border(prefix: Path, pieces: int) -> None:
     step = (1 << 22) // pieces

@@ -485,8 +485,7 @@ def test_two_terabytes_of_nothing(tmp_path: Path) -> None:
 # ---- verify
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_flipped_bit_of_an_archived_row_is_found(tmp_path: Path) -> None:
     keras = write_archive(tmp_path / "m.keras", write_tables(tmp_path / "m.weights.h5", {"user": TABLE}))
     assert verify_files(keras).damaged == ()

@@ -24,8 +24,6 @@ import pytest
 from tests.support.checkpoint.orbax_trees import write_tree
 from tests.support.stores import GcsStub
 
-pytestmark = pytest.mark.slow
-
 ROWS = np.arange(92, dtype=np.float32).reshape(23, 4)
 SCRIPT = """
 import sys
@@ -134,7 +132,7 @@ def test_a_store_that_is_busy(stub: GcsStub) -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_store_that_never_answers(stub: GcsStub) -> None:
     started = time.monotonic()
     with silent_server() as url:

@@ -534,7 +534,7 @@ print(crc, peak)
 
 
 @pytest.mark.parametrize(
-    "chunk_mib", [128, pytest.param(16, marks=pytest.mark.long), pytest.param(256, marks=pytest.mark.long)]
+    "chunk_mib", [128, pytest.param(16, marks=pytest.mark.nightly), pytest.param(256, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("ocdbt", [False, True], ids=["files", "ocdbt"])
 class TestMemory:
@@ -548,7 +548,6 @@ class TestMemory:
 
     @pytest.mark.sampled(1)
     @pytest.mark.parametrize("compressed", [True, False], ids=["zstd", "plain"])
-    @pytest.mark.slow
     def test_one_after_another_and_spread(self, compressed: bool, chunk_mib: int, ocdbt: bool, tmp_path: Path) -> None:
         """128 MiB, however large a chunk is."""
         pytest.importorskip("zstandard", reason="needs zstandard, of the extra [jax]")
@@ -636,7 +635,6 @@ def s3() -> Iterator[S3]:
 
 class TestStores:
     @pytest.mark.parametrize("ocdbt", [False, True])
-    @pytest.mark.slow
     def test_rows_in_s3_are_those_of_the_disk(
         self, ocdbt: bool, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

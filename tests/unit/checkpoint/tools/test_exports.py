@@ -16,8 +16,6 @@ from tpuembed.checkpoint.tools import diff_checkpoints, read_rows
 from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed_cli.main import cli
 
-pytestmark = pytest.mark.slow
-
 ROWS = {"users": 40, "videos": 25, "wide": 30}
 DIMS = {"users": 6, "videos": 6, "wide": 12}
 
@@ -44,7 +42,7 @@ def looked_up(version: Path, table: str, ids: Any) -> Any:
     return signature(**inputs)[table].numpy()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
 def test_rows_are_what_lookups_answer(tmp_path: Path, tables: dict[str, Any], storage: Any, layout: str) -> None:
@@ -56,7 +54,7 @@ def test_rows_are_what_lookups_answer(tmp_path: Path, tables: dict[str, Any], st
         assert len(read_rows(version, name).values) == 5
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("storage", ["float32", "int8"])
 def test_of_some_rows_the_numbers_are_those_of_training(tmp_path: Path, tables: dict[str, Any], storage: Any) -> None:
     version = exported(tmp_path, tables, storage=storage, rows={"users": (10, 31)})
@@ -71,7 +69,7 @@ def test_of_some_rows_the_numbers_are_those_of_training(tmp_path: Path, tables: 
     assert (found["users"].rows_changed == 0) == (storage == "float32")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_versions_are_compared_row_by_row(tmp_path: Path, tables: dict[str, Any]) -> None:
     first = exported(tmp_path, tables)
     changed = {name: table.copy() for name, table in tables.items()}
@@ -92,7 +90,7 @@ def test_two_versions_are_compared_row_by_row(tmp_path: Path, tables: dict[str, 
     assert videos.largest_abs.by == pytest.approx(expected)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_checkpoint_and_its_export_are_the_same(tmp_path: Path, tables: dict[str, Any]) -> None:
     version = exported(tmp_path, tables, tables=["users", "wide"])
     found = diff_checkpoints(tmp_path / "ckpt", version)
@@ -100,7 +98,7 @@ def test_a_checkpoint_and_its_export_are_the_same(tmp_path: Path, tables: dict[s
     assert (found.removed, found.added) == (("videos",), ())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_int8_is_compared_decoded(tmp_path: Path, tables: dict[str, Any]) -> None:
     version = exported(tmp_path, tables, storage="int8")
     for table in diff_checkpoints(tmp_path / "ckpt", version).tables:
@@ -110,7 +108,7 @@ def test_int8_is_compared_decoded(tmp_path: Path, tables: dict[str, Any]) -> Non
         assert table.largest_abs.by == pytest.approx(np.abs(tables[table.name] - decoded).max())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_commands(tmp_path: Path, tables: dict[str, Any]) -> None:
     version = exported(tmp_path, tables)
     shown = CliRunner().invoke(cli, ["head", str(version), "videos", "--rows", "3:5", "--json"])
@@ -133,7 +131,7 @@ def test_what_an_export_does_not_have_is_refused(tmp_path: Path, tables: dict[st
         read_rows(version, "wide", 25, 30)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_serving_a_version_names_the_command_that_serves_its_model(tmp_path: Path, tables: dict[str, Any]) -> None:
     version = exported(tmp_path, tables)
     shown = CliRunner().invoke(cli, ["serve", str(version), "--rest-port", "0"])

@@ -29,8 +29,6 @@ from tpuembed.saved_model import relocate_export
 from tpuembed.tensor_bundle import Entry, encode_strings, index_path, read_index, shard_path, verification, write_index
 from tpuembed.tensor_bundle.verification import strings_crc
 
-pytestmark = pytest.mark.slow
-
 GOLDENS = Path(__file__).parents[3] / "golden"
 
 
@@ -82,7 +80,7 @@ def test_goldens_are_sound(golden: str) -> None:
     assert verify_files(index.with_suffix("")).damaged == ()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_bit_of_the_data(prefix: Path) -> None:
     """A single flipped bit anywhere in a data file: found, and the tensor and the file named."""
     paths = sorted(prefix.parent.glob("*.data-*"))
@@ -286,7 +284,7 @@ def test_all_that_is_wrong_is_named(layout_export: Path) -> None:
     assert "assets.extra/notes: did not exist when the export was written" in report.unchecked
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_relocated_export_is_whole(export: Path) -> None:
     path = export_saved_model(
         export.parent.parent / "ckpt",
@@ -309,7 +307,7 @@ def test_a_relocated_export_is_whole(export: Path) -> None:
 
 
 @pytest.mark.parametrize("layout_export", ["mmap"], indirect=True)
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_bit_of_the_folder_that_tables_are_mapped_from(layout_export: Path) -> None:
     """`relocate` changes the folder, so the checksum of the graph does not hold it. All tables have the same one."""
     path = layout_export / "saved_model.pb"
@@ -431,7 +429,7 @@ def test_strings_that_are_none(payload: bytes, count: int, size: int) -> None:
         strings_crc([payload], count, size)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     """4 GiB of one table, and a string of 1 GiB: under 128 MB in a process of its own."""
     prefix = tmp_path / "big"

@@ -19,7 +19,6 @@ from tpuembed.export.graph.warmup import WARMUP_PATH
 from tpuembed.manifest import ActivationEntry, FromActivations, Manifest
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.usefixtures("exports_in_this_process"),
     pytest.mark.filterwarnings("ignore:no requests to warm up", "ignore:Leaving out the signature serving_examples"),
 ]
@@ -238,7 +237,7 @@ def test_a_table_that_is_read_whole_is_named(tmp_path: Path) -> None:
     np.testing.assert_allclose(outputs["scores"], rows[[4, 5]] @ rows.T, rtol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_of_a_checkpoint(tmp_path: Path) -> None:
     """The model is built without tables there. Another process would trace it alike."""
     model = whole_model.build()
@@ -250,7 +249,7 @@ def test_of_a_checkpoint(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["score"], expected["score"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_features_that_take_names(layout: str, tmp_path: Path) -> None:
     model = named_model.build()

@@ -19,8 +19,6 @@ from tpuembed.manifest import Manifest
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.tensorflow import session as runtime
 
-pytestmark = pytest.mark.slow
-
 WORDS = ["ant", "bee", "cow"]
 LISTS = [["bee", "ant", "cow"], [], ["cow"]]
 WEIGHTS = [[0.5, 0.0, 2.0], [], [3.0]]
@@ -67,7 +65,7 @@ def objects(rows: Any) -> Any:
     return np.array([[text.encode() for text in row] for row in rows], object)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
 def test_ragged_text_and_weights_are_served(combiner: str, tmp_path: Path) -> None:
     model = weighted(combiner=combiner)
@@ -373,7 +371,7 @@ def test_specs_that_cannot_be(specs: Any) -> None:
         wrap_model((Echo(), specs), "m")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_one_spec_is_exported_and_served(tmp_path: Path) -> None:
     class Bag(keras.Model):
         def __init__(self) -> None:

@@ -21,8 +21,6 @@ from tpuembed.manifest import Manifest
 from tpuembed_cli.main import cli
 from tpuembed_serving.tensorflow import session as runtime
 
-pytestmark = pytest.mark.slow
-
 X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
 
 
@@ -252,7 +250,7 @@ def expected_names(structure: Any, path: str = "") -> Iterator[str]:
         yield path or structure[0]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_random_models_answer_each_output_once() -> None:
     for seed in range(60):
         build = Build(seed)
@@ -368,7 +366,7 @@ def served(path: Path, ids: Any) -> dict[str, Any]:
         servable.close()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_both_exporters_and_both_readers(tmp_path: Path) -> None:
     model, ids = ranker(), np.array([0, 8, 3])
     truth = dict(zip(("click", "ranker/watch"), model.predict(ids, verbose=0), strict=True))
@@ -385,7 +383,7 @@ def test_both_exporters_and_both_readers(tmp_path: Path) -> None:
                 np.testing.assert_allclose(found[name], values, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_command_and_a_callback_rename(tmp_path: Path) -> None:
     checkpoint = tf.train.Checkpoint(model=ranker()).write(str(tmp_path / "ckpt"))
     arguments = ["export", checkpoint, str(tmp_path / "m"), "--model", f"{__name__}:ranker", "--json"]
@@ -407,7 +405,7 @@ def test_a_command_and_a_callback_rename(tmp_path: Path) -> None:
     assert served(callback.reports[0].path, np.array([1])).keys() == {"click", "ranker/watch"}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_ragged_input_that_is_an_output(tmp_path: Path) -> None:
     words = keras.Input((None,), dtype="string", ragged=True, name="words")
     ids = keras.layers.StringLookup(vocabulary=["a", "b"], name="ids")(words)

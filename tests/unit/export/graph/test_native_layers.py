@@ -4,15 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
 from tpuembed.compat import keras_rs
 from tpuembed.errors import ConfigError
-
-pytestmark = pytest.mark.slow
 
 
 class DistributedEmbedding(keras.layers.Layer):

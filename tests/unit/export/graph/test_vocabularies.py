@@ -20,8 +20,6 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, Con
 from tpuembed.export.graph.vocabularies import compare_vocabularies, vocabularies_of
 from tpuembed.manifest import MANIFEST_PATH, Manifest
 
-pytestmark = pytest.mark.slow
-
 WORDS = ["ant", "bee", "cow", "doe", "eel"]
 
 
@@ -134,7 +132,7 @@ def test_lookups_inside_of_other_layers(tmp_path: Path) -> None:
         compare_vocabularies(build(WORDS[:2], WORDS[::-1]), tmp_path / "m.keras")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_random_models(tmp_path: Path) -> None:
     """Layers with names and without, given or adapted: the same ones and fewer pass, swapped or shuffled ones are refused."""
     for seed in range(25):
@@ -407,7 +405,7 @@ class Silent(keras.layers.Layer):
         return self.look(x)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_is_called_compared_is_equal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Random models, and factories of which one vocabulary is another one, or is left out: refused, or said to be unknown."""
 

@@ -19,8 +19,6 @@ from tpuembed.export.graph.dense_weights import recorded, restore_dense_weights
 from tpuembed.lookup import FlatIds, gather_grouped
 from tpuembed.runtime.table_scope import deferred_tables
 
-pytestmark = pytest.mark.slow
-
 HEADS = ("click", "like", "watch")
 DIM = 3
 IDS = np.arange(5)
@@ -282,7 +280,7 @@ _UNUSED_HEADS = "ignore:`build..` was called on layer 'subclassed:UserWarning"
 """Keras warns where a model has heads that its call does not use."""
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.filterwarnings(_UNUSED_HEADS)
 @given(specs(), _FORMS)
 @settings(deadline=None, max_examples=12)
@@ -301,7 +299,7 @@ def test_a_subclassed_model_may_return_some_of_its_heads(tmp_path: Path, outputs
 
 
 @pytest.mark.filterwarnings(_UNUSED_HEADS)
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @given(specs(), _FORMS)
 @settings(deadline=None, max_examples=150)
@@ -474,7 +472,7 @@ def test_a_config_tells_unnamed_layers_apart(tmp_path: Path, first: Head, second
     _compare_heads(tmp_path, {"h0": first, "h1": second}, options, ["h1", "h0"], ["h1", "h0"])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @given(_heads(), st.data())
 @settings(deadline=None, max_examples=150)
@@ -621,7 +619,7 @@ def _recurrent() -> Any:
 
 @pytest.mark.parametrize("form", ["model", "h5", "keras"])
 @pytest.mark.parametrize("make", [Prefixed, _recurrent])
-@pytest.mark.long
+@pytest.mark.nightly
 def test_names_made_of_names_that_keras_makes_up_are_no_evidence(tmp_path: Path, make: Any, form: str) -> None:
     def train() -> Any:
         ids, x = _inputs()

@@ -19,7 +19,7 @@ from tpuembed.export.graph.keras_model import KerasModel
 from tpuembed.manifest import Manifest
 from tpuembed_serving.tensorflow import session as runtime
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exports_in_this_process")]
+pytestmark = [pytest.mark.usefixtures("exports_in_this_process")]
 
 IDS = np.array([0, 6, 3])
 
@@ -107,7 +107,7 @@ def check(path: Path, inputs: dict[str, Any], truth: dict[str, Any], through_c: 
             np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("whole", "layout"),
     [(("items",), "variables"), (("items", "users"), "mmap"), (("other",), "mmap"), ((), "variables")],
@@ -128,7 +128,7 @@ def test_numbers_of_both_exporters_in_every_reader(whole: tuple[str, ...], layou
             assert [table for table, stack in stacks.items() if stack == stacks[name]] == [name]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_subclassed_model(tmp_path: Path) -> None:
     model, spec = subclassed()
     truth = trained_after(model)(tf.constant(IDS))
@@ -164,7 +164,7 @@ class Compatible(keras.Model):
         }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [tfrs.TPUEmbedding, tfrs.PartialTPUEmbedding])
 def test_layers_of_tensorflow_recommenders_names(kind: Any, tmp_path: Path) -> None:
     spec = tf.TensorSpec([None], tf.int64, name="id")
@@ -176,7 +176,7 @@ def test_layers_of_tensorflow_recommenders_names(kind: Any, tmp_path: Path) -> N
     check(saved.path, {"id": IDS}, truth)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_models_that_cannot_read_a_table_are_not_traced_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +216,7 @@ class Decorated(keras.Model):
         return query @ tf.transpose(self.embedding.embedding_tables[self.config]) if self.whole else query
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:no requests to warm up")  # the kept function does not take zeros for its tables
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_call_that_is_a_function_itself(whole: bool, tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ class Best(Scores):
         return (shape[0],)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:no requests to warm up")  # a table that large is not tried with zeros
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_no_copy_at_load_nor_per_request(layout: str, tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_mode
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 from tpuembed.manifest import Manifest
 
-pytestmark = pytest.mark.slow
-
 ROWS, DIM = 40, 4
 
 

@@ -20,8 +20,6 @@ from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.engines import choose_engine
 from tpuembed.export.stream.execute import stream_tables
 
-pytestmark = pytest.mark.slow
-
 Change = Callable[[StreamReport, dict[str, str]], Any]
 KEY = "stack_float32_4/.ATTRIBUTES/VARIABLE_VALUE"
 

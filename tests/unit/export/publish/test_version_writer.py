@@ -117,7 +117,6 @@ def test_an_interrupted_export_says_what_is_kept_and_the_next_one_reuses_it(plac
     assert_complete(place, "1")
 
 
-@pytest.mark.slow
 def test_restart_reuses_nothing(place: Place, prefix: Path) -> None:
     with pytest.raises(ExportError, match="kept"):
         export(place, prefix, Interrupted(ExportError("no more.")))

@@ -98,7 +98,6 @@ def test_a_version_that_appears_while_servers_are_asked_removes_none_of_theirs(t
     assert names(model_dir) == ["2", "3", "4"]
 
 
-@pytest.mark.slow
 def test_shared_files_are_not_freed_and_stay_whole(exported: Path, tmp_path: Path) -> None:
     model_dir = moved(exported, tmp_path / "rec")
     before = {info.version: info for info in list_versions(model_dir)}
@@ -113,7 +112,6 @@ def test_shared_files_are_not_freed_and_stay_whole(exported: Path, tmp_path: Pat
     assert not verify_files(str(model_dir / "3")).damaged
 
 
-@pytest.mark.slow
 def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
     model_dir = plain(tmp_path / "rec", 1, 2, 3, 4)
     (model_dir / "5").symlink_to("3")
@@ -245,7 +243,6 @@ def test_running_exports_are_left_alone(exported: Path, tmp_path: Path) -> None:
     assert names(model_dir) == ["3", "4"]
 
 
-@pytest.mark.slow
 def test_a_version_whose_tables_an_export_shares_stays(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,6 @@ from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.manifest import MANIFEST_PATH
 
-pytestmark = pytest.mark.slow
-
 CONFIG = {"features": {"user": {"table": "users", "input": "id"}}}
 ROWS, DIM = 50, 8
 

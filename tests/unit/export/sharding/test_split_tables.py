@@ -22,8 +22,6 @@ from tpuembed.export.run import run_export
 from tpuembed.export.sharding import export as sharding
 from tpuembed.export.sharding.export import plan_shards
 
-pytestmark = pytest.mark.slow
-
 Array = np.ndarray[Any, Any]
 SIZES = {"a": (50, 4), "b": (23, 8), "c": (300, 4)}
 SPLIT = {"a": 3, "b": 2}
@@ -110,7 +108,7 @@ class Split:
         self.front = Front(self.folder)
 
 
-@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.nightly)])
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Split:
     return Split(tmp_path_factory.mktemp("split"), request.param)
 

@@ -21,8 +21,7 @@ def brute_force(rows: npt.NDArray[Any]) -> int | None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_number_of_16_bits(dtype: Any) -> None:
     numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     for number in numbers:

@@ -96,7 +96,6 @@ def test_workers_that_may_have_less_fail(tmp_path: Path) -> None:
         stream_tables(plan, source, tmp_path / "out", choose_engine("local", WORKERS))
 
 
-@pytest.mark.slow
 def test_a_reader_that_needs_more_than_there_is_is_refused_by_name(tmp_path: Path) -> None:
     path = chunked(tmp_path)
     needed = MIB + 8 * MIB  # a chunk, and pieces on the way there

@@ -20,8 +20,6 @@ from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.engines import choose_engine
 from tpuembed.export.stream.shard import Source
 
-pytestmark = pytest.mark.slow
-
 GOLDENS = ["sparse_cores_8_adam", "sparse_cores_2_adagrad_momentum", "partitioned_mod"]
 
 
@@ -78,7 +76,7 @@ def stream(
 
 
 @pytest.mark.parametrize(("name", "storage"), list(zip(GOLDENS, ("float32", "int8", "float32"), strict=True)))
-@pytest.mark.long
+@pytest.mark.nightly
 def test_files_of_dealt_rows_are_read_once(tmp_path: Path, name: str, storage: str) -> None:
     golden = read_golden(f"tpu/{name}")
     stream(golden, tmp_path / "all", "open_not_read_twice", storage=storage)

@@ -24,8 +24,6 @@ from tpuembed.export.stream import resume_log, shard
 from tpuembed.manifest import Manifest
 from tpuembed_cli.main import cli
 
-pytestmark = pytest.mark.slow
-
 ROWS, DIM = 1000, 8
 CONFIG = {"features": {"user": {"table": "users", "input": "id"}}}
 

@@ -194,7 +194,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.slow
 def test_the_same_export_takes_over_what_a_failed_one_left(tmp_path: Path) -> None:
     left = leave(tmp_path, HEADER)
     assert names(left) == ["tables"]

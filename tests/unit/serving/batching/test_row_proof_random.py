@@ -212,14 +212,13 @@ def run(examples: int) -> collections.Counter[str]:
     return counts
 
 
-@pytest.mark.slow
 def test_random_graphs() -> None:
     counts = run(120)
     assert counts["apart and proven"] > 20
     assert counts["mixing"] > 20
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_2000_random_graphs() -> None:
     counts = run(2000)
     assert counts["apart and proven"] > 250

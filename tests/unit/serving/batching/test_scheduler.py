@@ -606,7 +606,6 @@ def test_threads_are_as_many_and_called_as_the_operator_says() -> None:
     assert names == {"mine_0", "mine_1"}
 
 
-@pytest.mark.slow
 def test_a_version_that_is_gone_leaves_nothing_behind() -> None:
     executor = ModelExecutor(threads=1, max_queued=1, timeout_seconds=10, batching=BatchingSettings(enabled=True))
 

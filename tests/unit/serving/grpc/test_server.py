@@ -208,7 +208,7 @@ def test_a_stop_lets_calls_finish_and_is_seen_by_health_checks(tmp_path: Path) -
     asyncio.run(check())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_idle_front_keeps_its_connection(tmp_path: Path) -> None:
     """The server closed connections of `serve --shards` after three pings."""
 

@@ -147,7 +147,6 @@ def protos(draw: Any) -> tuple[Any, Any]:
 
 @settings(max_examples=400, deadline=None)
 @given(protos())
-@pytest.mark.slow
 def test_any_proto_is_read_as_tensorflow_reads_it_or_refused(case: tuple[Any, Any]) -> None:
     proto, dtype = case
     dims = [dim.size for dim in proto.tensor_shape.dim]

@@ -16,8 +16,6 @@ from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.http.example_requests import example_body
 from tpuembed_serving.models.warmup import WARMUP_PATH
 
-pytestmark = pytest.mark.slow
-
 Spec = tf.TensorSpec
 
 

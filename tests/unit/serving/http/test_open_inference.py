@@ -288,7 +288,6 @@ def test_damaged_requests_are_refused_or_answered(app: ServingApp, at: int, gone
             assert content in body
 
 
-@pytest.mark.slow
 def test_a_large_json_body_is_read_in_pieces(tmp_path: Path) -> None:
     make_version(tmp_path / "m", 1)
     array = np.arange(120_000, dtype=np.int64).reshape(4000, 3, 10)

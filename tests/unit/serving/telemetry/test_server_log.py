@@ -160,7 +160,6 @@ def test_the_import_of_tensorflow_is_silent_and_the_log_is_not(
 NOTES = "import os, sys; from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW as lock\n"
 
 
-@pytest.mark.slow
 def test_tensorflow_itself_is_silent(tmp_path: Path) -> None:
     """It writes notes at its import whatever its log level is."""
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}

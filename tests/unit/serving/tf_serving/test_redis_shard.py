@@ -10,7 +10,6 @@ from tpuembed_serving.tf_serving import redis_shard
 from tpuembed_serving.tf_serving.redis_shard import RedisStates
 
 
-@pytest.mark.slow
 def test_a_redis_that_hangs_ends_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that polls asks all shards, so it waits for none of them for long."""
     monkeypatch.setattr(redis_shard, "_POLL_SECONDS", 0.5)

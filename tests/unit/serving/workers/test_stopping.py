@@ -20,8 +20,6 @@ from tests.support.serving.served import BODY, PREDICT, Served, predict_request
 from tpuembed_serving.core.servable import Merging, Signature
 from tpuembed_serving.workers.stopping import Stop, StopStage, WorkerStop
 
-pytestmark = pytest.mark.slow
-
 REQUEST = b"POST /v1/models/m:predict HTTP/1.1\r\nhost: s\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
 BY_ASGI = REQUEST.replace(b"host: s", b"host: s\r\nconnection: x")
 GOOD = (200, {"predictions": [2, 4]})

@@ -18,8 +18,6 @@ from tpuembed.export.stream.engines import choose_engine
 from tpuembed.export.stream.execute import stream_tables
 from tpuembed.files import put
 
-pytestmark = pytest.mark.slow
-
 Trouble = Callable[[S3Request], tuple[int, str] | None]
 
 

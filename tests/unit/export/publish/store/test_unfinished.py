@@ -28,8 +28,6 @@ from tpuembed.export.publish.store import lease
 from tpuembed.export.publish.store.record import Owner, StoreRecord
 from tpuembed.export.publish.store.writer import StoreWriter
 
-pytestmark = pytest.mark.slow
-
 
 def test_restart_begins_anew_and_leaves_nothing(server: S3, proxy: S3Proxy, bucket: str, prefix: Path) -> None:
     fail_half_way(proxy, f"s3://{bucket}/m", prefix)

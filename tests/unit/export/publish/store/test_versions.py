@@ -17,8 +17,6 @@ from tpuembed.export.publish.store import lease
 from tpuembed.export.publish.store.record import StoreModelDir
 from tpuembed.export.run import choose_writer
 
-pytestmark = pytest.mark.slow
-
 
 def test_versions_follow_each_other(server: S3, bucket: str, prefix: Path) -> None:
     url = f"s3://{bucket}/deep/models"

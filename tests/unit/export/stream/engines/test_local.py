@@ -38,8 +38,6 @@ from tpuembed.export.stream.engines import Engine, choose_engine, default_worker
 from tpuembed.export.stream.shard import ShardResult
 from tpuembed.tensor_bundle import shard_path
 
-pytestmark = pytest.mark.slow
-
 WORKERS = 2
 
 

@@ -99,7 +99,6 @@ def test_a_value_of_another_type_is_still_an_error() -> None:
         decoded({"instances": [[1, 2], [1.5]]}, IDS, PADDING["ids"])
 
 
-@pytest.mark.slow
 def test_one_long_list_does_not_fill_the_memory() -> None:
     """A body of 250 KB became lists of gigabytes, on the event loop."""
     slow: list[int] = []
