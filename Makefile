@@ -6,27 +6,29 @@ STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.demo
 RATINGS := .data/ml-100k.inter
 EXTRAS := tf,serve,hdf5,jax,cloud,parquet,ray,redis,dev
+# Without --no-compile, pip compiles each module of TensorFlow and Ray, of which tests import a tenth: Python compiles those itself.
+INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 # The lowest versions that pyproject.toml allows, and the highest Python that it names.
 OLDEST := tensorflow==2.19.1 keras==3.11.0
 NEWEST_PYTHON ?= 3.13
 # Where their interfaces are met; `make test-long` runs all unit and conformance tests with both.
 OLDEST_TESTS := $(addprefix tests/unit/,layer export/graph checkpoint/keras) tests/e2e/test_road.py
 NEWEST_TESTS := $(addprefix tests/unit/,config files serving/core serving/http) tests/e2e/test_road.py
-MARKS := not long and not slow
+MARKS := not nightly
 ALL_UNITS := tests/unit tests/conformance tests/e2e/test_road.py
 
 # Each process that a test starts would compile the project once more.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo load-tools test test-slow test-docs test-clients test-console test-long test-oldest test-newest-python tpu-proof check docs package bench format clean
+.PHONY: help demo load-tools test test-nightly test-docs test-clients test-console test-long test-oldest test-newest-python tpu-proof check docs package bench format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	$(BIN)/python -m $(INSTALL) -e '.[$(EXTRAS)]'
 	@touch $(STAMP) $(DEMO)
 
 tpuembed/_lookup.so: native/lookup.c native/search.c native/rows.h native/build.py  # an installation compiles it too
@@ -46,10 +48,7 @@ demo: $(DEMO)  ## train, checkpoint, export, serve and predict, end to end; inst
 	$(BIN)/tpuembed demo
 
 test: $(STAMP) tpuembed/_lookup.so $(RATINGS) load-tools  ## the test suite, or one room of it: make test AREA=serving/batching
-	$(BIN)/python -m pytest -n 2 $(if $(AREA),-m "not long" tests/unit/$(AREA),-m "$(MARKS)" tests)
-
-test-slow: $(STAMP) tpuembed/_lookup.so $(RATINGS) load-tools  ## whole servers, exports and commands: what takes seconds
-	$(BIN)/python -m pytest -n 2 -m "slow and not long" tests
+	$(BIN)/python -m pytest -n 2 -m "$(MARKS)" $(if $(AREA),tests/unit/$(AREA),tests)
 
 load-tools:  # wrk, h2load and redis-server, where tests are those of CI; elsewhere tests without them are skipped by name
 	@if [ -n "$$CI" ] && [ "$$(id -u)" = 0 ] && ! { command -v wrk && command -v h2load && command -v redis-server; } >/dev/null; then \
@@ -60,25 +59,26 @@ test-docs: $(STAMP) load-tools  ## the pages of docs/tutorials, docs/how-to and 
 
 .venv-clients/.installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	.venv-clients/bin/python -m $(INSTALL) -r $<
 	@touch $@
 
 test-clients: $(STAMP) .venv-clients/.installed  ## tritonclient and KServe's SDK against a whole server, in an environment of their own
-	$(BIN)/python -m pytest -n 0 -m long tests/clients
+	$(BIN)/python -m pytest -n 0 -m nightly tests/clients
 
 test-console: $(STAMP)  ## the server's console in a headless Chromium; screenshots under build/screenshots
 	@command -v chromedriver >/dev/null || [ "$$(id -u)" != 0 ] || { apt-get -qq update && apt-get -qq install -y chromium chromium-driver; }
-	$(BIN)/python -m pytest -n 0 -m long tests/e2e/test_serve_console.py
+	$(BIN)/python -m pytest -n 0 -m nightly tests/e2e/test_serve_console.py
 
-test-long: $(STAMP) tpuembed/_lookup.so $(RATINGS) .venv-clients/.installed load-tools  ## all tests: of `make test`, those with big files, clusters, fuzzing and soaks, and of each TensorFlow and Python
-	$(BIN)/python -m pytest -n 2 -m "not long" tests
-	$(BIN)/python -m pytest -m long --timeout 3600 tests
-	$(MAKE) test-oldest OLDEST_TESTS="$(ALL_UNITS)" MARKS="not long"
-	$(MAKE) test-newest-python NEWEST_TESTS="$(ALL_UNITS)" MARKS="not long"
+test-nightly: $(STAMP) tpuembed/_lookup.so $(RATINGS) .venv-clients/.installed load-tools  ## what `make test` leaves out: whole matrices, big files, clusters, fuzzing, soaks, pages, other clients
+	$(BIN)/python -m pytest -m nightly --timeout 3600 tests
+
+test-long: test test-nightly  ## both, and all unit tests with the oldest TensorFlow and with the newest Python
+	$(MAKE) test-oldest OLDEST_TESTS="$(ALL_UNITS)"
+	$(MAKE) test-newest-python NEWEST_TESTS="$(ALL_UNITS)"
 
 .venv-oldest/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]' $(OLDEST)
+	.venv-oldest/bin/python -m $(INSTALL) -e '.[$(EXTRAS)]' $(OLDEST)
 	@touch $@
 
 test-oldest: .venv-oldest/.installed $(RATINGS)  ## the layer, graphs and one export end to end, with the oldest TensorFlow and Keras
@@ -97,17 +97,17 @@ check: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/lint-imports
 
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -m $(INSTALL) -e '.[docs]'
 	@touch $@
 
 docs: $(VENV)/.docs  ## the documentation's site, under build/docs: a dead link or a broken docstring is an error
 	$(BIN)/python -m sphinx --fail-on-warning --nitpicky --keep-going --quiet -d build/doctrees docs build/docs
 
 package: $(STAMP)  ## sdist and wheel under dist/, checked by twine; the wheel installed and used in a fresh environment
-	$(BIN)/python -m pytest -n 0 -m long tests/package
+	$(BIN)/python -m pytest -n 0 -m nightly tests/package
 
 bench: $(STAMP) tpuembed/_lookup.so  ## every benchmark, as JSON and a table under benchmarks/results/
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	$(BIN)/python -m $(INSTALL) -e '.[bench]'
 	$(BIN)/python -m benchmarks
 
 format: $(STAMP)  ## rewrite the source as `make check` wants it

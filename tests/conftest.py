@@ -30,10 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-_QUICK = ("test_road.py", "test_demo.py")
-"""Modules of tests/e2e that `make test` runs: one road through training, export and serving."""
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     base = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
@@ -46,16 +42,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     current().collected((item.nodeid for item in items), config.args)
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.path.parent.name == "e2e" and item.path.name not in _QUICK:
-            item.add_marker("slow")
-        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("long") is None:
+        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("nightly") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in cases.values():
         count = found[0].get_closest_marker("sampled").args[0]  # type: ignore[union-attr]
         kept = {number * len(found) // count for number in range(count)}
         for number, item in enumerate(found):
             if number not in kept:
-                item.add_marker("long")
+                item.add_marker("nightly")
 
 
 def pytest_collection_finish() -> None:

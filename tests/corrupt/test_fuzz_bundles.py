@@ -1,4 +1,4 @@
-"""Damaged checkpoints in tensor bundles: see bundle_fuzzer.py. A sample by default, 100,000 executions per format in `long`."""
+"""Damaged checkpoints in tensor bundles: see bundle_fuzzer.py. A sample by default, 100,000 executions per format nightly."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Mutated weight files of Keras: see keras_fuzzer.py. A small sample by default, 100,000 executions per format in `long`."""
+"""Mutated weight files of Keras: see keras_fuzzer.py. A small sample by default, 100,000 executions per format nightly."""
 
 import collections
 import json

@@ -1,6 +1,6 @@
 """Damage at random to `checkpoint` files and to data files: nothing but a CheckpointError, and never a wrong answer.
 
-A small sample by default, 100,000 executions each in `long`.
+A small sample by default, 100,000 executions each nightly.
 """
 
 import collections

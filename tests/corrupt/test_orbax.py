@@ -471,7 +471,7 @@ def test_damaged_specs_in_the_checkpoint(stacked: Path, text: str) -> None:
 
 
 def test_damage_at_random() -> None:
-    """A sample of what the long test does, in this process."""
+    """A sample of what the nightly test does, in this process."""
     outcomes = orbax_fuzzer.run(3, 400, limit_memory=False)
     assert sum(sum(counts.values()) for counts in outcomes.values()) == 400
     assert sum(counts.get("read", 0) for counts in outcomes.values()) < 200

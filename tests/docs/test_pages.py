@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.pages import NotRun, PageError, run, steps
 
-pytestmark = pytest.mark.nightly  # `make test-docs` runs them, and `make test-long`
+pytestmark = pytest.mark.nightly  # `make test-docs` runs them too
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tutorials", "how-to", "migrate")

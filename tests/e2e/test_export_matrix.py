@@ -1,7 +1,7 @@
 """Every checkpoint format x storage x layout x signature, in Python and through the C API: the rows that the writer saved.
 
-Each row of each table is asked for. In `make test` every format is exported once, formats in turn in the storage types and the
-layouts; `make test-long` has the whole matrix.
+Each row of each table is asked for. Every format is exported once, formats in turn in the storage types and the layouts; then
+the whole matrix.
 """
 
 import dataclasses

@@ -16,7 +16,7 @@ import pytest
 import tpuembed
 from tpuembed.native_lookup import VARIANTS
 
-pytestmark = pytest.mark.nightly  # `make package` runs them, and `make test-long`
+pytestmark = pytest.mark.nightly  # `make package` runs them too
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"tpuembed": ROOT, "tpuembed_serving": ROOT / "serving", "tpuembed_cli": ROOT / "cli"}

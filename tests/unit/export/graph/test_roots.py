@@ -12,7 +12,7 @@ from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model, open_checkpoint
 from tpuembed.errors import TpuEmbedError, UnknownObjectError
 
-pytestmark = [pytest.mark.usefixtures("exports_in_this_process")]
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
 
 def tower(feature: str, table: str, last: str | None = "score") -> Any:

@@ -19,7 +19,7 @@ from tpuembed.export.graph.keras_model import KerasModel
 from tpuembed.manifest import Manifest
 from tpuembed_serving.tensorflow import session as runtime
 
-pytestmark = [pytest.mark.usefixtures("exports_in_this_process")]
+pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
 IDS = np.array([0, 6, 3])
 
