@@ -93,14 +93,19 @@ def resident_bytes(server: ServerProcess, name: str = "VmRSS") -> int:
 def test_a_large_answer_to_a_small_body_stalls_nobody(server: ServerProcess) -> None:
     """240 KiB of numbers, and 8 MiB of outputs."""
     body = json.dumps({"signature_name": "wide", "instances": [1.5] * 32_000})
-    with Probe(server) as probe:
-        status, found = server.predict(body)
-    assert status == 200
-    assert len(found["predictions"]) == 32_000
-    assert found["predictions"][-1][7] == pytest.approx(1.5)
+    stalls = []
+    for _ in range(3):  # other processes may take the processors once; the server's own stall comes each time
+        with Probe(server) as probe:
+            status, found = server.predict(body)
+        assert status == 200
+        assert len(found["predictions"]) == 32_000
+        assert found["predictions"][-1][7] == pytest.approx(1.5)
+        assert len(probe.seconds) > 10
+        stalls.append(statistics.quantiles(probe.seconds, n=20)[-1])
+        if stalls[-1] < 0.25:
+            break
     # The event loop itself had to stop for 590 ms; here threads share the processor with it.
-    assert statistics.quantiles(probe.seconds, n=20)[-1] < 0.25
-    assert len(probe.seconds) > 10
+    assert min(stalls) < 0.25, stalls
 
 
 @pytest.mark.nightly
@@ -231,23 +236,25 @@ def test_bad_requests_fill_no_log(server: ServerProcess) -> None:
 
 
 def test_work_for_a_client_that_has_left_stops(server: ServerProcess) -> None:
-    """A second later the server does nothing."""
+    """It stops within two seconds of the server's own processor time, however little of it a busy machine gives."""
+
+    def ticks() -> int:
+        fields = Path(f"/proc/{server.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return int(fields[11]) + int(fields[12])
+
     body = json.dumps({"signature_name": "wide", "instances": [1.5] * 200_000}).encode()
+    before = ticks()
     with socket.create_connection((server.host, server.port), 20) as client:
         client.setsockopt(
             socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
         )  # a reset: a FIN may be half a close
         client.sendall(post(server, body=body))
         time.sleep(0.3)
-    time.sleep(2)
-
-    def ticks() -> int:
-        fields = Path(f"/proc/{server.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return int(fields[11]) + int(fields[12])
-
-    before = ticks()
-    time.sleep(1)
-    assert ticks() - before < 50
+    spent = before - 10
+    while ticks() - spent >= 10:  # until it does nothing for a second
+        spent = ticks()
+        assert spent - before < 230
+        time.sleep(1)
     assert server.predict({"instances": [1]})[0] == 200
 
 

@@ -474,7 +474,11 @@ class Failing(Gated):
         return outputs
 
 
-def test_runs_that_fail_take_a_small_part_of_the_time_while_others_are_answered() -> None:
+def test_runs_that_fail_take_a_small_part_of_the_time_while_others_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Others count as answered for 20 ms. A busy machine may take longer than that between two steps of the test.
+    monkeypatch.setattr(scheduler, "_BUSY_SECONDS", 60.0)
     servable = Failing(Merging(is_proven=True))
     here = Scene(servable, batching=BatchingSettings(enabled=True))
     servable.gate.set()
