@@ -20,6 +20,8 @@ from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.orbax import arrays, chunk_streams
 from tpuembed.errors import CheckpointCorruptError
 
+pytestmark = pytest.mark.nightly
+
 zstandard = pytest.importorskip("zstandard", reason="needs zstandard, of the extra [jax]")
 
 ROWS = np.random.default_rng(0).normal(size=(9_000, 16)).astype(np.float32)
@@ -217,7 +219,6 @@ def test_whatever_tensorstore_says(chunk: Path) -> None:
     assert refusals > 100
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_whatever_tensorstore_says_of_many(chunk: Path) -> None:
     assert sum(compare(chunk, 1, 20_000)) == 20_000

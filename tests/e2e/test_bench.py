@@ -24,6 +24,8 @@ from tests.support.serving.doubles import wait_for
 from tests.support.serving.models import save_scale
 from tests.support.serving.process import SCRIPT, ServerProcess, run_command
 
+pytestmark = pytest.mark.nightly
+
 KEY = "the-key-of-this-test-0123456789"
 
 
@@ -53,7 +55,6 @@ def answers(server: ServerProcess) -> int:
     return sum(model["traffic"]["answers"] for model in state["models"] if model["traffic"])
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("client", ["own", "wrk", "h2load"])
 def test_its_count_is_the_servers(folder: Path, tmp_path: Path, client: str) -> None:
     """A rate of R in one second is R answers there, and some of the warm-up."""
@@ -82,7 +83,6 @@ def test_its_count_is_the_servers(folder: Path, tmp_path: Path, client: str) -> 
     assert found["best"] is None
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("client", ["own", "wrk"])
 def test_bodies_are_sent_as_they_are(tmp_path: Path, client: str) -> None:
     if client != "own" and shutil.which(client) is None:
@@ -141,7 +141,6 @@ def test_the_example_of_a_server_with_a_key(folder: Path, tmp_path: Path) -> Non
         said(command.stderr.replace(str(server.port), "PORT"))
 
 
-@pytest.mark.nightly
 def test_settings_of_a_folder_are_tried(folder: Path) -> None:
     load = ("--concurrency", "1,4", "--duration", "1", "--rounds", "1", "--workers", "1", "--max-batch-rows", "512,64")
     found = measured(str(folder / "scale"), *load)
@@ -152,7 +151,6 @@ def test_settings_of_a_folder_are_tried(folder: Path) -> None:
     assert all(one["server_processors"] > 0 for one in found["measurements"])
 
 
-@pytest.mark.nightly
 def test_a_folder_that_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "saved_model.pb").write_bytes(b"no model")
@@ -161,7 +159,6 @@ def test_a_folder_that_does_not_load(tmp_path: Path) -> None:
     assert "did not become ready" in found.stderr
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_leaves_no_process(folder: Path, number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "bench", str(folder / "scale"), "--duration", "60", "--workers", "1"]

@@ -27,7 +27,7 @@ from tpuembed.export import plan_saved_model
 from tpuembed.files import open_bytes, remote
 from tpuembed.manifest import Manifest
 
-pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("exports_in_this_process")]
 
 CONFIG = {"features": {"user": {"table": "users", "input": "id"}, "seen": {"table": "videos", "input": "id"}}}
 POOLED = {"features": {"user": {"table": "users", "input": "id"}, "seen": {"table": "videos", "combiner": "sum"}}}
@@ -75,7 +75,6 @@ class Road:
             (package / "package.sig").write_text(hmac.new(key, content, hashlib.sha256).hexdigest())
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "storage"), [("mmap", "float32"), ("variables", "int8")])
 @pytest.mark.parametrize("materialise", [False, True])
 def test_a_version_of_a_package_has_the_exported_rows(
@@ -96,7 +95,6 @@ def test_a_version_of_a_package_has_the_exported_rows(
     assert [info.version for info in list_versions(road.trainer)] == [1]
 
 
-@pytest.mark.nightly
 def test_the_served_numbers_are_those_of_the_package(tmp_path: Path) -> None:
     tf = pytest.importorskip("tensorflow")
     road = Road(tmp_path, layout="mmap", serving_config=POOLED)
@@ -118,7 +116,6 @@ def _manifest(version: Path) -> Manifest:
     return manifest
 
 
-@pytest.mark.nightly
 def test_packages_of_other_bases_are_refused(tmp_path: Path) -> None:
     road = Road(tmp_path)
     package = road.package()
@@ -295,7 +292,6 @@ def test_a_signature_that_is_no_file(tmp_path: Path) -> None:
         apply_package(package, road.server, trusted_key=_key(tmp_path))
 
 
-@pytest.mark.nightly
 def test_unknown_fields_of_errors_are_left_out(tmp_path: Path) -> None:
     """They are of a newer version."""
     road = Road(tmp_path, storage="int8")
@@ -333,7 +329,6 @@ def test_refusals(tmp_path: Path, road: Road) -> None:
     assert not (tmp_path / "p").exists()
 
 
-@pytest.mark.nightly
 def test_keep_leaves_the_base_of_the_next_package(tmp_path: Path) -> None:
     """A full version reads no base, but the next package does."""
     road = Road(tmp_path)
@@ -424,7 +419,6 @@ def _no_links(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """Packages are written there, and applied with `materialise`."""
@@ -449,7 +443,6 @@ def test_prune_removes_what_a_killed_apply_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in road.server.iterdir()) == [".staging-compact-1", "1"]
 
 
-@pytest.mark.nightly
 def test_a_newest_version_that_cannot_be_read_is_no_base(tmp_path: Path) -> None:
     road = Road(tmp_path)
     road.change()
@@ -461,7 +454,6 @@ def test_a_newest_version_that_cannot_be_read_is_no_base(tmp_path: Path) -> None
         assert road.export(road.trainer, base="latest").base is None
 
 
-@pytest.mark.nightly
 def test_packages_are_named_as_such(road: Road) -> None:
     """By commands that take versions."""
     for call in (open_tables_of, compact_version, rollback_version):
@@ -483,7 +475,6 @@ def test_a_version_stays_applied_if_old_ones_cannot_be_removed(tmp_path: Path, m
         assert apply_package(road.packages, road.server, keep=1).path.is_dir()
 
 
-@pytest.mark.nightly
 def test_packages_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with moto_server() as server:
         for name, value in server.environment.items():
@@ -502,7 +493,6 @@ def test_packages_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     remote._store.cache_clear()
 
 
-@pytest.mark.nightly
 def test_follow_beside_a_server(tmp_path: Path) -> None:
     """Each package that appears becomes a version that the server answers with. SIGTERM ends it, and nothing is left."""
     road, out = Road(tmp_path, layout="mmap"), tmp_path / "out"
@@ -534,7 +524,6 @@ def test_follow_beside_a_server(tmp_path: Path) -> None:
     assert "removed versions 2" in out.read_text()
 
 
-@pytest.mark.nightly
 def test_follow_says_that_another_version_has_the_number(tmp_path: Path) -> None:
     """A compaction beside the follower took it. A package that the follower's last run has applied is no error."""
     road = Road(tmp_path)
@@ -567,7 +556,6 @@ def _wait_for_words(words: str, log: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.nightly
 def test_the_commands(tmp_path: Path) -> None:
     road = Road(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

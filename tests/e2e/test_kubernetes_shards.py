@@ -17,7 +17,7 @@ from tests.support.serving.process import ServerProcess
 from tests.support.stores import S3, moto_server
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_shards
 
-pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("exports_in_this_process")]
 
 FOLDER = Path(__file__).parents[2] / "docker" / "k8s" / "sharded"
 SHARDS = ("shard-0", "shard-1")
@@ -68,7 +68,6 @@ def assert_healthy(server: ServerProcess, probe: Any) -> None:
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
-@pytest.mark.nightly
 def test_shards_pull_from_the_store_and_move_to_new_versions(
     store: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

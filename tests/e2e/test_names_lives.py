@@ -22,6 +22,8 @@ from tpuembed import (
     export_saved_model,
 )
 
+pytestmark = pytest.mark.nightly
+
 Array = np.ndarray[Any, Any]
 ROWS, DIM, RATE, START = 60, 3, 0.1, 0.1
 SLOPES = np.array([1.0, 2.0, -0.5], np.float32)
@@ -181,7 +183,6 @@ def test_a_life_keeps_each_name_on_its_row(tmp_path: Path) -> None:
     live(1, 9, tmp_path)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(2, 14))
 def test_many_lives_keep_each_name_on_its_row(seed: int, tmp_path: Path) -> None:
     live(seed, 25, tmp_path)

@@ -21,7 +21,7 @@ from tpuembed.retrieval import measure_recall, write_vectors
 from tpuembed.tensor_bundle import Bundle
 from tpuembed_serving.tensorflow import session as runtime
 
-pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("exports_in_this_process")]
 
 USERS, DIM, K = 40, 6, 15
 
@@ -112,7 +112,6 @@ class Life:
             np.testing.assert_allclose(found["scores"], -np.sort(-scores, 1)[:, :K], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("index", "layout", "names", "storage"),
     [
@@ -156,7 +155,6 @@ def test_a_life_of_candidates(tmp_path: Path, index: str, layout: str, names: bo
     life.check(later, is_exact=index == "exact")
 
 
-@pytest.mark.nightly
 def test_a_package_has_the_changes(tmp_path: Path) -> None:
     life = Life(tmp_path, False, seed=3)
     life.export(tmp_path / "a", index="ivf", layout="mmap", min_recall=1)
@@ -166,7 +164,6 @@ def test_a_package_has_the_changes(tmp_path: Path) -> None:
     life.check(apply_package(package, tmp_path / "b").path, is_exact=False)
 
 
-@pytest.mark.nightly
 def test_too_many_changes_make_a_full_version_with_partitions_of_its_own(tmp_path: Path) -> None:
     life = Life(tmp_path, False, seed=4)
     life.export(tmp_path / "m", index="ivf", min_recall=1)
@@ -195,7 +192,6 @@ def test_too_many_changes_make_a_full_version_with_partitions_of_its_own(tmp_pat
         life.export(tmp_path / "m", index="ivf", metric="cosine", base="latest", delta_to=tmp_path / "deltas")
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_a_damaged_index_is_not_compacted(tmp_path: Path, layout: str) -> None:
     life = Life(tmp_path, False, seed=5)
@@ -217,7 +213,6 @@ def test_a_damaged_index_is_not_compacted(tmp_path: Path, layout: str) -> None:
     assert sorted(path.name for path in (tmp_path / "m").glob("[0-9]*")) == ["1", "2"]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_a_filter_leaves_as_many_as_pass(tmp_path: Path, layout: str) -> None:
     random, count = np.random.default_rng(7), 6000

@@ -18,7 +18,7 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_retrieval
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError
 from tpuembed.retrieval.towers import Tower
 
-pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("exports_in_this_process")]
 
 FILMS, WIDTH, BATCH = 70, 4, 10
 
@@ -98,7 +98,6 @@ def _killed(prefix: str, folder: str, after: int) -> None:
     export(prefix, Path(folder), Films(after, kills=True))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("kills", [False, True])
 def test_what_was_made_is_used_again(prefixes: list[str], tmp_path: Path, made: list[int], kills: bool) -> None:
     whole = export(prefixes[0], tmp_path / "whole", Films())
@@ -132,7 +131,6 @@ CHANGES: dict[str, tuple[dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("change", [*CHANGES, "checkpoint", "metric", "damage", "a torn end"])
 def test_vectors_of_something_else_are_made_anew(
     prefixes: list[str], tmp_path: Path, made: list[int], change: str
@@ -160,7 +158,6 @@ def test_vectors_of_something_else_are_made_anew(
     assert same(found, export(prefix, folder, Films(**changes), **options))
 
 
-@pytest.mark.nightly
 def test_another_root_of_the_checkpoint_is_another_tower(tmp_path: Path, made: list[int]) -> None:
     def towers() -> dict[str, Any]:
         return {"query": query(), "film": embedded("film")}

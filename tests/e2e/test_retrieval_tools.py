@@ -20,7 +20,7 @@ from tpuembed.manifest import Manifest
 from tpuembed.retrieval.recall import measure_recall
 from tpuembed.retrieval.vectors import write_vectors
 
-pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("exports_in_this_process")]
 
 USERS, FILMS, DIM, K = 300, 6000, 5, 10
 NAMES = [b"film \xc3\xa9 %d" % number for number in range(FILMS)]
@@ -60,7 +60,6 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
     return Exports(tmp_path_factory.mktemp("trained"))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "names"), [("variables", False), ("mmap", True)])
 def test_the_measured_recall_is_that_of_the_answers(exports: Exports, tmp_path: Path, layout: str, names: bool) -> None:
     version = exports.export(tmp_path / "m", layout=layout, ids=NAMES if names else None)
@@ -122,7 +121,6 @@ def test_what_has_no_recall_is_refused(exports: Exports, tmp_path: Path) -> None
         measure_recall(version, queries=np.array([USERS]))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("names", [False, True])
 def test_candidates_are_written_with_their_ids(exports: Exports, tmp_path: Path, names: bool) -> None:
     ids = np.arange(FILMS) * 3 - 7000
@@ -172,7 +170,6 @@ def test_rows_of_tables_are_written_with_their_names(exports: Exports, tmp_path:
             write_vectors(exports.prefix, tmp_path / out, table=table)
 
 
-@pytest.mark.nightly
 def test_options_of_a_retrieval_need_one(exports: Exports, tmp_path: Path) -> None:
     end = ["--model", f"{__name__}:query", "--retrieve-from", "table:users"]
     for arguments, says in (

@@ -21,6 +21,7 @@ from tests.support.serving.shards import FEATURES, Cluster, Trained, requests
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model, export_shards
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.usefixtures("exports_in_this_process"),
     pytest.mark.filterwarnings("ignore:no requests to warm up", "ignore:Leaving out the signature serving_examples"),
 ]
@@ -65,7 +66,6 @@ def test_it_says_when_it_is_ready(served: Served) -> None:
     assert "ready: " in served.cluster.front.log
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("served", ["ids"], indirect=True)
 def test_with_several_workers_it_is_ready_when_the_shards_are(served: Served) -> None:
     with ExitStack() as stack:
@@ -122,7 +122,6 @@ def test_wrong_inputs_are_refused_by_the_front(served: Served) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.nightly
 def test_split_tables_of_a_whole_model_add_up(tmp_path: Path) -> None:
     with ExitStack() as stack:
         split = {"a_mean": 2, "c_sqrtn": 3, "d_mean": 2}
@@ -133,7 +132,6 @@ def test_split_tables_of_a_whole_model_add_up(tmp_path: Path) -> None:
         test_ids_outside_their_table_fail_with_its_message(served)
 
 
-@pytest.mark.nightly
 def test_split_tables_of_lookups_add_up(tmp_path: Path) -> None:
     trained, config = Trained(tmp_path), {"features": FEATURES}
     export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=3, split={"c": 3, "a": 2, "b": 2})
@@ -175,7 +173,6 @@ def weights_by_name(**_: Any) -> Any:
     )
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("sharding", [{"shards": 1}, {"shards": 2, "split": {"of_x": 2}}])
 def test_a_feature_that_is_called_as_weights_is_none(tmp_path: Path, sharding: dict[str, Any]) -> None:
     with ExitStack() as stack:
@@ -188,7 +185,6 @@ def test_a_feature_that_is_called_as_weights_is_none(tmp_path: Path, sharding: d
                 np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.nightly
 def test_a_front_of_another_export_is_refused(served: Served, tmp_path: Path) -> None:
     model = whole_model.build(7)
     path = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
@@ -202,7 +198,6 @@ def test_a_front_of_another_export_is_refused(served: Served, tmp_path: Path) ->
         assert front.predict(body)[0] == 503  # no fault of the client
 
 
-@pytest.mark.nightly
 def test_versions_of_fronts_move_under_load_and_no_answer_mixes_two(tmp_path: Path) -> None:
     models = [whole_model.build(seed) for seed in (1, 2)]
     paths = [tf.train.Checkpoint(model=model).write(str(tmp_path / f"ckpt-{n}")) for n, model in enumerate(models)]

@@ -24,7 +24,7 @@ from tpuembed.export.run import run_export
 from tpuembed.export.sharding import export as exporting
 from tpuembed.export.sharding.export import plan_shards
 
-pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("exports_in_this_process")]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,6 @@ def whole(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
     return [export_saved_model(path, folder / "m", serving_config=config).path for path in trained.paths]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("batch", [1, 2, 33, 0])
 def test_shards_answer_as_one_server(cluster: Cluster, whole: list[Path], batch: int) -> None:
     inputs = requests(np.random.default_rng(batch), batch)
@@ -117,7 +116,6 @@ def test_a_call_for_another_shard_is_refused(cluster: Cluster) -> None:
     )
 
 
-@pytest.mark.nightly
 def test_versions_move_under_load_and_no_answer_mixes_two(trained: Trained, whole: list[Path], tmp_path: Path) -> None:
     config = {"features": FEATURES}
     export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=3)
@@ -138,7 +136,6 @@ def test_versions_move_under_load_and_no_answer_mixes_two(trained: Trained, whol
         assert cluster.ask(inputs, version=1)[0] == 1, "the version before is still there"
 
 
-@pytest.mark.nightly
 def test_a_replica_that_dies_or_stops_answering_is_not_missed(
     trained: Trained, whole: list[Path], tmp_path: Path
 ) -> None:
@@ -172,7 +169,6 @@ def test_a_replica_that_dies_or_stops_answering_is_not_missed(
         assert "shard-1" in caught.value.details()
 
 
-@pytest.mark.nightly
 def test_the_placement_of_a_folder_stays(trained: Trained, tmp_path: Path) -> None:
     config = {"features": FEATURES}
     plan = plan_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=2, ids_per_list={"small": 5000})
@@ -192,7 +188,6 @@ def test_the_placement_of_a_folder_stays(trained: Trained, tmp_path: Path) -> No
         export_shards(trained.paths[1], tmp_path / "s", serving_config=config, version=1)
 
 
-@pytest.mark.nightly
 def test_an_interrupted_export_goes_on(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"features": FEATURES}
     made: list[str] = []

@@ -21,7 +21,7 @@ from tests.support.serving.process import ServerProcess
 from tests.support.serving.shards import FEATURES, Cluster, Trained, requests
 from tpuembed import export_saved_model, export_shards
 
-pytestmark = pytest.mark.usefixtures("exports_in_this_process")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("exports_in_this_process")]
 
 KEY = "the-key-of-the-shards-0123456789"
 
@@ -40,7 +40,6 @@ def wait_until_logged(server: ServerProcess, *texts: str) -> None:
     wait_for(lambda: any(text in server.log for text in texts))
 
 
-@pytest.mark.nightly
 def test_shards_behind_tls_and_keys_answer_the_front_alone(trained: Trained, tmp_path: Path) -> None:
     config = {"features": FEATURES}
     export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=2)
@@ -78,7 +77,6 @@ def test_shards_behind_tls_and_keys_answer_the_front_alone(trained: Trained, tmp
             front.process.kill()
 
 
-@pytest.mark.nightly
 def test_a_front_follows_its_certificates_and_its_key(trained: Trained, tmp_path: Path) -> None:
     """All are replaced while it answers, in the order in which none is refused."""
     export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": FEATURES}, shards=2)
@@ -142,7 +140,6 @@ def test_a_front_follows_its_certificates_and_its_key(trained: Trained, tmp_path
         assert not [secret for secret in (KEY, new) if secret in cluster.front.log]
 
 
-@pytest.mark.nightly
 def test_zeros_of_a_dead_shard_are_marked_and_counted(trained: Trained, tmp_path: Path) -> None:
     config = {"features": FEATURES}
     plan = export_shards(trained.paths[0], tmp_path / "s", serving_config=config, shards=2)
@@ -181,7 +178,6 @@ def test_zeros_of_a_dead_shard_are_marked_and_counted(trained: Trained, tmp_path
         assert "shard-0" in caught.value.details()
 
 
-@pytest.mark.nightly
 def test_zeros_of_some_features_of_a_shard_are_refused(trained: Trained, tmp_path: Path) -> None:
     plan = export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": FEATURES}, shards=1)
     with ExitStack() as stack:
@@ -197,7 +193,6 @@ def test_zeros_of_some_features_of_a_shard_are_refused(trained: Trained, tmp_pat
     assert len(plan.shards) == 1
 
 
-@pytest.mark.nightly
 def test_replicas_that_stop_in_turn_are_not_missed(trained: Trained, tmp_path: Path) -> None:
     """A rolling restart: the health check of a server in its lame duck takes it out of the turns."""
     export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": FEATURES}, shards=1)
@@ -214,7 +209,6 @@ def test_replicas_that_stop_in_turn_are_not_missed(trained: Trained, tmp_path: P
         assert max(times) < 5, "no request waited for the one that left"
 
 
-@pytest.mark.nightly
 def test_a_replica_that_hangs_gets_no_more_requests_after_a_while(trained: Trained, tmp_path: Path) -> None:
     export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": FEATURES}, shards=1)
     inputs = requests(np.random.default_rng(4), 2)
@@ -235,7 +229,6 @@ def test_a_replica_that_hangs_gets_no_more_requests_after_a_while(trained: Train
             os.kill(hanging, signal.SIGCONT)
 
 
-@pytest.mark.nightly
 def test_answers_are_never_of_two_exports_under_one_number(trained: Trained, tmp_path: Path) -> None:
     config = {"features": FEATURES}
     for number, path in enumerate(trained.paths):
@@ -313,7 +306,6 @@ def _in_json(value: "np.ndarray[Any, Any]") -> Any:
     return [[one.decode() for one in row] for row in value] if value.dtype == object else value.tolist()
 
 
-@pytest.mark.nightly
 def test_one_part_of_a_table_under_two_names_is_refused(trained: Trained, tmp_path: Path) -> None:
     features = {name: FEATURES[name] for name in ("one", "listed")}
     export_shards(trained.paths[0], tmp_path / "s", serving_config={"features": features}, shards=2, split={"a": 2})

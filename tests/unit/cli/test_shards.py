@@ -15,6 +15,8 @@ from tpuembed import export_saved_model
 from tpuembed.errors import ConfigError
 from tpuembed_cli.main import cli
 
+pytestmark = pytest.mark.nightly
+
 FACTORY = "tests.unit.cli.test_shards:build"
 
 
@@ -54,7 +56,6 @@ def test_a_dry_run_of_a_model_shows_the_front_and_the_parts(checkpoint: str, tmp
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.nightly
 def test_an_export_without_shards_into_a_folder_of_shards_is_refused(checkpoint: str, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     run(checkpoint, str(folder), "--model", FACTORY, "--shards", "1")
@@ -73,7 +74,6 @@ def test_an_export_without_shards_into_a_folder_of_shards_is_refused(checkpoint:
     export_saved_model(checkpoint, folder / "shard-0", model=FACTORY)  # an ordinary folder
 
 
-@pytest.mark.nightly
 def test_the_report_of_a_model_has_the_front(checkpoint: str, tmp_path: Path) -> None:
     options = (checkpoint, str(tmp_path / "s"), "--model", FACTORY, "--shards", "1")
     report = json.loads(run(*options, "--json"))

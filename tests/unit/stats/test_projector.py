@@ -18,6 +18,8 @@ from tests.support.messages import refused
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 from tpuembed.stats import write_projector
 
+pytestmark = pytest.mark.nightly
+
 NAME = 'vidéos "of" people\\'
 
 

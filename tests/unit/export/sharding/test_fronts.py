@@ -34,6 +34,7 @@ from tpuembed.manifest import MANIFEST_PATH, Manifest
 from tpuembed.native_lookup import available
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.filterwarnings("ignore:Leaving out the signature serving_examples", "ignore:no requests to warm up"),
 ]
 
@@ -140,7 +141,6 @@ def test_answers_are_those_of_the_whole_model(ids: Exported, batch: int, hot: in
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.nightly
 def test_answers_to_names_are_those_of_the_whole_model(named: Exported, seed: int) -> None:
     inputs = draw_names(np.random.default_rng(seed), 6, seed * 2)
     expected = named.whole(inputs)
@@ -179,7 +179,6 @@ def test_ids_outside_of_a_split_table_are_for_the_front_to_refuse(split: Exporte
     assert not found[1].any(), "shards take it as zeros"
 
 
-@pytest.mark.nightly
 def test_the_front_has_no_table_and_says_what_the_whole_model_takes(
     ids: Exported, split: Exported, named: Exported
 ) -> None:

@@ -12,6 +12,8 @@ from tests.support.messages import refused
 from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.export.sharding.placement import PlacedShard, TableLoad, place, weighed
 
+pytestmark = pytest.mark.nightly
+
 LOADS = st.builds(TableLoad, st.integers(1, 10**12), st.integers(0, 100))
 TABLES = st.dictionaries(st.text("abcdef", min_size=1, max_size=3), LOADS, min_size=1, max_size=12)
 

@@ -22,6 +22,8 @@ from tpuembed.export.run import run_export
 from tpuembed.export.sharding import export as sharding
 from tpuembed.export.sharding.export import plan_shards
 
+pytestmark = pytest.mark.nightly
+
 Array = np.ndarray[Any, Any]
 SIZES = {"a": (50, 4), "b": (23, 8), "c": (300, 4)}
 SPLIT = {"a": 3, "b": 2}

@@ -29,6 +29,8 @@ from tpuembed_serving.http.json import (
     signature_name,
 )
 
+pytestmark = pytest.mark.nightly
+
 ONE, PAIR, TEXT = {"x": "int64"}, {"a": "int64", "b": "float"}, {"x": "string"}
 
 
@@ -155,7 +157,6 @@ SPLICES += [b'], "b": [', b'"x": 1, ', b'{"b64": "AA=="}', b'"instances": [', b"
 
 @settings(max_examples=1000, deadline=None)
 @given(bodies(), signatures, pieces_of, st.data())
-@pytest.mark.nightly
 def test_so_have_damaged_bodies(body: bytes, inputs: Mapping[str, str], size: int, data: st.DataObject) -> None:
     changed = bytearray(body)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -243,7 +244,6 @@ def test_other_threads_run_while_a_large_body_is_parsed(form: str) -> None:
     assert any(longest_wait_seconds(*LARGE[form]) < whole / 2 for _ in range(3))
 
 
-@pytest.mark.nightly
 def test_it_takes_less_memory() -> None:
     def peak_bytes() -> int:
         tracemalloc.start()
