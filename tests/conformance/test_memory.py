@@ -153,8 +153,8 @@ print(info.rows, total, out[-1].tolist(), peak, resource.getrusage(resource.RUSA
 """
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.sampled(2)
 def test_peak_memory_of_a_whole_table(name: str, tmp_path: Path) -> None:
     make, options = READERS[name]
     command: list[Any] = [sys.executable, "-c", SCRIPT, make(tmp_path), json.dumps(dict(options))]

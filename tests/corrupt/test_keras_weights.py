@@ -216,6 +216,7 @@ def virtual(file: Any) -> None:
         (lambda file: file.__setitem__("stray", TABLE), CheckpointCorruptError, "has 'stray' outside of the groups"),
     ],
 )
+@pytest.mark.sampled(6)
 def test_odd_arrays(path: Path, change: Callable[[Any], object], kind: type[CheckpointError], says: str) -> None:
     spoil(path, change)
     assert re.search(says, refusal(path, kind))

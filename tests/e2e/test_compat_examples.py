@@ -17,6 +17,8 @@ from tests.support.messages import refused
 from tpuembed import open_checkpoint
 from tpuembed.errors import ConfigError
 
+pytestmark = pytest.mark.nightly
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -40,7 +42,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, run(folder, "tfrs_training.py", "out")
 
 
-@pytest.mark.nightly
 def test_tfrs_steps_train(trained: tuple[Path, Any]) -> None:
     _, accuracy = trained
     assert set(accuracy) == {"functional", "subclass", "separate"}
@@ -107,7 +108,6 @@ def test_tfrs_steps_trace_on_tpus() -> None:
         trace("V2")
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_keras_rs_fit_and_evaluate(replicas: int) -> None:
     found = ratings(replicas)
@@ -116,6 +116,5 @@ def test_keras_rs_fit_and_evaluate(replicas: int) -> None:
     assert found["root_mean_squared_error"] ** 2 == pytest.approx(found["loss"], rel=1e-4)
 
 
-@pytest.mark.nightly
 def test_keras_rs_replicas_train_the_same_model() -> None:
     assert ratings(2)["last_epoch"] == pytest.approx(ratings(1)["last_epoch"], rel=1e-3)

@@ -46,6 +46,7 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize("names", [["ann", "bob", "eve"], ["bob", "ann", "eve"], ["ann", "bob"]])
+@pytest.mark.sampled(1)
 def test_names_for_a_model_that_was_trained_with_a_lookup_layer(tmp_path: Path, names: list[str]) -> None:
     """The `.keras` file has the vocabulary of the StringLookup. Other names, or another order, would be other rows."""
     trained = ["ann", "bob", "eve"]
@@ -108,6 +109,7 @@ class OwnLookup(keras.layers.StringLookup):
         ("shifted", "plain", True),
     ],
 )
+@pytest.mark.sampled(3)
 def test_unknown_names_have_the_rows_of_the_trained_lookup(
     tmp_path: Path, trained: str, given: str, fits: bool
 ) -> None:
@@ -248,6 +250,7 @@ class HiddenBeside(Hidden):
 
 @pytest.mark.parametrize("ids", [shifted, through_a_layer, of_a_subclass, after_another, hidden_and_adapted])
 @pytest.mark.parametrize("names", [["ann", "bob", "eve"], ["eve", "bob", "ann"]])
+@pytest.mark.sampled(2)
 def test_names_are_neither_refused_nor_accepted_in_silence_if_the_file_does_not_say_them(
     tmp_path: Path, ids: Any, names: list[str]
 ) -> None:
@@ -278,6 +281,7 @@ def test_names_are_neither_refused_nor_accepted_in_silence_if_the_file_does_not_
 
 
 @pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.sampled(1)
 def test_names_are_not_compared_with_a_lookup_that_is_called_like_the_input_of_an_inner_model(
     tmp_path: Path, swapped: bool
 ) -> None:
@@ -609,6 +613,7 @@ def test_a_tower_of_another_order_than_the_trained_one_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("trained_with", ["names", "both"])
+@pytest.mark.sampled(1)
 def test_a_feature_takes_row_numbers_beside_names_if_it_did_in_training(tmp_path: Path, trained_with: str) -> None:
     """Row numbers of a lookup layer may be of another order than the names."""
     trained = ["ann", "bob", "eve"]

@@ -130,6 +130,7 @@ def test_many_rows_take_the_other_way_to_the_same_numbers(checkpoint: Any, tmp_p
 
 
 @pytest.mark.parametrize("form", ["id", "ids"])
+@pytest.mark.sampled(1)
 def test_an_id_outside_its_table_fails_by_the_tables_name(checkpoint: Any, tmp_path: Path, form: str) -> None:
     path = _export(checkpoint, tmp_path, {"x": {"table": "a", "input": form}, "y": {"table": "b", "input": form}})
     signatures = tf.saved_model.load(str(path)).signatures

@@ -135,7 +135,8 @@ def test_two_exports_at_once_get_two_versions(tmp_path: Path) -> None:
         assert data.read_bytes() == tables["t"].tobytes()
 
 
-@pytest.mark.parametrize("size", [256 * MIB, pytest.param(2048 * MIB, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("size", [256 * MIB, 2048 * MIB])
+@pytest.mark.nightly
 def test_a_large_table_streams_in_little_memory(tmp_path: Path, size: int) -> None:
     """Workers stay under 64 MB whatever the table's size, and TensorFlow gathers the very same rows."""
     rows, prefix = size // 256, tmp_path / "ckpt"

@@ -234,6 +234,7 @@ class _Holder(keras.Model):
 
 
 @pytest.mark.parametrize(("how", "works"), [("list", "w.weights.h5"), ("dict", "w.weights.h5"), ("raw", "ckpt.index")])
+@pytest.mark.sampled(1)
 def test_what_one_kind_of_file_does_not_save_the_other_does(how: str, works: str, tmp_path: Path) -> None:
     def factory() -> Any:
         return _Holder(how), {"ids": tf.TensorSpec([None], tf.int64)}

@@ -20,6 +20,8 @@ from tests.support.serving.doubles import wait_for
 from tests.support.serving.process import ServerProcess, workers
 from tpuembed import export_saved_model
 
+pytestmark = pytest.mark.nightly
+
 ROWS, DIM = 250_000, 64
 TABLE_BYTES = ROWS * DIM * 4
 ROWS_OF_A_PAGE = 4096 // (DIM * 4)
@@ -86,7 +88,6 @@ def touch_every_page(server: ServerProcess, version: int) -> None:
     wait_for(touched)
 
 
-@pytest.mark.nightly
 def test_each_worker_has_half_of_the_pages_that_both_use(server: ServerProcess) -> None:
     touch_every_page(server, 1)
     found = {pid: mapped_bytes(pid, base_path(server)) for pid in workers(server)}
@@ -96,7 +97,6 @@ def test_each_worker_has_half_of_the_pages_that_both_use(server: ServerProcess) 
         assert 0.45 * TABLE_BYTES < share < 0.55 * TABLE_BYTES
 
 
-@pytest.mark.nightly
 def test_versions_swap_and_leave_nothing(server: ServerProcess, exported: Path) -> None:
     """The old version's pages are the page cache's alone again, and no process holds a table of its own."""
     before = {pid: resident_bytes(pid, "RssAnon") for pid in workers(server)}
@@ -118,7 +118,6 @@ def everywhere(server: ServerProcess, target: str, times: int = 40) -> set[str]:
     return {str(ask(server, ONE_ROW, target)) for _ in range(times)}
 
 
-@pytest.mark.nightly
 def test_both_follow_the_config_file(server: ServerProcess) -> None:
     base, path = base_path(server), server.log_path.with_name("models.config")
     label = 'version_labels { key: "stable" value: 3 }'
@@ -159,7 +158,6 @@ def states(server: ServerProcess) -> dict[str, str]:
     return {one["version"]: one["state"] for one in json.loads(found[1])["model_version_status"]}
 
 
-@pytest.mark.nightly
 def test_a_version_is_as_far_as_the_worker_that_is_behind(server: ServerProcess) -> None:
     """One worker is stopped while the other loads a version."""
     base = base_path(server)

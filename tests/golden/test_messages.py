@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.messages import GOLDEN, normalised, parse, render
 
+pytestmark = pytest.mark.nightly
+
 REPOSITORY = Path(__file__).parents[2]
 
 SUITE = """

@@ -249,7 +249,7 @@ def _compare(found: Mapping[str, Any], expected: Callable[[str], Array]) -> None
 )
 @given(data=st.data())
 @SETTINGS
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 def test_every_lookup_of_lists_equals_brute_force(
     combiner: str, policy: str, weighted: bool, few: bool, data: Any
 ) -> None:
@@ -262,6 +262,7 @@ def test_every_lookup_of_lists_equals_brute_force(
 @pytest.mark.parametrize("policy", POLICIES)
 @given(data=st.data())
 @SETTINGS
+@pytest.mark.sampled(1)
 def test_every_lookup_of_sequences_equals_brute_force(policy: str, data: Any) -> None:
     lists = data.draw(random_lists(policy, weighted=False))
     policies = dict(zip(PLACES, POLICIES[policy], strict=True))
@@ -307,6 +308,7 @@ def single_lookups(policy: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("policy", POLICIES)
 @given(data=st.data())
 @SETTINGS
+@pytest.mark.sampled(1)
 def test_every_lookup_of_single_ids_equals_brute_force(policy: str, data: Any) -> None:
     outside = [] if policy == "error" else [-1, -(2**63), 0, 2, 7, 12, 2**40, 2**63 - 1]
     ids = data.draw(st.lists(st.sampled_from([*range(3, 7), *outside]), max_size=6))
@@ -323,6 +325,7 @@ def test_every_lookup_of_single_ids_equals_brute_force(policy: str, data: Any) -
 @pytest.mark.parametrize("way", ["layer", "model", "export", "eager"])
 @given(lists=random_lists("error", weighted=False), data=st.data())
 @SETTINGS
+@pytest.mark.sampled(2)
 def test_an_id_outside_fails_with_one_message_everywhere(way: str, lists: Lists, data: Any) -> None:
     bad = data.draw(st.sampled_from([12, 2**40, 2**63 - 1]))
     row = data.draw(st.integers(0, len(lists)))

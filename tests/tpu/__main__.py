@@ -116,7 +116,7 @@ def _alone() -> Iterator[bool]:
 
 def _tests_pass() -> bool:
     """Whether the tests beside this package's sample pass, none of which may be skipped for want of an environment."""
-    command = [sys.executable, "-m", "pytest", "tests/tpu", "--deselect", "tests/tpu/test_sample.py"]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "tests/tpu", "--deselect", "tests/tpu/test_sample.py"]
     return subprocess.run(command, cwd=REPOSITORY, env={**os.environ, REQUIRED: "1"}, check=False).returncode == 0
 
 

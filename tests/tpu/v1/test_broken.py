@@ -8,6 +8,8 @@ from tests.tpu.v1.checks import CHECKS
 from tests.tpu.v1.models import MODELS
 from tests.tpu.v1.tracing import trace
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("variant", BROKEN, ids=lambda variant: variant.name)
 def test_a_broken_variant_is_caught(variant: Variant) -> None:

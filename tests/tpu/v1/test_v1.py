@@ -12,6 +12,8 @@ from tests.tpu.v1.checks import CHECKS
 from tests.tpu.v1.models import MODELS
 from tests.tpu.v1.tracing import Traced, trace
 
+pytestmark = pytest.mark.nightly
+
 
 @functools.cache
 def traced(name: str) -> Traced:

@@ -24,6 +24,7 @@ ROWS, DIM = 300_000, 32  # large enough to be filled in a graph
         keras.initializers.Constant(0.25),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_large_table_begins_with_its_initializers_numbers(initializer: Any) -> None:
     options = tf.config.optimizer.get_experimental_options()
     rows = initial_rows(TableConfig(ROWS, DIM, "t", initializer=initializer))

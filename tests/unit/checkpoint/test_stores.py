@@ -101,6 +101,7 @@ def test_a_saved_model(tmp_path: Path, upload: Upload) -> None:
 @pytest.mark.parametrize(
     "named", ["ckpt-1", "{url}/ckpt-1", "/home/somebody/ckpt-1", "hdfs://old/ckpt-1", "s3://another-bucket/ckpt-1"]
 )
+@pytest.mark.sampled(3)
 def test_state_files(tmp_path: Path, upload: Upload, named: str) -> None:
     """Relative, of the store's own, or of another place: then the one of that name beside it."""
     save(tmp_path, 1, 2)

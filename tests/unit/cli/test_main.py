@@ -240,6 +240,7 @@ _SERVING = {
         (["{ckpt}", "{tmp}/m", "--max-memory", "8"], "--max-memory is 8"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_bad_input_is_one_line_and_exit_code_1(
     checkpoint: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
@@ -270,6 +271,7 @@ def test_bad_input_is_one_line_and_exit_code_1(
         ["--nope"],
     ],
 )
+@pytest.mark.sampled(3)
 def test_bad_usage_and_what_is_not_built_exit_with_2(checkpoint: Path, tmp_path: Path, arguments: list[str]) -> None:
     done = run_command("export", checkpoint, tmp_path / "m", *arguments)
     assert done.returncode == 2, done.stderr

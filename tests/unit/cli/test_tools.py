@@ -181,6 +181,7 @@ def test_bad_usage_exits_with_2(prefix: Path, arguments: list[str]) -> None:
     ],
     ids=" ".join,
 )
+@pytest.mark.sampled(2)
 def test_whoever_reads_the_output_may_stop(tmp_path: Path, arguments: list[str]) -> None:
     """As `head -1` does: nothing is said about it."""
     write(tmp_path / "ckpt", {"t": np.zeros((100_000, 2), np.float32)})
@@ -237,6 +238,7 @@ def test_a_path_that_is_no_utf_8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [3, 20, 40, 200])
+@pytest.mark.sampled(2)
 def test_a_narrow_terminal_loses_nothing(prefix: Path, columns: int) -> None:
     leader, follower = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}

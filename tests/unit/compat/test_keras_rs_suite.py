@@ -55,6 +55,7 @@ def _batch(kind: str, of_ids: bool = True) -> dict[str, Any]:
 
 @pytest.mark.parametrize("placement", ["auto", "default_device", "sparsecore"])
 @pytest.mark.parametrize("kind", ["dense", "ragged", "sparse"])
+@pytest.mark.sampled(3)
 def test_basics(kind: str, placement: str) -> None:
     """Of `test_basics`: shapes, and "sparsecore" refused on a CPU. Which variables the layer has differs."""
     configs = _configs(kind, placement)
@@ -130,7 +131,7 @@ def _as(kind: str, values: Any, dtype: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 def test_correctness(combiner: str, kind: str, weighted: bool, jit_compile: bool) -> None:
     """Of `test_correctness`, which skips ragged and sparse ids under XLA; sparse ones work here."""
     dense = kind.startswith("dense")

@@ -274,6 +274,7 @@ def save_and_load(path: Path, how: str, save: Any = None, load: Any = None) -> N
 
 @pytest.mark.parametrize("how", ["tf", "weights"])
 @pytest.mark.parametrize("direction", ["to the host", "to SparseCores"])
+@pytest.mark.sampled(2)
 def test_tables_move_between_placements(tmp_path: Path, how: str, direction: str) -> None:
     """Under SparseCores two of the tables are the hardware's; elsewhere all lie beside the model."""
     host = tf.distribute.get_strategy()

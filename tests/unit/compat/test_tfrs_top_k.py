@@ -76,6 +76,7 @@ def test_the_best_are_numpy_s_also_of_new_candidates(kind: str, is_text: bool) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(1)
 def test_without_identifiers_they_are_numbers(kind: str) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(23, 4)).astype(np.float32)

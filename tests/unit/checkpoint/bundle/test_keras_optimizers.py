@@ -108,6 +108,7 @@ def test_slots_are_found_in_an_object_graph(make: Any, slots: Mapping[str, str],
 
 
 @pytest.mark.parametrize(("make", "slots"), [*EXACT, *((make, {}) for make, _ in (*GRAPH_ONLY, *OTHERS))])
+@pytest.mark.sampled(6)
 def test_slots_are_found_by_number(make: Any, slots: Mapping[str, str], tmp_path: Path) -> None:
     """A `.keras` file."""
     model = trained(make(), DistributedEmbedding())

@@ -77,9 +77,9 @@ def model_of(layer: Any) -> Any:
     return keras.Model(entry, layer(entry))
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sampled(2)
 def test_rows_of_a_file(kind: str, is_nested: bool, tmp_path: Path) -> None:
     layer = LAYERS[kind]()
     model = model_of(layer)
@@ -91,9 +91,9 @@ def test_rows_of_a_file(kind: str, is_nested: bool, tmp_path: Path) -> None:
     assert (found.grows, found.min_count) == (True, 2)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_archive", [True, False])
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.sampled(2)
 def test_rows_of_a_saved_model(kind: str, is_archive: bool, tmp_path: Path) -> None:
     layer = LAYERS[kind]()
     model = model_of(layer)

@@ -558,6 +558,7 @@ class TestMemory:
         _, peak = peak_mib(path, 16, 16)
         assert peak < 128
 
+    @pytest.mark.sampled(1)
     def test_chunks_decoded_whole_take_twice_their_size(self, chunk_mib: int, ocdbt: bool, tmp_path: Path) -> None:
         """As chunks of other forms are: one of them, decoded and as stored, and 128 MiB."""
         path, crc = self.write(tmp_path, chunk_mib, ocdbt=ocdbt)

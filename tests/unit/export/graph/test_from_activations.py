@@ -48,6 +48,7 @@ def activations_of(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("batch", "hot"), [(1, 1), (5, 4), (3, 0), (0, 2)])
+@pytest.mark.sampled(2)
 def test_outputs_are_those_of_the_ids(whole: Any, batch: int, hot: int) -> None:
     model, path, _ = whole
     inputs = whole_model.draw(np.random.default_rng(batch + hot), batch, hot)
@@ -178,6 +179,7 @@ WITH: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", WITH)
+@pytest.mark.sampled(2)
 def test_models_that_have_it(name: str, tmp_path: Path) -> None:
     made = WITH[name]()
     path, found = exported(made, tmp_path)
@@ -495,8 +497,8 @@ WITHOUT: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", WITHOUT)
+@pytest.mark.sampled(4)
 def test_models_that_have_none(name: str, tmp_path: Path) -> None:
     path, found = exported(WITHOUT[name](), tmp_path)
     said(found.left_out)

@@ -17,6 +17,7 @@ NAMES = ("stack", "stack_rows", "stack_words")
 
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 64, 1_000])
 @pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
+@pytest.mark.sampled(6)
 def test_any_ids_beside_numpy(tmp_path: Path, rows: int, share: float) -> None:
     random = np.random.default_rng(rows)
     changed = np.sort(random.choice(rows, max(int(rows * share), 1), replace=False))

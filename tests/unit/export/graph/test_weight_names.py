@@ -467,6 +467,7 @@ def _compare_heads(
         (Head("u", ("nested", "sequential"), "dense", False), Head("v", ("nested", "sequential"), "activation", False)),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_config_tells_unnamed_layers_apart(tmp_path: Path, first: Head, second: Head) -> None:
     options = {"as_dict": False, "made_before": 1, "outer": False}
     _compare_heads(tmp_path, {"h0": first, "h1": second}, options, ["h1", "h0"], ["h1", "h0"])
@@ -577,6 +578,7 @@ def _tower_of(name: str | None, aux: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(("named", "form"), [(1, "model"), (0, "model"), (1, "h5"), (0, "h5"), (0, "keras")])
+@pytest.mark.sampled(2)
 def test_a_tower_without_its_extra_head_is_not_the_other_tower(tmp_path: Path, named: int, form: str) -> None:
     def train() -> Any:
         ids, x = _inputs()
@@ -722,6 +724,7 @@ def _with_named_activations(order: Sequence[str]) -> Any:
         (_uneven, "keras"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_named_layers_anywhere_keep_their_order_beside_unnamed_ones_of_one_form(
     tmp_path: Path, make: Any, form: str
 ) -> None:
@@ -760,6 +763,7 @@ def _words(make: Any, ids: Any, weights: Sequence[float]) -> Any:
 
 @pytest.mark.parametrize("form", ["model", "h5", "keras"])
 @pytest.mark.parametrize("make", [keras.layers.TextVectorization, keras.layers.StringLookup])
+@pytest.mark.sampled(2)
 def test_the_weights_of_tf_idf_are_those_of_training(tmp_path: Path, make: Any, form: str) -> None:
     def build(weights: Sequence[float]) -> Any:
         ids, x = _inputs()

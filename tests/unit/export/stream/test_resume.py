@@ -124,6 +124,7 @@ def test_a_recorded_shard_whose_bytes_were_damaged_is_streamed_again(
     ],
     ids=["cut short", "changed line", "changed header", "empty"],
 )
+@pytest.mark.sampled(2)
 def test_what_the_record_does_not_prove_is_streamed_again(
     tmp_path: Path, plan: ExportPlan, values: Array, damage: Any, left: int
 ) -> None:
