@@ -13,6 +13,7 @@ from tests.support.goldens import BUNDLES
 @pytest.mark.parametrize(
     "count", [pytest.param(200, id="sample"), pytest.param(100_000, id="many", marks=pytest.mark.nightly)]
 )
+@pytest.mark.sampled(3)
 def test_damage(name: str, count: int) -> None:
     command = [
         sys.executable,

@@ -96,7 +96,7 @@ def mapped_files() -> set[str]:
     return {line.split(maxsplit=5)[5] for line in lines if "/variables/variables.data-" in line}
 
 
-@pytest.mark.nightly
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
 def test_every_loader_and_storage(checkpoint: Path, tables: dict[str, Array], tmp_path: Path, storage: str) -> None:
     version = export(checkpoint, tmp_path / "m", storage=storage)

@@ -190,7 +190,7 @@ def test_vectors_of_another_width_are_refused(tmp_path: Path, index: str) -> Non
                     server.run(filtered, [np.zeros((3, 1), exclude), np.zeros(3, tags), vectors[:3]])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 @pytest.mark.parametrize("index", ["exact", "ivf"])
 def test_the_best_candidates_are_those_of_numpy(trained: Trained, tmp_path: Path, index: str, layout: str) -> None:

@@ -115,18 +115,26 @@ def test_an_export_killed_at_any_moment_goes_on_and_streams_no_recorded_shard_ag
     assert all((model_dir / "1" / file.name).stat().st_nlink == 1 for file in (model_dir / "2").iterdir())
 
 
-@pytest.mark.nightly
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_whole_group_ends_everything(prefix: Path, tmp_path: Path, signum: int) -> None:
+def test_a_signal_to_the_whole_group_ends_everything_and_the_next_export_goes_on(
+    prefix: Path, tmp_path: Path, signum: int
+) -> None:
     """What a terminal does with Ctrl-C, and a scheduler with its other ways."""
-    process = start(prefix, tmp_path / "model")
+    model_dir = tmp_path / "model"
+    process = start(prefix, model_dir)
     wait_for_reads(prefix, 20, process)
     time.sleep(0.1)
     os.killpg(process.pid, signum)
     _, errors = process.communicate(timeout=30)
     wait_for_end(process.pid, 30)
     assert process.returncode == -signum
-    assert numeric(tmp_path / "model") == []
-    assert recorded_shards(tmp_path / "model"), "what was finished is there for the next export"
+    assert numeric(model_dir) == []
     if signum == signal.SIGINT:
         assert errors.strip().endswith("KeyboardInterrupt")
+    plan, done = plan_of(prefix), set(recorded_shards(model_dir))
+    assert done, "what was finished is there for the next export"
+    before = len(read_shards(prefix, plan))
+    assert start(prefix, model_dir).communicate(timeout=60) == ("", "")
+    assert set(read_shards(prefix, plan)[before:]) == {task.index for task in plan.shards} - done
+    assert_complete(model_dir / "1")

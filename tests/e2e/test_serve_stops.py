@@ -120,7 +120,7 @@ def stop_under_load(model_dir: Path, log: Path, api: str, workers: int, lame_duc
             assert outcomes["last of its connection"] >= CLIENTS
 
 
-@pytest.mark.nightly
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("api", ["rest", "grpc"])
 def test_a_stop_loses_no_request(model_dir: Path, tmp_path: Path, api: str, workers: int) -> None:

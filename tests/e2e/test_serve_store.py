@@ -86,7 +86,7 @@ def cached(tmp_path: Path) -> set[str]:
     return {path.name.partition("-")[0] for path in place.iterdir() if path.is_dir()}
 
 
-@pytest.mark.nightly
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_versions_come_and_go(

@@ -53,15 +53,15 @@ def _ranked(optimizer: str, *, eagerly: bool) -> Any:
     return table.numpy()
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sampled(2)
 def test_graphs_train_as_eager_steps_do(optimizer: str) -> None:
     """TensorFlow's graph optimizer drops ops: beside Adam, AdamW, Ftrl and Lion it once dropped the tables' updates."""
     np.testing.assert_allclose(_ranked(optimizer, eagerly=False), _ranked(optimizer, eagerly=True), atol=1e-5)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sampled(2)
 def test_every_optimizer_of_keras_beside_the_tables(optimizer: str) -> None:
     model, table = _model()
     expected = _trained(table.numpy())
@@ -83,6 +83,7 @@ def test_every_optimizer_of_keras_beside_the_tables(optimizer: str) -> None:
     ],
     ids=["steps at once", "eager", "no jit", "momentum", "weight decay and ema", "clipnorm", "global clipnorm"],
 )
+@pytest.mark.sampled(3)
 def test_ways_to_compile(options: dict[str, Any]) -> None:
     model, table = _model()
     expected = _trained(table.numpy())

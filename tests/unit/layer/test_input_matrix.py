@@ -231,8 +231,8 @@ def _found(group: str, mode: str) -> Any:
     return _call(group, mode)(ids, {name: cell.weights for name, cell in cells.items() if cell.weights is not None})
 
 
-@pytest.mark.sampled(100)
 @pytest.mark.parametrize(("group", "name", "mode"), CASES)
+@pytest.mark.sampled(40)
 def test_every_cell_equals_tensorflow_or_the_policy(group: str, name: str, mode: str) -> None:
     truth = np.asarray(GROUPS[group][name].truth())
     found = _found(group, mode)[name]

@@ -28,6 +28,7 @@ def folder(replicas: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", resumed.WAYS)
 @pytest.mark.parametrize("replicas", ["2", *LONG], scope="module")
+@pytest.mark.nightly
 def test_every_pair_of_strategies_equals_the_reference(folder: Path, replicas: str, how: str) -> None:
     """In float64, with the schedule's rates written out: 0.4 * 0.5^(step / 3)."""
     reference = Reference(resumed.first_rows(), Adam(epsilon=1e-2))

@@ -75,6 +75,7 @@ STEPS: dict[str, Callable[[Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.sampled(24)
 def test_one_update_per_step_in_every_loop(kind: str, step: str) -> None:
     layer, table, reference = _make(OPTIMIZERS[kind])
     update = STEPS[step](layer)
@@ -453,7 +454,6 @@ def test_a_rate_that_tracing_would_freeze_is_refused(value: Any) -> None:
 E = tf.tpu.experimental.embedding
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "make",
     [
@@ -470,6 +470,7 @@ E = tf.tpu.experimental.embedding
         lambda: E.SGD(1, clipvalue=(-1, 2)),
     ],
 )
+@pytest.mark.sampled(1)
 def test_hyper_parameters_may_be_integers(make: Callable[[], Any]) -> None:
     optimizer = make()
     layer = TPUEmbedding(one_table(), optimizer=optimizer)
@@ -512,6 +513,7 @@ INSIDE: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", INSIDE)
+@pytest.mark.sampled(6)
 def test_a_call_in_a_branch_or_loop_is_refused_where_the_gradient_is_outside(
     kind: str, nested: bool, jit: bool
 ) -> None:

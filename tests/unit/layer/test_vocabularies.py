@@ -173,9 +173,9 @@ def test_trains_the_rows_that_keras_lookups_number(dtype: str, in_graph: bool) -
         np.testing.assert_array_equal(tables(named)[name], values)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("dtype", ["string", "int64"])
+@pytest.mark.nightly
 def test_growth_keeps_each_name_on_its_own_row(dtype: str, in_graph: bool) -> None:
     vocabulary, plain = Vocabulary(dtype=dtype, oov_buckets=1, grows=True), make(None)  # type: ignore[arg-type]
     named = make(vocabulary)
@@ -212,6 +212,7 @@ def test_a_full_table_leaves_new_names_to_their_buckets() -> None:
     np.testing.assert_array_equal(vocabulary.lookup(seen), truth)
 
 
+@pytest.mark.nightly
 def test_names_grow_in_training_only() -> None:
     vocabulary = Vocabulary([b"a"], oov_buckets=1, grows=True)
     layer = make(vocabulary)
@@ -245,6 +246,7 @@ class TellingModel(SilentModel):
         return tf.reduce_sum(self.embedding(inputs, training=training)["one"], 1)
 
 
+@pytest.mark.nightly
 def test_training_that_would_leave_new_names_out_is_refused() -> None:
     data = tf.data.Dataset.from_tensors(({"one": tf.constant(["a", "b"])}, tf.ones([2])))
     model = SilentModel(Vocabulary(oov_buckets=1, grows=True))
@@ -318,6 +320,7 @@ def write(made: keras.Model, kind: str, folder: Path) -> str:
 @pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("dtype", ["string", "int64"])
 @pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.sampled(2)
 def test_names_are_saved_and_restored_with_their_rows(kind: str, dtype: str, grows: bool, tmp_path: Path) -> None:
     names = NAMES[dtype]
     vocabulary = Vocabulary(() if grows else names, dtype=dtype, oov_buckets=2, grows=grows)  # type: ignore[arg-type]
@@ -363,6 +366,7 @@ def test_a_save_of_another_vocabulary_is_refused(kind: str, other: Vocabulary, t
 
 @pytest.mark.parametrize("track_rows", [False, True])
 @pytest.mark.parametrize("dtype", ["string", "int64"])
+@pytest.mark.nightly
 def test_evicted_names_leave_fresh_rows_to_new_ones(dtype: str, track_rows: bool, tmp_path: Path) -> None:
     """A layer of ids, whose rows are set to their initial values by hand, says what the rows are."""
     names = NAMES[dtype]
@@ -501,6 +505,7 @@ def test_the_names_of_one_of_two_tables_do_not_rename_the_other(kind: str, tmp_p
 
 @pytest.mark.parametrize("kind", ["ckpt", "model.weights.h5", "tables"])
 @pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.sampled(2)
 def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, grows: bool, tmp_path: Path) -> None:
     """Two models of one vocabulary object, as of a module's features. The rows of the second are not restored."""
 

@@ -266,6 +266,7 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.mark.parametrize("batch", [0, 1, 2, 5, 40])
 @pytest.mark.parametrize("reads_ahead", [False, True])
+@pytest.mark.sampled(4)
 def test_lookups_of_names_are_those_of_the_graph(case: Case, batch: int, reads_ahead: bool) -> None:
     case.native.reads_ahead = reads_ahead
     for seed in range(4):

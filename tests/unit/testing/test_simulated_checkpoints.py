@@ -140,6 +140,7 @@ def keys(path: str) -> list[str]:
 )  # where all are replicated
 @pytest.mark.parametrize("stacking", [True, False])
 @pytest.mark.parametrize(("before", "after"), [(None, 12), (12, 40), (64, None)])
+@pytest.mark.sampled(2)
 def test_restores_under_another_threshold(
     tmp_path: Path, before: int | None, after: int | None, stacking: bool
 ) -> None:
@@ -161,6 +162,7 @@ def test_restores_under_another_threshold(
 
 
 @pytest.mark.parametrize("tables", [stacked, aligned])
+@pytest.mark.sampled(1)
 def test_an_export_of_sparse_cores_serves_their_rows(tmp_path: Path, tables: Any) -> None:
     with simulated_tpu(replicas=2) as strategy:
         model = trained(strategy, tables())
@@ -184,6 +186,7 @@ def same(found: Mapping[str, Array], truth: Mapping[str, Array]) -> None:
 
 @pytest.mark.parametrize("tables", [stacked, aligned])
 @pytest.mark.parametrize(("replicas", "sparse_cores"), [(2, 4), (1, 4), (4, 2)])
+@pytest.mark.sampled(2)
 def test_restores_into_the_layout_of_other_tpus(tmp_path: Path, replicas: int, sparse_cores: int, tables: Any) -> None:
     """Eight SparseCores of two TPUs wrote it; four TPUs' eight have other rotations in tensors of the same shapes."""
     with simulated_tpu(replicas=2) as strategy:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize(("replicas", "sparse_cores"), [(1, 4), (1, 2), (2, 4), (2, 2), (4, 4), (4, 2)])
+@pytest.mark.sampled(4)
 def test_lookups_equal_numpy(replicas: int, sparse_cores: int, stacked: bool) -> None:
     rows = rows_of(1)
     with simulated_tpu(replicas=replicas, sparse_cores=sparse_cores) as strategy, strategy.scope():

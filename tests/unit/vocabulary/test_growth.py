@@ -20,6 +20,8 @@ from tpuembed.vocabulary.fingerprint import fingerprints
 from tpuembed.vocabulary.index import NONE, Index
 from tpuembed.vocabulary.sketch import MOST, Sketch
 
+pytestmark = pytest.mark.nightly
+
 ROOM = 12
 BUCKETS = 2
 

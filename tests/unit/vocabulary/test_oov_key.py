@@ -32,6 +32,7 @@ def unknown_names(seed: int) -> list[bytes]:
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("buckets", [1, 2, 97, 2**31 - 1 - 3])
+@pytest.mark.sampled(6)
 def test_buckets_are_those_of_tensorflow(key: tuple[int, int], buckets: int) -> None:
     names = [b"", *unknown_names(buckets)]
     vocabulary = Vocabulary(KNOWN, oov_buckets=buckets, oov_key=key)

@@ -49,7 +49,7 @@ def published(folder: Path) -> list[str]:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16", "int8"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 def test_every_source_and_storage(tmp_path: Path, dtype: Any, storage: str, value: float) -> None:
     with refused(ExportError, match="'users': row 700"):
         export(tmp_path, spoilt(value, dtype=dtype), storage=storage)

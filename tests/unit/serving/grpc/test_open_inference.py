@@ -68,6 +68,7 @@ def any_array(datatype: str) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("datatype", NUMBERS)
 @given(data=st.data())
+@pytest.mark.sampled(4)
 def test_raw_numbers_come_back_bit_by_bit(datatype: str, data: Any) -> None:
     array = data.draw(any_array(datatype))
     tensor = {"name": "x", "datatype": datatype, "shape": array.shape}
@@ -80,6 +81,7 @@ def test_raw_numbers_come_back_bit_by_bit(datatype: str, data: Any) -> None:
 
 @pytest.mark.parametrize("datatype", CONTENTS)
 @given(data=st.data())
+@pytest.mark.sampled(4)
 def test_numbers_in_fields_come_back_in_fields(datatype: str, data: Any) -> None:
     array, field = data.draw(any_array(datatype)), f"{CONTENTS[datatype]}_contents"
     tensor = {"name": "x", "datatype": datatype, "shape": array.shape, "contents": {field: array.ravel().tolist()}}

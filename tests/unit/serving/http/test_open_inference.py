@@ -85,6 +85,7 @@ def any_array(datatype: str) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("datatype", NUMBERS)
 @given(data=st.data())
+@pytest.mark.sampled(4)
 def test_binary_numbers_come_back_bit_by_bit(app: ServingApp, datatype: str, data: Any) -> None:
     array = data.draw(any_array(datatype))
     content = array.tobytes()
@@ -100,6 +101,7 @@ def test_binary_numbers_come_back_bit_by_bit(app: ServingApp, datatype: str, dat
 @pytest.mark.parametrize("datatype", NUMBERS)
 @pytest.mark.parametrize("is_flat", [True, False])
 @given(data=st.data())
+@pytest.mark.sampled(6)
 def test_json_numbers_come_back_as_the_same_numbers(app: ServingApp, datatype: str, is_flat: bool, data: Any) -> None:
     array = data.draw(any_array(datatype))
     values = (array.ravel() if is_flat or not array.ndim else array).tolist()

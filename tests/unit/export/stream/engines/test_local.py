@@ -178,6 +178,7 @@ def test_a_worker_that_exits_is_quoted(tmp_path: Path, plan: ExportPlan) -> None
 
 
 @pytest.mark.parametrize("troubles", [["kill"], ["EIO", "ETIMEDOUT"], ["kill", "ECONNRESET"]], ids=str)
+@pytest.mark.sampled(1)
 def test_what_may_pass_is_tried_again(
     tmp_path: Path, plan: ExportPlan, values: np.ndarray[Any, Any], troubles: list[str]
 ) -> None:
@@ -220,6 +221,7 @@ def test_a_retry_keeps_its_pause_though_a_started_worker_is_idle(
 
 
 @pytest.mark.parametrize("trouble", ["EACCES", "ENOENT", "ESTALE"])
+@pytest.mark.sampled(1)
 def test_what_will_not_pass_is_not_tried_again(tmp_path: Path, plan: ExportPlan, trouble: str) -> None:
     (tmp_path / f"1.trouble-{trouble}").touch()
     with refused(CheckpointError):
