@@ -162,6 +162,7 @@ def test_cosines_of_very_short_and_long_queries(tmp_path: Path, size: float) -> 
 
 
 @pytest.mark.parametrize("index", ["exact", "ivf"])
+@pytest.mark.sampled(1)
 def test_vectors_of_another_width_are_refused(tmp_path: Path, index: str) -> None:
     """A query's model that passes vectors on. The server's own search must read no others than it has."""
 
