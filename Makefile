@@ -11,7 +11,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 # The lowest versions that pyproject.toml allows, and the highest Python that it names.
 OLDEST := tensorflow==2.19.1 keras==3.11.0
 NEWEST_PYTHON ?= 3.13
-# Where their interfaces are met; `make test-long` runs all unit and conformance tests with both.
+# Where their interfaces are met; `make test-long` runs the unit and conformance tests of `make test` with both.
 OLDEST_TESTS := $(addprefix tests/unit/,layer export/graph checkpoint/keras) tests/e2e/test_road.py
 NEWEST_TESTS := $(addprefix tests/unit/,config files serving/core serving/http) tests/e2e/test_road.py
 MARKS := not nightly
@@ -72,7 +72,7 @@ test-console: $(STAMP)  ## the server's console in a headless Chromium; screensh
 test-nightly: $(STAMP) tpuembed/_lookup.so $(RATINGS) .venv-clients/.installed load-tools  ## what `make test` leaves out: whole matrices, big files, clusters, fuzzing, soaks, pages, other clients
 	$(BIN)/python -m pytest -m nightly --timeout 3600 tests
 
-test-long: test test-nightly  ## both, and all unit tests with the oldest TensorFlow and with the newest Python
+test-long: test test-nightly  ## both, and the unit tests of `make test` with the oldest TensorFlow and with the newest Python
 	$(MAKE) test-oldest OLDEST_TESTS="$(ALL_UNITS)"
 	$(MAKE) test-newest-python NEWEST_TESTS="$(ALL_UNITS)"
 
