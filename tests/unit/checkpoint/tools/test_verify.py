@@ -198,23 +198,30 @@ def test_nothing_there(tmp_path: Path) -> None:
         verify_files(tmp_path / "none")
 
 
-@pytest.fixture
-def export(tmp_path: Path) -> Path:
-    prefix = tmp_path / "ckpt"
-    write(prefix, {"users": np.ones((9, 4), np.float32), "videos": np.ones((5, 3), np.float32)})
-    features = {"u": {"table": "users"}, "v": {"table": "videos"}}
-    return export_saved_model(prefix, tmp_path / "model", serving_config={"features": features}, workers=1).path
-
-
-@pytest.fixture(params=["variables", "mmap"])
-def layout_export(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    prefix = tmp_path / "ckpt"
+def exported(folder: Path, layout: str) -> Path:
+    prefix = folder / "ckpt"
     write(prefix, {"users": np.ones((9, 4), np.float32), "videos": np.ones((5, 3), np.float32)})
     features = {"u": {"table": "users"}, "v": {"table": "videos"}}
     config = {"features": features}
-    return export_saved_model(
-        prefix, tmp_path / "model", serving_config=config, workers=1, layout=str(request.param)
-    ).path
+    return export_saved_model(prefix, folder / "model", serving_config=config, workers=1, layout=layout).path
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export that tests copy: to trace its graphs takes two seconds."""
+    return exported(tmp_path_factory.mktemp("sound"), "variables")
+
+
+@pytest.fixture
+def export(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "model" / sound.name))
+
+
+@pytest.fixture(params=["variables", "mmap"])
+def layout_export(sound: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    if request.param == "mmap":  # its graph has the path of its folder
+        return exported(tmp_path, "mmap")
+    return Path(shutil.copytree(sound, tmp_path / "model" / sound.name))
 
 
 def damaged_files(export: Path) -> list[str]:
@@ -285,9 +292,9 @@ def test_all_that_is_wrong_is_named(layout_export: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_relocated_export_is_whole(export: Path) -> None:
+def test_a_relocated_export_is_whole(sound: Path, export: Path) -> None:
     path = export_saved_model(
-        export.parent.parent / "ckpt",
+        sound.parent.parent / "ckpt",
         export.parent,
         serving_config={"features": {"u": {"table": "users"}}},
         layout="mmap",
