@@ -553,6 +553,7 @@ def test_own_file(tmp_path: Path) -> None:
         (None, {"user|accumulators": TABLE.astype("f8")}, CheckpointCorruptError, "its slot 'accumulators' .* <f8"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_own_files_that_contradict_themselves(
     config: Any, arrays: dict[str, Any], kind: type[CheckpointError], says: str, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_a_query_that_is_nan_finds_none(trained: Trained, tmp_path: Path, index:
 
 
 @pytest.mark.parametrize("size", [1e-37, 1e-24, 1e24])
+@pytest.mark.sampled(1)
 def test_cosines_of_very_short_and_long_queries(tmp_path: Path, size: float) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(50, DIM)).astype(np.float32)

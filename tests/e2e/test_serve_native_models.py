@@ -208,7 +208,7 @@ ODD: dict[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 def test_odd_inputs_are_answered_by_the_graph(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counts(monkeypatch)
     inputs = PLAIN | dict(ODD[name])

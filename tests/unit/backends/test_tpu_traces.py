@@ -345,6 +345,7 @@ def test_refused_when_the_layer_is_built(feature: str, arguments: dict[str, Any]
 
 @pytest.mark.parametrize("policy", ["zeros", 0, 7])
 @pytest.mark.parametrize("of_table", [True, False])
+@pytest.mark.sampled(2)
 def test_ids_outside_of_a_table_fail_on_v1_and_nothing_else(policy: str | int, of_table: bool) -> None:
     """The hardware has no row for them. A table beside it has."""
     table = TableConfig(50, 8, "videos", combiner="sum", out_of_vocabulary=policy if of_table else "error")

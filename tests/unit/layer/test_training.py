@@ -75,7 +75,7 @@ STEPS: dict[str, Callable[[Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 def test_one_update_per_step_in_every_loop(kind: str, step: str) -> None:
     layer, table, reference = _make(OPTIMIZERS[kind])
     update = STEPS[step](layer)

@@ -159,6 +159,7 @@ def test_names_of_a_layer_do_not_move_under_it() -> None:
 
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("dtype", ["string", "int64"])
+@pytest.mark.sampled(2)
 def test_trains_the_rows_that_keras_lookups_number(dtype: str, in_graph: bool) -> None:
     names, unknown = NAMES[dtype][:20], NAMES[dtype][20:]
     lookup = keras_lookup(dtype, names, 3)
