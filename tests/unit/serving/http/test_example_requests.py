@@ -56,6 +56,7 @@ def test_inputs_without_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["strings", "complex", "complex output", "large", "other signature"])
+@pytest.mark.sampled(1)
 def test_no_example_if_json_has_none(tmp_path: Path, kind: str) -> None:
     """Nor for strings: the graph may parse them."""
     functions: dict[str, Any] = {
