@@ -145,7 +145,6 @@ def test_name_scopes_leave_no_trace_in_the_names_of_weights() -> None:
     assert sorted(layer.named_variables()) == sorted(outside.named_variables())
 
 
-@pytest.mark.slow
 def test_many_large_tables_are_created_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """From 32 MB on, a table is made by a function of its own. TensorFlow warns at the fifth, in its log."""
     tables = [TableConfig(2_200_000, 4, f"t{index}") for index in range(7)]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[3]
 
 # Each model has 5 MB of table and 5 MB of slots. The first ones warm TensorFlow up.
@@ -69,7 +67,7 @@ print(json.dumps(growth))
 """
 
 
-@pytest.mark.parametrize("models", [10, pytest.param(30, marks=pytest.mark.long)])
+@pytest.mark.parametrize("models", [10, pytest.param(30, marks=pytest.mark.nightly)])
 def test_many_dropped_models_take_less_memory_than_one(models: int) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(models)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

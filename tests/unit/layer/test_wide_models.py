@@ -193,7 +193,7 @@ def _concatenate_layer(activations: list[Any]) -> Any:
         (17, "dense", _concatenate_layer, _fit, "sgd"),
         (26, "dense", _concatenate, _fit, "adagrad"),
         (40, "dense", keras.ops.hstack, _fit, "sgd"),
-        pytest.param(200, "dense", _concatenate, _fit, "sgd", marks=pytest.mark.long),
+        pytest.param(200, "dense", _concatenate, _fit, "sgd", marks=pytest.mark.nightly),
         (17, "ragged", _concatenate, _fit, "adagrad"),
         (17, "sparse", _concatenate, _own_loop, "sgd"),
         (17, "sequence", _concatenate, _fit, "sgd"),
