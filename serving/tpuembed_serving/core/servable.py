@@ -15,13 +15,13 @@ from tpuembed_serving.core.request_record import RequestLogging
 from tpuembed_serving.core.status import StatusError, invalid_argument
 
 if TYPE_CHECKING:
-    from tpuembed_serving.batching.known_ids import KnownIds
     from tpuembed_serving.batching.parameters import BatchingParameters
 
 __all__ = [
     "Array",
     "Columns",
     "DegradedOutputs",
+    "IdCheck",
     "LoadedVersion",
     "Merging",
     "Servable",
@@ -95,6 +95,16 @@ class TensorInfo:
     numpy_dtype: np.dtype[Any] | None
 
 
+class IdCheck(Protocol):
+    """Finds ids outside their tables before a run."""
+
+    def may_be_outside(self, inputs: Sequence[Array]) -> bool:
+        """Return False if no id is outside. Takes the inputs of one or several requests."""
+
+    def error(self, inputs: Sequence[Array]) -> StatusError | None:
+        """Return the error of the inputs of one request. None if no id is outside."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Signature:
     """A named function of a SavedModel. Its inputs and outputs are sorted by alias.
@@ -113,7 +123,7 @@ class Signature:
     outputs: tuple[TensorInfo, ...]
     padding: tuple[int | float | str | None, ...] = ()
     shapes: tuple[tuple[int, ...] | None, ...] = ()
-    ids: "KnownIds | None" = dataclasses.field(default=None, compare=False)
+    ids: IdCheck | None = dataclasses.field(default=None, compare=False)
     row_bytes: int = 0
     shard_id: str = ""
     is_export_known: bool = True
