@@ -116,6 +116,8 @@ def read_keys(path: Path) -> list[Key]:
                 f"API key file {path}, line {number}: a key needs at least {_LEAST_CHARACTERS} characters and no space. "
                 'Create one with: python -c "import secrets; print(secrets.token_urlsafe())"'
             )
+        if key in [known.key for known in keys]:
+            raise ConfigError(f"API key file {path}, line {number}: the key is on a line before, too. Remove one of the two")
         keys.append(Key(name, key, admin is not None))
     if not keys:
         raise ConfigError(f"API key file {path}: has no key. Write one per line")

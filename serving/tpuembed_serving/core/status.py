@@ -27,11 +27,8 @@ __all__ = [
 # beginning does not read to the end of the message, or is tried at one beginning only.
 _FUNCTION: Final = re.compile(r"\{\{function_node [^{}]*\}\} ?")
 _ASSERTION: Final = "assertion failed: [feature "
-_OUTSIDE: Final = re.compile(
-    r"(.*)\]\s+\[\[(?:\{\{node )?(?:[^\s\]}]*/)?tpuembed_id_outside[^\s\]}]*[\]}]",
-    re.DOTALL,
-)
-"""What follows in the error of an export about an id outside its table. `OUTSIDE` in tpuembed.lookup names the operation."""
+_OUTSIDE: Final = re.compile(r"\]\s+\[\[(?:\{\{node )?[^\s\[\]{}]*tpuembed_id_outside")
+"""What ends the sentence of an export about an id outside its table. `OUTSIDE` in tpuembed.lookup names the operation."""
 _ESCAPED: Final = re.compile(r"\\(['\"\\])")
 _ROW: Final = re.compile(r": id -?\d+ of row (\d{1,19}) is not in table ")
 _NAMED_ROW: Final = re.compile(r"(?:'|: a name) of row (\d{1,19}) is not in the vocabulary of table ")
@@ -141,8 +138,8 @@ def timed_out() -> StatusError:
 def plain_message(message: str) -> str:
     """Return TensorFlow's `message` without function names. For an id outside its table, return only that sentence."""
     _, _, after = message.partition(_ASSERTION)
-    found = _OUTSIDE.match(after)
-    return _ESCAPED.sub(r"\1", f"feature {found[1]}") if found else _FUNCTION.sub("", message)
+    ends = [found.start() for found in _OUTSIDE.finditer(after)]
+    return _ESCAPED.sub(r"\1", f"feature {after[: ends[-1]]}") if ends else _FUNCTION.sub("", message)
 
 
 def of_later_rows(error: Exception, rows: int) -> Exception:

@@ -86,3 +86,11 @@ def test_files_that_protect_nothing_are_refused(tmp_path: Path, text: str) -> No
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with refused(ConfigError):
         ApiKeys.read(tmp_path / "none")
+
+
+def test_a_key_on_two_lines_is_refused(tmp_path: Path) -> None:
+    """Which of the two lines counts would decide whether it is an admin's."""
+    path = tmp_path / "keys"
+    path.write_text(f"ops admin: {FIRST}\nweb: {FIRST}\n")
+    with refused(ConfigError):
+        ApiKeys.read(path)

@@ -55,13 +55,18 @@ def test_the_row_of_an_unknown_name_in_a_later_part() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["{{function_node ", "assertion failed: [feature ", ": name '", "' of row 1", ": id 1", "]  [[", "1"]
-)
+    "part",
+    [
+        "{{function_node ", "assertion failed: [feature ", ": name '", "' of row 1", ": id 1", "]  [[", "1",
+        "/tpuembed_id_outside", "]  [[/tpuembed_id_outsid", "]\t", "[[a/",
+    ],
+)  # fmt: skip
 @pytest.mark.timeout(20)
 def test_a_message_that_quotes_a_client_is_read_in_linear_time(part: str) -> None:
     """TensorFlow quotes strings that are no numbers. Of 1 MB, three of these took minutes."""
     text = f"StringToNumberOp could not correctly convert string: {part * (10**6 // len(part))}"
     assert plain_message("{{function_node f}} " + text) == text
+    plain_message(f"assertion failed: [feature ] [[{text} x")
     error = of_later_rows(StatusError(Code.INVALID_ARGUMENT, text), 16)
     assert error.args == (text,)
 
