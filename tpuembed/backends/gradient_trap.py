@@ -144,43 +144,57 @@ def gradient_trap(
 
 
 def _with_shapes(gradients: Sequence[Tensor], activations: Sequence[Tensor], features: Sequence[str]) -> list[Tensor]:
-    """Return `gradients` with the static shapes of `activations`, after a check that they also have the same sizes.
+    """Return `gradients` with the static shapes of `activations`, after a check of all sizes.
 
     TensorFlow does not know each gradient's shape while it traces a batch of unknown size: a concat of more than 16 tensors has
     gradients of unknown width, a py_function has gradients of unknown rank.
     """
-    shaped: list[Tensor] = []
+    given = [tf.convert_to_tensor(gradient) for gradient in gradients]
     unknown: list[int] = []
-    for feature, given, activation in zip(features, gradients, activations, strict=True):
-        gradient = tf.convert_to_tensor(given)
+    for index, (feature, gradient, activation) in enumerate(zip(features, given, activations, strict=True)):
         if not gradient.shape.is_compatible_with(activation.shape):
             raise TrainingError(_SHAPE.format(feature=feature, given=gradient.shape, own=activation.shape))
         if not gradient.shape.is_fully_defined() or not activation.shape.is_fully_defined():
-            unknown.append(len(shaped))
-        shaped.append(tf.ensure_shape(gradient, activation.shape))
-    if not unknown:
-        return shaped
-    if in_xla_context():  # XLA drops assertions. An AddN of two shapes does not compile, and one of zeros costs nothing
+            unknown.append(index)
+    if in_xla_context():  # it drops assertions, does not compile an AddN of two shapes, and removes one of zeros
         for index in unknown:
-            shaped[index] = tf.add_n([shaped[index], tf.zeros_like(activations[index])])
+            own = activations[index]
+            given[index] = tf.add_n([tf.ensure_shape(given[index], own.shape), tf.zeros_like(own)])
+        unknown = []
+    checks = []
+    if unknown:
+        checks.append(_check_sizes(*([parts[index] for index in unknown] for parts in (given, activations, features))))
+    with tf.control_dependencies(checks):
+        shaped = [tf.ensure_shape(gradient, own.shape) for gradient, own in zip(given, activations, strict=True)]
+    if tf.executing_eagerly() or len(shaped) < 2:
         return shaped
-    checks = _check_sizes(*([parts[index] for index in unknown] for parts in (shaped, activations, features)))
-    with tf.control_dependencies([checks]):
-        for index in unknown:
-            shaped[index] = tf.identity(shaped[index])
-    return shaped
+    with tf.control_dependencies(shaped):  # so that no table changes if one gradient is wrong
+        return [tf.identity(gradient) for gradient in shaped]
 
 
 def _check_sizes(gradients: Sequence[Tensor], activations: Sequence[Tensor], features: Sequence[str]) -> Any:
-    """Return one op for all features, because an op for each would take time in every step."""
-    given, own = (tf.concat([tf.shape(each) for each in tensors], 0) for tensors in (gradients, activations))
+    """Return one op for all features, because an op for each would take time in every step.
+
+    It compares the rank and then the sizes. The sizes are cut to the rank of the activation.
+    """
     ranks = [activation.shape.rank for activation in activations]
-    ends = list(itertools.accumulate(ranks))
+    given, own = (
+        tf.concat([part for one, rank in zip(tensors, ranks, strict=True) for part in _sizes(one, rank)], 0)
+        for tensors in (gradients, activations)
+    )
+    ends = list(itertools.accumulate(rank + 1 for rank in ranks))
     differs = tf.not_equal(given, own)
     feature = tf.searchsorted(ends, [tf.argmax(tf.cast(differs, tf.int32), output_type=tf.int32)], side="right")[0]
     place = slice(tf.gather(ends, feature) - tf.gather(ranks, feature), tf.gather(ends, feature))
     text = [_SHAPE_FOUND, tf.gather(list(features), feature), given[place], own[place]]
     return tf.debugging.Assert(tf.logical_not(tf.reduce_any(differs)), text, summarize=10)
+
+
+def _sizes(tensor: Tensor, rank: int) -> list[Tensor]:
+    """Return the rank [1] and `rank` sizes of `tensor`, int32, with zeros for those that it lacks."""
+    if tensor.shape.rank == rank:
+        return [[rank], tf.shape(tensor)]
+    return [tf.rank(tensor)[None], tf.concat([tf.shape(tensor), [0] * rank], 0)[:rank]]
 
 
 def _zeros_after(updates: Sequence[Any], dummy: Tensor) -> Tensor:

@@ -44,8 +44,7 @@ def gather_replicas(ids: Tensor, gradients: Tensor, droppable: bool) -> tuple[Te
         return ids, gradients, droppable
     if not ids.shape[0]:  # unknown, or 0: TensorFlow 2.21 crashes (SIGSEGV) if it gathers nothing from all replicas
         ids, gradients = tf.pad(ids, [[0, 1]], constant_values=DROPPED), tf.pad(gradients, [[0, 1], [0, 0]])
-        droppable = True
-    return context.all_gather(ids, 0), context.all_gather(gradients, 0), droppable
+    return context.all_gather(ids, 0), context.all_gather(gradients, 0), True  # another replica may have added one
 
 
 def check_same_strategy(created: tf.distribute.Strategy) -> None:

@@ -111,6 +111,30 @@ def trained(replicas, wrap):
     tables = next(iter(layer.embedding_tables.values()))
     return [copy.numpy() for copy in getattr(tables, "values", [tables])]
 
+def dense(replicas, batches):
+    with strategy.scope() if replicas == 2 else tf.distribute.get_strategy().scope():
+        layer = TPUEmbedding(FeatureConfig(TableConfig(8, 4, "t", initializer=tf.constant_initializer(0.5))), optimizer=Adagrad(0.1))
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(layer(ids)))
+        tape.gradient(loss, layer.trainable_variables)
+        return loss
+    for shares in batches:
+        if replicas == 1:
+            step(tf.constant(sum(shares, []), tf.int64))
+            continue
+        of = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(shares[context.replica_id_in_sync_group], tf.int64, shape=[len(shares[context.replica_id_in_sync_group])])
+        )
+        for run in (strategy.run, tf.function(strategy.run))[sys.argv[1] == "empty":][:1]:
+            run(step, (of,))
+    table = next(iter(layer.embedding_tables.values()))
+    return [copy.numpy() for copy in getattr(table, "values", [table])]
+
+batches = [[[1, 2, 2], []], [[], [3]], [[], []], [[4], [1, 5]]]
+(one,) = dense(1, batches)
+for copy in dense(2, batches):
+    np.testing.assert_allclose(copy, one, rtol=0, atol=1e-6)
 (truth,) = trained(1, lambda step: step)
 for wrap in (lambda step: step, lambda step: tf.function(step, reduce_retracing=True)):
     for copy in trained(2, wrap):

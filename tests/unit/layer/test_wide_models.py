@@ -300,6 +300,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "another rank": lambda given: given[None],
     "fewer examples": lambda given: given[1:],
     "python": lambda given: tf.py_function(lambda value: value[1:], [given], tf.float32),
+    "python, another rank": lambda given: tf.py_function(lambda value: value[0], [given], tf.float32),
 }
 
 
@@ -308,7 +309,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     [
         ("wider", "eager"), ("fewer examples", "eager"), ("another rank", "eager"),
         ("wider", "function"), ("fewer examples", "function"), ("another rank", "function"), ("python", "function"),
-        ("fewer examples", "xla"),
+        ("python", "static"), ("python, another rank", "static"), ("fewer examples", "xla"),
     ],
 )  # fmt: skip
 def test_a_gradient_of_a_different_shape_changes_no_table(change: str, mode: str) -> None:
@@ -327,6 +328,7 @@ def test_a_gradient_of_a_different_shape_changes_no_table(change: str, mode: str
     run = {
         "eager": step,
         "function": tf.function(step, input_signature=signature),
+        "static": tf.function(step),  # traced for a batch of three
         "xla": tf.function(step, input_signature=signature, jit_compile=True),
     }[mode]
     ids = tf.constant([1, 2, 3], tf.int64)
