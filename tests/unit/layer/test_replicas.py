@@ -113,7 +113,8 @@ def trained(replicas, wrap):
 
 def dense(replicas, batches):
     with strategy.scope() if replicas == 2 else tf.distribute.get_strategy().scope():
-        layer = TPUEmbedding(FeatureConfig(TableConfig(8, 4, "t", initializer=tf.constant_initializer(0.5))), optimizer=Adagrad(0.1))
+        table = TableConfig(8, 4, "t", initializer=tf.constant_initializer(0.5))
+        layer = TPUEmbedding(FeatureConfig(table), optimizer=Adagrad(0.1))
     def step(ids):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.square(layer(ids)))
@@ -123,11 +124,11 @@ def dense(replicas, batches):
         if replicas == 1:
             step(tf.constant(sum(shares, []), tf.int64))
             continue
-        of = strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(shares[context.replica_id_in_sync_group], tf.int64, shape=[len(shares[context.replica_id_in_sync_group])])
+        arrays = [tf.constant(share, tf.int64, shape=[len(share)]) for share in shares]
+        each = strategy.experimental_distribute_values_from_function(
+            lambda context: arrays[context.replica_id_in_sync_group]
         )
-        for run in (strategy.run, tf.function(strategy.run))[sys.argv[1] == "empty":][:1]:
-            run(step, (of,))
+        (strategy.run if sys.argv[1] == "full" else tf.function(strategy.run))(step, (each,))
     table = next(iter(layer.embedding_tables.values()))
     return [copy.numpy() for copy in getattr(table, "values", [table])]
 
