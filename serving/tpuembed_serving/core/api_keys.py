@@ -105,7 +105,7 @@ def read_keys(path: Path) -> list[Key]:
     except (OSError, UnicodeDecodeError) as error:
         why = reason(error) if isinstance(error, OSError) else "it is not ASCII. Write keys in ASCII"
         raise ConfigError(f"API key file {path}: cannot be read: {why}") from None
-    keys = []
+    keys: list[Key] = []
     for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
         if not line or line.startswith("#"):
             continue
@@ -117,7 +117,9 @@ def read_keys(path: Path) -> list[Key]:
                 'Create one with: python -c "import secrets; print(secrets.token_urlsafe())"'
             )
         if key in [known.key for known in keys]:
-            raise ConfigError(f"API key file {path}, line {number}: the key is on a line before, too. Remove one of the two")
+            raise ConfigError(
+                f"API key file {path}, line {number}: the key is on a line before, too. Remove one of the two"
+            )
         keys.append(Key(name, key, admin is not None))
     if not keys:
         raise ConfigError(f"API key file {path}: has no key. Write one per line")
