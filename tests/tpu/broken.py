@@ -252,7 +252,7 @@ def _no_stamps() -> AbstractContextManager[Any]:
 def _own_gradients_alone() -> AbstractContextManager[Any]:
     from tpuembed.backends import host
 
-    return mock.patch.object(host, "gather_replicas", lambda ids, gradients: (ids, gradients))
+    return mock.patch.object(host, "gather_replicas", lambda *given: given)
 
 
 def _no_update_of_copies() -> AbstractContextManager[Any]:
