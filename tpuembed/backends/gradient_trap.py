@@ -127,9 +127,8 @@ def gradient_trap(
         if graph is None:
             return tf.zeros_like(dummy)
         zeros = _zeros_after([*checks, *updates], dummy)
-        if (
-            tpu_call() is not None or in_xla_context()
-        ):  # XLA does not compile what Keras' optimizers do with sparse gradients
+        # XLA does not compile what Keras' optimizers do with sparse gradients.
+        if tpu_call() is not None or in_xla_context():
             return zeros
         # Keras' optimizers add up the gradients of replicas. If all are dense, TensorFlow registers a gradient of that sum, which
         # keeps the graph and its variables until the process ends. See `custom_gradient`.
