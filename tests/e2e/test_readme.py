@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.messages import said
+from tests.support.serving.process import run_command
 from tests.support.serving.served import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,9 @@ def _numbers(text: str) -> list[float]:
 
 
 @pytest.mark.timeout(600)
-def test_the_quickstart_pasted_into_a_shell_prints_what_the_readme_shows(tmp_path: Path) -> None:
+def test_the_quickstart_pasted_into_a_shell_prints_what_the_readme_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     script = _blocks("bash").replace(" &\n", " --no-grpc --rest-port 8501 &\n").replace("8501", str(free_port()))
     done = _run(tmp_path, "bash", "-ec", script + "wait\n")
@@ -48,13 +51,14 @@ def test_the_quickstart_pasted_into_a_shell_prints_what_the_readme_shows(tmp_pat
     assert served == pytest.approx(first, abs=1e-4), "the score that the model had in training"
     assert "WARNING:tensorflow" not in done.stderr
 
-    export = ("tpuembed", "export", "quickstart/ckpt", "again", "--model")
+    monkeypatch.chdir(tmp_path)
+    export = ("export", "quickstart/ckpt", "again", "--model")
     shutil.copy(ROOT / "examples" / "quickstart.py", tmp_path)
-    assert _run(tmp_path, *export, "quickstart:build").returncode == 0
+    again = run_command(*export, "quickstart:build")
+    assert again.returncode == 0, again.stderr
     functions, _, script = (ROOT / "examples" / "quickstart.py").read_text().partition(GUARD)
     (tmp_path / "unguarded.py").write_text(functions + textwrap.dedent(script))
-    refused = _run(tmp_path, *export, "unguarded:build")
-    said(refused.stderr)
+    said(run_command(*export, "unguarded:build").stderr)
 
 
 def test_the_example_is_the_file_beside_it() -> None:

@@ -1,7 +1,7 @@
 """Exports of lookups with every option, and random requests for them."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ _ROWS = {"c": 70}
 """Table -> the row of the policy `row`, if not 9."""
 
 
-def features(*, weighted: bool) -> dict[str, dict[str, Any]]:
-    """Return features of all kinds, combiners and policies in all tables; those with weights are left out on request."""
+def features(*, weighted: bool, tables: Collection[str] = SIZES) -> dict[str, dict[str, Any]]:
+    """Return features of all kinds, combiners and policies in `tables`; those with weights are left out on request."""
     found: dict[str, dict[str, Any]] = {}
     combiners = ["sum", "mean", "sqrtn"]
     for number, table in enumerate(SIZES):
@@ -45,7 +45,7 @@ def features(*, weighted: bool) -> dict[str, dict[str, Any]]:
                 found[f"{table}_{policy}_seq"] = options | {"max_sequence_length": 1 + number % 4}
             if weighted and index == (number + 1) % 3:
                 found[f"{table}_{policy}_weighted"] = options | {"combiner": combiner, "weighted": True}
-    return found
+    return {name: spec for name, spec in found.items() if spec["table"] in tables}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,18 +78,19 @@ def random_tables(storage: str, seed: int, *, grown: int = 0) -> dict[str, Array
     return found
 
 
-def write(folder: Path, storage: str, *, weighted: bool, overlay: bool = False) -> Case:
-    """Write an export of layout mmap; with an `overlay`, of tables that changed and grew."""
-    of_all = features(weighted=weighted)
+def write(
+    folder: Path, storage: str, *, weighted: bool, overlay: bool = False, tables: Collection[str] = SIZES
+) -> Case:
+    """Write an export of layout mmap: of some rows, or with an `overlay` of whole tables that changed and grew."""
+    of_all = features(weighted=weighted, tables=tables)
     options: dict[str, Any] = {"serving_config": {"features": of_all}, "storage": storage, "layout": "mmap"}
-    options["rows"] = PARTS
+    if not overlay:
+        options["rows"] = {table: rows for table, rows in PARTS.items() if table in tables}
     values = random_tables(storage, 1)
     write_checkpoint(folder / "ckpt", values)
     report = export_saved_model(folder / "ckpt", folder / "m", **options)
     if overlay:
-        del options["rows"]
         other = random_tables(storage, 2)
-        report = export_saved_model(folder / "ckpt", folder / "m", **options)
         values = random_tables(storage, 1, grown=9)
         for name, table in values.items():
             changed = np.random.default_rng(3).random(len(table)) < 0.3

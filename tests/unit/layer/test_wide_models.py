@@ -107,35 +107,36 @@ def _data(names: Sequence[str], kind: str) -> tf.data.Dataset:
     return batches.map(lambda x, y: ({name: ids.to_sparse() for name, ids in x.items()}, y))
 
 
-def _fit(model: Any, optimizer: Any, data: tf.data.Dataset) -> None:
-    model.compile(optimizer, "mse")
+def _fit(model: Any, optimizer: Any, data: tf.data.Dataset, *, eagerly: bool = False) -> None:
+    model.compile(optimizer, "mse", run_eagerly=eagerly)
     model.fit(data, shuffle=False, verbose=0)
 
 
-def _fit_with_a_small_scale(model: Any, optimizer: Any, data: tf.data.Dataset) -> None:
+def _fit_with_a_small_scale(model: Any, optimizer: Any, data: tf.data.Dataset, *, eagerly: bool = False) -> None:
     """Keras scales losses of float16 by 32,768, with which the first gradients overflow."""
     if keras.config.dtype_policy().compute_dtype == "float16":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=16.0)
-    _fit(model, optimizer, data)
+    _fit(model, optimizer, data, eagerly=eagerly)
 
 
-def _own_loop(model: Any, optimizer: Any, data: tf.data.Dataset, **options: Any) -> None:
+def _own_loop(model: Any, optimizer: Any, data: tf.data.Dataset, *, eagerly: bool = False, **options: Any) -> None:
     model(next(iter(data))[0])
     optimizer.build(model.trainable_variables)
 
-    # The dataset's signature: the batch has no size while the step is traced.
-    @tf.function(input_signature=None if options else data.element_spec, **options)
     def step(features: Features, labels: Any) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(features) - labels))
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
+    # The dataset's signature: the batch has no size while the step is traced.
+    signature = None if options else data.element_spec
+    run = step if eagerly else tf.function(step, input_signature=signature, **options)
     for features, labels in data:
-        step(features, labels)
+        run(features, labels)
 
 
-def _compiled_by_xla(model: Any, optimizer: Any, data: tf.data.Dataset) -> None:
-    _own_loop(model, optimizer, data, jit_compile=True, reduce_retracing=True)
+def _compiled_by_xla(model: Any, optimizer: Any, data: tf.data.Dataset, *, eagerly: bool = False) -> None:
+    _own_loop(model, optimizer, data, eagerly=eagerly, jit_compile=True, reduce_retracing=True)
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -145,19 +146,26 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 Join = Callable[[list[Any]], Any]
-Train = Callable[[Any, Any, Any], None]
+Train = Callable[..., None]
 
 
-def _trained(tables: Any, count: int, kind: str, join: Join, train: Train, optimizer: str) -> dict[str, Any]:
+def _trained(
+    tables: Any, count: int, kind: str, join: Join, train: Train, optimizer: str, *, eagerly: bool = False
+) -> dict[str, Any]:
     """The rows of every table, and the weights of the dense layer."""
     model = Ranking(tables, _names(count), join)
-    train(model, OPTIMIZERS[optimizer](), _data(_names(count), kind))
+    train(model, OPTIMIZERS[optimizer](), _data(_names(count), kind), eagerly=eagerly)
     return {**{name: tables.rows(name) for name in _names(count)}, "head": model.head.kernel.numpy()}
 
 
 @functools.cache
-def _by_keras(count: int, kind: str, join: Join, train: Train, optimizer: str, _: str) -> dict[str, Any]:
-    return _trained(KerasTables(_names(count), kind), count, kind, join, train, optimizer)
+def _by_keras(count: int, kind: str, join: Join, train: Train, optimizer: str, policy: str) -> dict[str, Any]:
+    """The truth, step by step in Python because tracing Keras' layers takes longer than all of its steps.
+
+    In half precision a graph rounds at other places than Python does, so there the truth is traced too.
+    """
+    eagerly = policy == "float32"
+    return _trained(KerasTables(_names(count), kind), count, kind, join, train, optimizer, eagerly=eagerly)
 
 
 def _assert_trains_as_keras(
@@ -191,13 +199,14 @@ def _concatenate_layer(activations: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("count", "kind", "join", "train", "optimizer"),
     [
-        (17, "dense", _concatenate_layer, _fit, "sgd"),
+        (17, "dense", keras.ops.hstack, _fit, "sgd"),
+        (17, "dense", _concatenate_layer, _own_loop, "sgd"),
         (26, "dense", _concatenate, _fit, "adagrad"),
-        (40, "dense", keras.ops.hstack, _fit, "sgd"),
+        pytest.param(40, "dense", keras.ops.hstack, _fit, "sgd", marks=pytest.mark.nightly),
         pytest.param(200, "dense", _concatenate, _fit, "sgd", marks=pytest.mark.nightly),
         (17, "ragged", _concatenate, _fit, "adagrad"),
         (17, "sparse", _concatenate, _own_loop, "sgd"),
-        (17, "sequence", _concatenate, _fit, "sgd"),
+        pytest.param(17, "sequence", _concatenate, _fit, "sgd", marks=pytest.mark.nightly),
         (17, "dense", _concatenate, _compiled_by_xla, "sgd"),
     ],
 )

@@ -39,7 +39,7 @@ OTHERS = [("float32", False), ("int8", False), ("float32", True)]
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
     storage, overlay = request.param
     with exports_in_this_process():
-        return write(tmp_path_factory.mktemp("export"), storage, weighted=True, overlay=overlay)
+        return write(tmp_path_factory.mktemp("export"), storage, weighted=True, overlay=overlay, tables="ac")
 
 
 def touched(case: Case, native: NativeLookups, inputs: Mapping[str, Array]) -> set[int]:
