@@ -50,9 +50,9 @@ demo: $(DEMO)  ## train, checkpoint, export, serve and predict, end to end; inst
 test: $(STAMP) tpuembed/_lookup.so $(RATINGS) load-tools  ## the test suite, or one room of it: make test AREA=serving/batching
 	$(BIN)/python -m pytest -n 2 -m "$(MARKS)" $(if $(AREA),tests/unit/$(AREA),tests)
 
-load-tools:  # wrk, h2load and redis-server, where tests are those of CI; elsewhere tests without them are skipped by name
-	@if [ -n "$$CI" ] && [ "$$(id -u)" = 0 ] && ! { command -v wrk && command -v h2load && command -v redis-server; } >/dev/null; then \
-	apt-get -qq update && apt-get -qq install -y wrk nghttp2-client redis-server; fi
+load-tools:  # wrk and redis-server, where tests are those of CI; elsewhere tests without them are skipped by name
+	@if [ -n "$$CI" ] && [ "$$(id -u)" = 0 ] && ! { command -v wrk && command -v redis-server; } >/dev/null; then \
+	apt-get -qq update && apt-get -qq install -y wrk redis-server; fi
 
 test-docs: $(STAMP) load-tools  ## the pages of docs/tutorials, docs/how-to and docs/migrate: what they do, and what they print
 	$(BIN)/python -m pytest -n 2 --dist load tests/docs

@@ -462,12 +462,6 @@ def _tools() -> Iterator[str]:
         rows = [(name, found[f"{name} GB/s"], found[f"{name} peak MB"]) for name in ("stats", "verify")]
         yield _table(("", "GB/s", "peak memory, MB"), rows)
         yield f"stats / verify: {found['stats / verify']}. It stores every row as each type, and compares it with 256 others.\n"
-    found = _result("bench")
-    if found:
-        yield "## `tpuembed bench` and wrk against one server, requests per second (`benchmarks/bench.py`)\n"
-        keys = ("bench, own client", "wrk", "own client / wrk", "limit", "client processors")
-        rows = [(case, *(each[key] for key in keys)) for case, each in found.items() if isinstance(each, dict)]
-        yield _table(("", *keys), rows)
     found = _result("console")
     if found:
         least, most = found["least and greatest ratio"]

@@ -23,7 +23,7 @@ if "```console" in (readme := (ROOT / "README.md").read_text(encoding="utf-8")):
     PAGES["README.md"] = readme
 
 
-NEEDS = {"docs/how-to/redis.md": "redis-server"}
+NEEDS = {"docs/how-to/load-test.md": "wrk", "docs/how-to/redis.md": "redis-server"}
 """Page -> a program that it starts, and that CI has."""
 
 

@@ -1,6 +1,6 @@
 """Logs sampled requests with their answers, as `logging_config` of a models.config asks: PredictionLogs in TFRecord files.
 
-Warm-up and `tpuembed bench --requests` read the files. A thread writes them. A prediction never waits for it: what the thread
+Warm-up reads the files. A thread writes them. A prediction never waits for it: what the thread
 cannot take is dropped and counted.
 
 Source: core/server_request_logger.cc and core/request_logger.cc of TensorFlow Serving.

@@ -1,1 +1,0 @@
-"""Measures servers under load: the requests, the clients, the server's processes."""
