@@ -134,7 +134,17 @@ def test_the_wheel_works_in_an_environment_without_tensorflow(wheel: Path, tmp_p
 
     assert run("--version") == f"tpuembed, version {tpuembed.__version__}\n"
     commands = set(re.findall(r"^  ([a-z]+) ", run("--help"), re.MULTILINE))
-    assert {"demo", "describe", "diff", "doctor", "export", "head", "relocate", "serve", "verify"} <= commands
+    assert {
+        "demo",
+        "describe",
+        "diff",
+        "export",
+        "head",
+        "relocate",
+        "serve",
+        "sparsecore-limits",
+        "verify",
+    } <= commands
     for command in commands:
         assert "Usage: tpuembed " + command in run(command, "--help")
     assert re.search(r"video/table\.v1 +│ 11 +│ 4 ", run("describe", str(CHECKPOINT)))

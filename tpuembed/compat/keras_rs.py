@@ -269,7 +269,8 @@ class _Configs:
 def _check_options(table_stacking: Any, update_stats: bool) -> None:
     if update_stats:
         raise ConfigError(
-            "DistributedEmbedding: update_stats=True needs keras-rs on JAX. `tpuembed doctor` counts the ids of a sample."
+            "DistributedEmbedding: update_stats=True needs keras-rs on JAX. "
+            "`tpuembed sparsecore-limits` counts the ids of a sample."
         )
     if table_stacking not in ("auto", None):
         raise ConfigError(

@@ -21,7 +21,7 @@ from tpuembed_cli.main import cli
 from tpuembed_cli.options import SIZE
 
 COMMAND = [sys.executable, "-m", "tpuembed_cli.main"]
-_COMMANDS = ("demo", "describe", "diff", "doctor", "export", "head", "relocate", "serve", "verify")
+_COMMANDS = ("demo", "describe", "diff", "export", "head", "relocate", "serve", "sparsecore-limits", "verify")
 _MODULES = 500
 """TensorFlow alone imports several thousand."""
 

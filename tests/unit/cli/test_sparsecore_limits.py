@@ -1,4 +1,4 @@
-"""`tpuembed doctor` as a user sees it."""
+"""`tpuembed sparsecore-limits` as a user sees it."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def run(*arguments: str) -> Any:
-    command = [sys.executable, "-m", "tpuembed_cli.main", "doctor", *arguments]
+    command = [sys.executable, "-m", "tpuembed_cli.main", "sparsecore-limits", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 

@@ -1,4 +1,4 @@
-"""`tpuembed doctor`: the SparseCore limits that tables and a sample of their ids need."""
+"""`tpuembed sparsecore-limits`: the SparseCore limits that tables and a sample of their ids need."""
 
 import dataclasses
 import logging
@@ -14,13 +14,13 @@ from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 if TYPE_CHECKING:
     from tpuembed.sizing import SizingReport
 
-__all__ = ["doctor"]
+__all__ = ["sparsecore_limits"]
 
 
 @click.command(
     cls=Command,
     short_help="Estimate the SparseCore limits that tables need.",
-    examples=("tpuembed doctor features.yaml sample.npz --chips 8 --batch-size 16384",),
+    examples=("tpuembed sparsecore-limits features.yaml sample.npz --chips 8 --batch-size 16384",),
 )
 @click.argument("config", type=click.Path())
 @click.argument("sample", type=click.Path())
@@ -41,7 +41,7 @@ __all__ = ["doctor"]
 @click.option("--optimizer", help="For tables without their own: sgd, adagrad, adagrad_momentum, adam or ftrl.")
 @click.option("--no-stacking", is_flag=True, help="Estimate as with disable_table_stacking=True.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def doctor(
+def sparsecore_limits(
     config: str,
     sample: str,
     chips: int,
