@@ -1,6 +1,5 @@
 """`tpuembed serve`: a SavedModel folder over TensorFlow Serving's REST and gRPC APIs."""
 
-import functools
 import importlib.util
 import logging
 import os
@@ -39,7 +38,7 @@ _OF_LOADING = {
     "load_retry_seconds",
     "labels_for_unavailable",
 } | {
-    *("run_threads", "prewarm", "verify_on_load", "lookups", "random_access", "prints", "cache_dir", "cache_bytes"),
+    *("run_threads", "prewarm", "verify_on_load", "lookups", "random_access", "cache_dir", "cache_bytes"),
     *("enable_batching", "batching_parameters_file", "per_model_batching", "max_batch_rows"),
 }
 """Options without a meaning if another server loads and runs the models."""
@@ -107,7 +106,7 @@ _SECTIONS = {
         "--max-json-depth",
         "--receive-seconds",
     ],
-    "TensorFlow Serving": ["--backend", "--target", "--print-tf-serving"],
+    "TensorFlow Serving": ["--backend", "--target"],
     "Several servers": ["--shards"],
 }
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
@@ -290,12 +289,6 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     metavar="FILE",
     help="Serve the model that the servers in this shards.yaml are together: each looks up some of the features.",
 )
-@click.option(
-    "--print-tf-serving",
-    "prints",
-    is_flag=True,
-    help="Print the command, config and compose file with which TensorFlow Serving serves the same models. Serve nothing.",
-)
 @telemetry_options
 @click.option(
     "--default-model",
@@ -313,7 +306,6 @@ def serve(
     backend: str,
     target: str | None,
     shards: Path | None,
-    prints: bool,
     grpc_port: int | None,
     no_grpc: bool,
     config: Path | None,
@@ -347,10 +339,8 @@ def serve(
     no_grpc = no_grpc or (platform.no_grpc and grpc_options == (None, None, None))
     file = None
     if shards is not None:
-        if backend == _TF_SERVING or target is not None or prints or name is not None:
-            raise click.UsageError(
-                "--shards names the servers and the model. Leave out --backend, --target, --name and --print-tf-serving"
-            )
+        if backend == _TF_SERVING or target is not None or name is not None:
+            raise click.UsageError("--shards names the servers and the model. Leave out --backend, --target and --name")
         file = _read_shards(context, model_dir, shards)
         if file.front is not None:
             options["cache"] = _cache(cache_dir, cache_bytes, [file.front])
@@ -362,11 +352,9 @@ def serve(
         _check_what(model_dir, name, config, options["config_poll_seconds"])
     socket_path, arguments = options.pop("grpc_socket_path"), options.pop("grpc_channel_arguments")
     options |= _grpc_options(grpc_port, no_grpc, socket_path, arguments, options["workers"])
-    if not prints:
-        _check_extra(() if no_grpc else _GRPC_PACKAGES)
+    _check_extra(() if no_grpc else _GRPC_PACKAGES)
     from tpuembed_serving import LoadSettings, ServerSettings
 
-    run = functools.partial(_print_tf_serving if prints else _serve, context)
     options["batching"] = take_batching(options)
     options["telemetry"] = take_telemetry(options)
     options["log"] = take_log(options)
@@ -377,14 +365,14 @@ def serve(
         max_retries=max_load_retries, retry_seconds=load_retry_seconds, labels_for_unavailable=labels_for_unavailable
     )
     if file is not None:
-        run(ServerSettings.for_shards(file, **options))
+        _serve(context, ServerSettings.for_shards(file, **options))
     elif target is not None:
         assert name is not None
-        run(ServerSettings.for_target(target, name=name, **options))
+        _serve(context, ServerSettings.for_target(target, name=name, **options))
     elif config is None:
         assert model_dir is not None
         options["cache"] = _cache(cache_dir, cache_bytes, [model_dir])
-        run(ServerSettings.for_model_dir(model_dir, name=name, keep_versions=keep_versions or 1, **options))
+        _serve(context, ServerSettings.for_model_dir(model_dir, name=name, keep_versions=keep_versions or 1, **options))
     elif keep_versions is not None:
         raise click.UsageError("--keep-versions: not supported with --config. Write its model_version_policy there")
     else:
@@ -392,7 +380,7 @@ def serve(
 
         models = read_models(config)
         options["cache"] = _cache(cache_dir, cache_bytes, [model.base_path for model in models])
-        run(ServerSettings(models=models, config_file=config, **options))
+        _serve(context, ServerSettings(models=models, config_file=config, **options))
 
 
 def _model_dir(text: str) -> Path | UrlPath:
@@ -435,21 +423,6 @@ def _warn(settings: "ServerSettings", text: str) -> None:
 
     log_to_stderr(settings.log)
     logging.getLogger("tpuembed_serving").warning(text)
-
-
-def _print_tf_serving(context: click.Context, settings: "ServerSettings") -> None:
-    from tpuembed_serving.tf_serving.command import not_carried_over, tf_serving_files
-
-    given = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if isinstance(parameter, click.Option)
-        and context.get_parameter_source(parameter.name or "") is not ParameterSource.DEFAULT
-    ]
-    files = {name: context.params[name] for name in ("batching_parameters_file", "monitoring_config_file")}
-    click.echo(tf_serving_files(settings, **files), nl=False)
-    for line in not_carried_over(settings, given):
-        click.echo(line, err=True)
 
 
 def _channel_arguments(text: str) -> Any:
@@ -513,7 +486,7 @@ def _read_shards(context: click.Context, model_dir: Path | UrlPath | None, path:
             context,
             model_dir,
             "--shards",
-            {"config", "config_poll_seconds", "keep_versions", "prints"},
+            {"config", "config_poll_seconds", "keep_versions"},
             f"which names the front, {file.front}, and serves its newest two versions",
         )
     return file

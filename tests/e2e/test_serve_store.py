@@ -309,6 +309,3 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run_command("serve", "s3://bucket/m", "--no-grpc", "--rest-port", "0", "--cache-dir", tmp_path / "file")
     assert done.returncode == 1
     said(done.stderr)
-    done = run_command("serve", "s3://bucket/m", "--print-tf-serving")
-    assert done.returncode == 1
-    said(done.stderr)
