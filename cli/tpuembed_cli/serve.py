@@ -229,7 +229,11 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     show_default=True,
     help="The most requests that may wait; more are answered 503.",
 )
-@click.option("--max-body-bytes", type=_POSITIVE, help="Larger request bodies are answered 413.  [default: no limit]")
+@click.option(
+    "--max-body-bytes",
+    type=SIZE,
+    help="Larger request bodies are answered 413.  [default: 32MiB over REST, no limit over gRPC]",
+)
 @click.option(
     "--max-request-memory",
     type=SIZE,

@@ -22,6 +22,7 @@ from tpuembed_serving.models.policies import LatestVersions, VersionPolicy
 __all__ = [
     "DEFAULT_LOAD",
     "LOG_FORMATS",
+    "REST_BODY_BYTES",
     "BatchingSettings",
     "CacheSettings",
     "LoadSettings",
@@ -32,6 +33,10 @@ __all__ = [
     "check_models",
     "reload_paths",
 ]
+
+
+# Parsing JSON keeps Python's lock for 6 ms per MB, and other requests wait meanwhile. A body of this size is rare enough.
+REST_BODY_BYTES: Final = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +219,8 @@ class ServerSettings:
         rest_timeout_ms: the longest duration of a request, which is then answered 504.
         run_threads: how many TensorFlow runs are in progress at once.
         max_queued_requests: how many more requests may wait for a thread. Others are answered 503.
-        max_body_bytes: the largest request body; None is no limit, as in TensorFlow Serving.
+        max_body_bytes: the largest request body, over REST and gRPC. None is REST_BODY_BYTES over REST, and no limit over gRPC, as in
+            TensorFlow Serving.
         max_request_memory: about how many bytes a request, and all requests in flight together, may take in one process:
             the body, its decoding, the inputs and the outputs. Requests beyond it are refused before the work starts.
         lame_duck_seconds: how long requests are still answered after SIGTERM, while clients are told to use another server.

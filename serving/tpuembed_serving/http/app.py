@@ -31,7 +31,7 @@ from tpuembed_serving.http.pages import HEALTH, MODELS, add_pages
 from tpuembed_serving.http.platforms import PING, PlatformApi
 from tpuembed_serving.http.rest import RestApi
 from tpuembed_serving.models.repository import Loader, ModelRepository
-from tpuembed_serving.settings import ModelSettings, ServerSettings
+from tpuembed_serving.settings import REST_BODY_BYTES, ModelSettings, ServerSettings
 from tpuembed_serving.telemetry.metrics import DEFAULT_PATH
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.loading import load_version
@@ -98,7 +98,7 @@ class ServingApp(FastAPI):
             redoc_url=None,
             openapi_url=None,
         )
-        read = BodyReader(settings.max_body_bytes, self.pipeline.memory)
+        read = BodyReader(settings.max_body_bytes or REST_BODY_BYTES, self.pipeline.memory)
         self._rest = RestApi(self.pipeline, read, guard.max_json_depth)
         self._open_inference = OpenInferenceApi(self.pipeline, read, self._is_ready, guard.max_json_depth)
         self._platforms = PlatformApi(

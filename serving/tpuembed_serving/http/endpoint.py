@@ -77,7 +77,6 @@ HTTP_STATUS = {
 
 _TOO_LARGE: Final = 413
 _UNSUPPORTED: Final = 415
-_MAX_INFLATED_BYTES: Final = 100 * 2**20
 """The limit of a body that was compressed, unless there is one for all bodies. It is TensorFlow Serving's."""
 _PIECE_BYTES: Final = 2**20
 _INFLATED_AT_ONCE: Final = 16 * 2**10
@@ -122,8 +121,8 @@ class Body(NamedTuple):
 class BodyReader:
     """Reads the bodies of requests."""
 
-    def __init__(self, max_bytes: int | None, memory: MemoryBudget) -> None:
-        """Create the reader. `max_bytes` limits bodies before and after decompression; None is no limit.
+    def __init__(self, max_bytes: int, memory: MemoryBudget) -> None:
+        """Create the reader. `max_bytes` limits bodies before and after decompression.
 
         `memory` is reserved for bodies.
         """
@@ -166,8 +165,7 @@ class BodyReader:
 
     async def _inflate(self, body: bytes, reserved: int) -> Body:
         """Decompress gzip in threads. A large body is decompressed twice: first only to learn its size."""
-        limit = _MAX_INFLATED_BYTES if self._max_bytes is None else self._max_bytes
-        size, content = await asyncio.to_thread(_measure, body, limit)
+        size, content = await asyncio.to_thread(_measure, body, self._max_bytes)
         if content is not None:
             return Body(content, 0)
         needed = size * LEAST_DECODING_BYTES
@@ -179,8 +177,8 @@ class BodyReader:
             raise
 
 
-def _check_size(size: int, limit: int | None) -> None:
-    if limit is not None and size > limit:
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
         raise TooLargeError(f"the request body is larger than the limit of {limit} bytes")
 
 

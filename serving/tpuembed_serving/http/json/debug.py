@@ -5,8 +5,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from tpuembed_serving.http.json.pieces import LongList
-
 __all__ = ["debug_string", "quote", "type_name"]
 
 _MAX_BYTES = 256
@@ -23,7 +21,7 @@ def type_name(value: Any) -> str:
         return str(value)
     if isinstance(value, dict):
         return "Object"
-    if isinstance(value, list | LongList):
+    if isinstance(value, list):
         return "Array"
     return "String" if isinstance(value, str) else "Number"
 
@@ -58,7 +56,7 @@ class _LimitedWriter:
         """Write `prefix` and `value`, which is inside `depth` containers. Returns True if all of it was written."""
         if isinstance(value, dict):
             return self._object(value, depth, prefix)
-        if isinstance(value, list | LongList):
+        if isinstance(value, list):
             return self._array(value, depth, prefix)
         return self._put(prefix + _scalar(value))
 

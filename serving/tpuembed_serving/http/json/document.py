@@ -10,7 +10,6 @@ Clients of TensorFlow Serving may send what RapidJSON reads beyond JSON:
 Nesting has a limit of about 1,000 levels, that of both libraries.
 """
 
-import functools
 import json
 import math
 import re
@@ -22,7 +21,6 @@ from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string
-from tpuembed_serving.http.json.pieces import LARGE_BYTES, STRING, PieceRun, read_pieces, with_runs
 
 __all__ = ["LEAST_DECODING_BYTES", "Document", "JsonObject", "decoding_bytes", "format_error", "parse_document"]
 
@@ -43,7 +41,6 @@ class Document(NamedTuple):
 
     Attributes:
         members: the members of the top-level object. Of equal keys the first counts, at every level.
-            The lists of a large body are LongLists.
     """
 
     members: dict[str, Any]
@@ -55,35 +52,24 @@ def parse_document(body: bytes, max_depth: int | None = None, check: Check = noo
     Args:
         body: the body of a request.
         max_depth: the deepest nesting; None is the libraries' limit.
-        check: called before slow work, and between the pieces of a large body.
+        check: called before slow work.
 
     Raises:
         StatusError: the body is not JSON, not an object, or nested too deeply.
     """
-    rest, runs = body, dict[str, PieceRun]()
-    if len(body) >= LARGE_BYTES:
-        rest, runs = read_pieces(body, functools.partial(_parse_list, max_depth=max_depth), check)
-    root = _parse(rest, check)
-    is_deeper = max_depth is not None and _is_deeper(root, rest, max_depth)
-    if runs:
-        root = with_runs(root, runs)
+    root = _parse(body, check)
     if not isinstance(root, dict):
         raise format_error(root, "Is not object")
-    if is_deeper:
-        raise _too_deep(max_depth or 0)
+    if max_depth is not None and _is_deeper(root, body, max_depth):
+        raise _too_deep(max_depth)
     return Document(root)
 
 
 def decoding_bytes(body: bytes) -> int:
     """Return about how many bytes it takes to parse and decode `body`, from the number of its values, lists and objects."""
-    values, lists, objects = (_count(body, mark) for mark in (b",", b"[", b"{"))
+    values, lists, objects = (body.count(mark) for mark in (b",", b"[", b"{"))
     estimate = len(body) + values * _VALUE_BYTES + lists * _LIST_BYTES + objects * _OBJECT_BYTES
     return max(estimate, len(body) * LEAST_DECODING_BYTES)
-
-
-def _count(body: bytes, mark: bytes) -> int:
-    """Count a character, in steps: one call would keep other threads waiting."""
-    return sum([body.count(mark, start, start + LARGE_BYTES) for start in range(0, len(body), LARGE_BYTES)])
 
 
 def format_error(value: Any, text: str) -> StatusError:
@@ -104,21 +90,6 @@ def _parse(body: bytes, check: Check) -> Any:
     return root
 
 
-def _parse_list(around: int, text: bytes, max_depth: int | None) -> list[Any]:
-    """Parse one list inside `around` containers. Raises StatusError for anything else, and if it is nested too deeply."""
-    found: list[Any]
-    try:
-        found = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        found = _parse_loosely(text, is_all=True)
-    else:
-        if text.count(b":") > sum([len(row) for row in found if type(row) is dict]):
-            found = _parse_loosely(text, is_all=True)
-    if max_depth is not None and _is_deeper(found, text, max_depth - around):
-        raise _too_deep(max_depth)
-    return found
-
-
 def _count_members(root: dict[str, Any]) -> int:
     """Count the members at the known levels. As many colons in the body prove that no key is repeated."""
     count = len(root)
@@ -137,8 +108,8 @@ def _size(value: Any) -> int:
     return len(value) if type(value) is dict else 0
 
 
-def _parse_loosely(body: bytes, *, is_all: bool = False) -> Any:
-    """Parse with the standard library, configured to agree with RapidJSON. With `is_all`, bytes after the value are refused."""
+def _parse_loosely(body: bytes) -> Any:
+    """Parse with the standard library, configured to agree with RapidJSON."""
     text = body.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape").lstrip(" \t\n\r")
     if not text:
         raise _parse_error("The document is empty." if body else "The document is empty")
@@ -150,8 +121,6 @@ def _parse_loosely(body: bytes, *, is_all: bool = False) -> Any:
         raise _parse_error(_reason(error)) from None
     except RecursionError:
         raise _too_deep(_LEVELS) from None
-    if is_all and end < len(text):
-        raise _parse_error("The document root must not be followed by other values.")
     if any(match[1] for match in _ESCAPES.finditer(text, 0, end)):
         raise _parse_error("The surrogate pair in string is invalid.")
     return root
@@ -231,8 +200,10 @@ _OBJECTS = frozenset({"inputs", "context", "parameters"})
 _TENSORS = frozenset({"inputs", "outputs"})
 """The lists of the Open Inference Protocol."""
 _LEVELS = 1000
-_STRINGS = re.compile(STRING, re.DOTALL)
-_SPECIAL = re.compile(rf"{STRING}|-?(?:NaN|Inf(?:inity|(?!i)))", re.DOTALL)
+# Matches a string, also one without an end. Otherwise each of its quotes would be tried as a start, in quadratic time.
+_STRING = r'"(?:[^"\\]++|\\.?)*+(?:"|\Z)'
+_STRINGS = re.compile(_STRING, re.DOTALL)
+_SPECIAL = re.compile(rf"{_STRING}|-?(?:NaN|Inf(?:inity|(?!i)))", re.DOTALL)
 _MARKS = re.compile(r"[^][{}]+")
 _ESCAPES = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]|(u[dD][89a-fA-F])|.)", re.DOTALL)
 """Matches escapes. The group is a surrogate that has no other half."""

@@ -14,10 +14,9 @@ from tpuembed_serving.core.classify_regress import Classification, InferenceResu
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import invalid_argument
-from tpuembed_serving.http.json.debug import quote, type_name
+from tpuembed_serving.http.json.debug import type_name
 from tpuembed_serving.http.json.document import Document, JsonObject, format_error
-from tpuembed_serving.http.json.floats import float_tokens
-from tpuembed_serving.http.json.pieces import LongList
+from tpuembed_serving.http.json.responses import numbers, plain_numbers, write_json
 from tpuembed_serving.http.json.tensors import base64_decode, is_base64_object
 
 __all__ = ["decode_examples", "encode_result"]
@@ -48,7 +47,7 @@ def decode_examples(document: Document, check: Check = noop) -> list[bytes]:
         # TensorFlow Serving's text names classify for regress too.
         raise format_error(members, "When method is classify, key 'examples' is expected and was not found")
     examples = members["examples"]
-    if not isinstance(examples, list | LongList):
+    if not isinstance(examples, list):
         raise format_error(members, "Expecting 'examples' value to be an list/array")
     if not examples:
         raise format_error(members, "'examples' value is an empty array")
@@ -79,7 +78,7 @@ def _bytes(text: str) -> bytes:
 
 def _feature(name: str, content: Any) -> bytes:
     """Serialize a Feature {bytes_list: 1 | float_list: 2 | int64_list: 3}. An empty list sets none of them."""
-    values = list(content) if isinstance(content, list | LongList) else [content]
+    values = content if isinstance(content, list) else [content]
     if not values:
         return b""
     kinds = {_KIND_OF_TYPE.get(type(value)) for value in values}
@@ -132,18 +131,9 @@ _ENCODERS = {_BYTES_LIST: _bytes_list, _FLOAT_LIST: _float_list, _INT64_LIST: _i
 
 
 def encode_result(result: InferenceResult) -> bytes:
-    """Return the body of an answer."""
-    if isinstance(result, Classification):
-        rows = ", ".join(_classes(result))
-        text = f'{{\n    "results": [{rows}\n    ]\n}}'
-    else:
-        text = f'{{\n    "results": [{", ".join(float_tokens(result.values))}]\n}}'
-    return text.encode("utf-8", "surrogateescape")
-
-
-def _classes(result: Classification) -> list[str]:
-    """Return one list of [label, score] per example."""
-    labels = [quote(label.decode("utf-8", "surrogateescape")) for label in result.labels.ravel().tolist()]
-    pairs = [f"[{label}, {score}]" for label, score in zip(labels, float_tokens(result.scores), strict=True)]
-    count = result.labels.shape[1]
-    return [f"[{', '.join(pairs[row * count : (row + 1) * count])}]" for row in range(len(result.labels))]
+    """Return the body of an answer: a number per example, or a list of [label, score] per example."""
+    if not isinstance(result, Classification):
+        return b'{"results":%b}' % numbers(result.values)
+    labels = [[label.decode("utf-8", "surrogateescape") for label in row] for row in result.labels.tolist()]
+    rows = zip(labels, plain_numbers(result.scores), strict=True)
+    return write_json({"results": [list(zip(*row, strict=True)) for row in rows]})

@@ -16,10 +16,8 @@ from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.servable import Array, cannot_hold
 from tpuembed_serving.core.service import ModelSpec
 from tpuembed_serving.core.status import invalid_argument
-from tpuembed_serving.http.json.debug import quote
 from tpuembed_serving.http.json.document import parse_document
-from tpuembed_serving.http.json.floats import float_tokens
-from tpuembed_serving.http.json.pieces import LongList
+from tpuembed_serving.http.json.responses import numbers, write_json
 from tpuembed_serving.open_inference.inference import (
     INPUT_PARAMETERS,
     OUTPUT_PARAMETERS,
@@ -37,10 +35,8 @@ __all__ = ["EncodedInference", "encode_inference", "parse_inference"]
 
 _MEMBERS: Final = frozenset({"id", "inputs", "model_name", "model_version", "outputs", "parameters"})
 """The members of a request. Clients send the model's name and version too, but the URL has them."""
-_LISTS: Final = (list, LongList)
-_TYPE_NAMES: Final[Mapping[Any, str]] = {str: "a string", dict: "an object", list: "a list", _LISTS: "a list"}
+_TYPE_NAMES: Final[Mapping[Any, str]] = {str: "a string", dict: "an object", list: "a list"}
 _LEAF_TYPES: Final[Mapping[str, set[type]]] = {"BOOL": {bool}, "BYTES": {str}}
-_BLOCK_ELEMENTS: Final = 16 * 2**10
 _LONG_INTEGER: Final = re.compile(rb"-?\d{19,400}")
 """Matches an integer that may need more than 64 bits. The parser makes a float of it, as RapidJSON does."""
 
@@ -104,7 +100,7 @@ def _member(members: Mapping[str, Any], key: str, kind: Any, owner: str) -> Any:
 
 
 def _objects(members: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    found = list(_member(members, key, _LISTS, "the request"))
+    found = _member(members, key, list, "the request")
     if not all(isinstance(one, dict) for one in found):
         raise invalid_argument(f"the request: an element of {key} is not an object. Send objects with a name")
     return [_given(one) for one in found]
@@ -137,7 +133,7 @@ class _InputReader:
         shape = check_shape(name, _member(members, "shape", list, owner))
         size = _parameters(members, owner, INPUT_PARAMETERS).get("binary_data_size")
         if size is None:
-            data = _member(members, "data", _LISTS, owner)
+            data = _member(members, "data", list, owner)
             text = memoryview(self._body)[: self._header_bytes]
             return InferInput(name, datatype, functools.partial(_read_json, name, datatype, shape, data, text))
         if "data" in members:
@@ -158,27 +154,8 @@ class _InputReader:
             raise invalid_argument(f"{left} bytes follow the last binary tensor. Send the tensors' bytes alone")
 
 
-def _read_json(name: str, datatype: str, shape: tuple[int, ...], data: Any, text: memoryview, check: Check) -> Array:
-    """Return the tensor of JSON values. `text` is the request's JSON, for messages."""
-    if type(data) is not LongList:
-        return _read_list(name, datatype, shape, data, text).reshape(shape)
-    arrays, is_flat, count = [], not isinstance(next(iter(data)), _LISTS), 0
-    for piece in data.pieces(check):
-        rows = [_plain(row, len(shape)) for row in piece]
-        count += len(rows)
-        arrays.append(_read_list(name, datatype, (len(rows),) if is_flat else (len(rows), *shape[1:]), rows, text))
-    if count != (math.prod(shape) if is_flat else shape[0] if shape else 1):
-        raise wrong_size(name, datatype, shape, f"{count} {'values' if is_flat else 'rows'}")
-    return np.concatenate(arrays).reshape(shape)
-
-
-def _plain(value: Any, levels: int) -> Any:
-    """Return lists in the place of LongLists, down to so many levels: a body may have a thousand."""
-    return [_plain(one, levels - 1) for one in value] if levels and isinstance(value, _LISTS) else value
-
-
-def _read_list(name: str, datatype: str, shape: Sequence[int], data: list[Any], text: memoryview) -> Array:
-    """Return the values of lists that are nested as the shape says, or of one flat list, as a flat array."""
+def _read_json(name: str, datatype: str, shape: tuple[int, ...], data: list[Any], text: memoryview, _: Check) -> Array:
+    """Return the tensor of lists that are nested as the shape says, or of one flat list. `text` is the request's JSON."""
     values, types = data, set(map(type, data))
     for size in shape[1:] if types == {list} else ():
         if types != {list} or not set(map(len, values)) <= {size}:
@@ -201,12 +178,12 @@ def _read_list(name: str, datatype: str, shape: Sequence[int], data: list[Any], 
     if datatype == "BYTES":
         array = np.empty(len(values), object)
         array[:] = [value.encode("utf-8", "surrogateescape") for value in values]
-        return array
+        return array.reshape(shape)
     try:
         if "INT" in datatype:
-            return np.array(values, dtype)
+            return np.array(values, dtype).reshape(shape)
         with np.errstate(over="raise"):
-            return np.array(values, np.float64 if datatype != "BOOL" else dtype).astype(dtype)
+            return np.array(values, np.float64 if datatype != "BOOL" else dtype).astype(dtype).reshape(shape)
     except (OverflowError, FloatingPointError):
         raise invalid_argument(f"input {name} is {datatype}, and a number of its data does not fit into it") from None
 
@@ -226,7 +203,6 @@ def _check_integers(name: str, datatype: str, values: list[int | float], text: m
 def _json_type(kind: type) -> str:
     names = {
         list: "lists",
-        LongList: "lists",
         bool: "booleans",
         int: "integers",
         float: "fractions",
@@ -247,46 +223,26 @@ def encode_inference(
     head = {"model_name": request.spec.name, "model_version": str(version)}
     if request.request_id:
         head["id"] = request.request_id
-    texts = [
-        _to_bytes("{" + ",".join([f"{quote(key)}:{quote(value)}" for key, value in head.items()]) + ',"outputs":[')
-    ]
-    tensors = list[memoryview]()
-    for index, (output, datatype, array) in enumerate(results):
+    outputs, tensors = [], list[memoryview]()
+    for output, datatype, array in results:
         check()
-        about = f'"name":{quote(output.name)},"shape":{list(array.shape)},"datatype":"{datatype}"'
-        texts.append(_to_bytes(f"{',' * bool(index)}{{{about}"))
+        about = write_json({"name": output.name, "shape": list(array.shape), "datatype": datatype})[:-1]
         if request.is_binary(output):
             tensors.append(write_binary(array, datatype, check))
-            texts.append(b',"parameters":{"binary_data_size":%d}}' % tensors[-1].nbytes)
+            outputs.append(b'%b,"parameters":{"binary_data_size":%d}}' % (about, tensors[-1].nbytes))
         else:
-            texts.append(b',"data":[')
-            _add_data(texts, output.name, datatype, array.reshape(-1), check)
-            texts.append(b"]}")
-    texts.append(b"]}")
-    return EncodedInference(b"".join([*texts, *tensors]), sum(map(len, texts)) if tensors else None)
+            outputs.append(b'%b,"data":%b}' % (about, _data(output.name, datatype, array.reshape(-1), check)))
+    text = b'%b,"outputs":[%b]}' % (write_json(head)[:-1], b",".join(outputs))
+    return EncodedInference(b"".join([text, *tensors]), len(text) if tensors else None)
 
 
-def _to_bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
-
-
-def _add_data(texts: list[bytes], name: str, datatype: str, values: Array, check: Check) -> None:
-    for start in range(0, len(values), _BLOCK_ELEMENTS):
-        check()
-        block = values[start : start + _BLOCK_ELEMENTS]
-        texts.append(_to_bytes("," * bool(start) + ",".join(_tokens(name, datatype, block))))
-
-
-def _tokens(name: str, datatype: str, values: Array) -> list[str]:
+def _data(name: str, datatype: str, values: Array, check: Check) -> bytes:
     if datatype == "BYTES":
         try:
-            return [quote(value.decode("utf-8")) for value in values.tolist()]
+            return write_json([value.decode("utf-8") for value in values.tolist()])
         except UnicodeDecodeError:
             raise invalid_argument(
                 f"output {name} has bytes that are not UTF-8. Ask for it with the parameter binary_data"
             ) from None
-    if datatype == "BOOL":
-        return ["true" if value else "false" for value in values.tolist()]
-    if "INT" in datatype:
-        return list(map(str, values.tolist()))
-    return float_tokens(values if values.itemsize > 2 else values.astype(np.float32))
+    # orjson does not know bfloat16
+    return numbers(values.astype(np.float32) if datatype in ("FP16", "BF16") else values, check)

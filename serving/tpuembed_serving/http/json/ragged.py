@@ -4,7 +4,6 @@ Only inputs that the manifest of an export declares as lists are padded, and onl
 So a rectangular request never changes its meaning.
 """
 
-from collections.abc import Callable
 from typing import Any, Final
 
 from tpuembed_serving.core.noop import noop
@@ -12,7 +11,6 @@ from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.servable import Signature
 from tpuembed_serving.core.status import TooLargeError, invalid_argument
 from tpuembed_serving.http.json.document import Document
-from tpuembed_serving.http.json.pieces import LongList
 from tpuembed_serving.http.json.tensors import is_base64_object
 
 __all__ = ["pad_ragged"]
@@ -21,8 +19,6 @@ _WEIGHTS = "_weights"
 _MAX_PADDED: Final = 8 * 2**20
 _MAX_TIMES: Final = 8
 """Padded lists may have `_MAX_PADDED` values, or this many times the values that were sent. One long list widens all rows."""
-_PIECE_VALUES: Final = 2**15
-"""Padded lists are made in pieces of about so many values."""
 
 Padding = int | float | str
 
@@ -42,52 +38,26 @@ def pad_ragged(document: Document, signature: Signature, check: Check = noop) ->
     key = "instances" if "instances" in members else "inputs"
     if not wanted or (key == "instances" and "inputs" in members):
         return None
-    given = _long(members.get(key))
     pad = _pad_rows if key == "instances" else _pad_columns
-    found = pad(given, signature, wanted, check)
+    found = pad(members.get(key), signature, wanted, check)
     return None if found is None else Document({**members, key: found})
 
 
-def _long(value: Any) -> Any:
-    """Return a list, or an object of lists, as LongLists whose elements have no LongLists."""
-    if type(value) is dict:
-        return {alias: _long(column) for alias, column in value.items()}
-    found = LongList([value]) if type(value) is list else value
-    return found.mapped(lambda piece: [_plain(row) for row in piece]) if type(found) is LongList else value
-
-
-def _plain(row: Any) -> Any:
-    if type(row) is dict and any(type(value) is LongList for value in row.values()):
-        return {alias: _plain(value) for alias, value in row.items()}
-    return list(row) if type(row) is LongList else row
-
-
 def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, Padding], check: Check) -> Any:
-    if type(rows) is not LongList:
+    if not isinstance(rows, list):
         return None
     if len(signature.inputs) == 1 and not any(isinstance(row, dict) for row in rows):
         return _pad(rows, wanted[signature.inputs[0].alias], check)
-    found = list(wanted)
-    for piece in rows.pieces(check):
-        if not all(type(row) is dict for row in piece):  # a JsonObject has a repeated key, which is an error
-            return None
-        found = [alias for alias in found if all(alias in row for row in piece)]
-    widths = _widths({alias: rows.mapped(_column(alias)) for alias in found}, check)
-    if not widths:
+    if not all(type(row) is dict for row in rows):  # a JsonObject has a repeated key, which is an error
         return None
+    columns = {alias: [row[alias] for row in rows] for alias in wanted if all(alias in row for row in rows)}
+    widths = _widths(columns, check)
     pads = [(alias, width, [wanted[alias]]) for alias, width in widths.items()]
-
-    def pad(piece: list[Any]) -> list[Any]:
-        return [
-            {**row, **{alias: row[alias] + pad * (width - len(row[alias])) for alias, width, pad in pads}}
-            for row in piece
-        ]
-
-    return rows.mapped(pad, _rows_of_piece(sum(widths.values())))
-
-
-def _column(alias: str) -> Callable[[list[Any]], list[Any]]:
-    return lambda piece: [row[alias] for row in piece]
+    if not pads:
+        return None
+    return [
+        {**row, **{alias: row[alias] + pad * (width - len(row[alias])) for alias, width, pad in pads}} for row in rows
+    ]
 
 
 def _pad_columns(value: Any, signature: Signature, wanted: dict[str, Padding], check: Check) -> Any:
@@ -99,34 +69,30 @@ def _pad_columns(value: Any, signature: Signature, wanted: dict[str, Padding], c
     return {**value, **padded} if padded else None
 
 
-def _pad(rows: Any, value: Padding, check: Check) -> LongList | None:
+def _pad(rows: Any, value: Padding, check: Check) -> list[Any] | None:
     """Return `rows` padded with `value`, or None if they are not lists of values or have one length."""
     width = _width(rows, check)
     return None if width is None else _filled(rows, value, width)
 
 
-def _filled(rows: LongList, value: Padding, width: int) -> LongList:
-    return rows.mapped(lambda piece: [row + [value] * (width - len(row)) for row in piece], _rows_of_piece(width))
-
-
-def _rows_of_piece(width: int) -> int:
-    return max(1, _PIECE_VALUES // width)
+def _filled(rows: list[list[Any]], value: Padding, width: int) -> list[Any]:
+    return [row + [value] * (width - len(row)) for row in rows]
 
 
 def _widths(columns: dict[str, Any], check: Check) -> dict[str, int]:
     """Return the longest length of the ragged ones of `columns`."""
     for alias in columns:
         if f"{alias}{_WEIGHTS}" in columns:
-            _check_weights(alias, columns[alias], columns[f"{alias}{_WEIGHTS}"], check)
+            _check_weights(alias, columns[alias], columns[f"{alias}{_WEIGHTS}"])
     widths = {alias: _width(rows, check) for alias, rows in columns.items()}
     return {alias: width for alias, width in widths.items() if width is not None}
 
 
 def _width(rows: Any, check: Check) -> int | None:
     """Return the longest length of `rows`, or None if they are not lists of values or have one length."""
-    if not _is_list_of_lists(rows, check):
+    if not _is_list_of_lists(rows):
         return None
-    sizes = [len(row) for piece in rows.pieces(check) for row in piece]
+    sizes = list(map(len, rows))
     widest = max(sizes)
     if min(sizes) == widest:
         return None
@@ -140,20 +106,15 @@ def _width(rows: Any, check: Check) -> int | None:
     return widest
 
 
-def _is_list_of_lists(rows: Any, check: Check) -> bool:
-    if type(rows) is not LongList or not len(rows):
+def _is_list_of_lists(rows: Any) -> bool:
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
         return False
-    for piece in rows.pieces(check):
-        if not all(isinstance(row, list) for row in piece):
-            return False
-        if any(isinstance(value, list | dict) and not is_base64_object(value) for row in piece for value in row):
-            return False
-    return True
+    return not any(isinstance(value, list | dict) and not is_base64_object(value) for row in rows for value in row)
 
 
-def _check_weights(alias: str, ids: Any, weights: Any, check: Check) -> None:
+def _check_weights(alias: str, ids: Any, weights: Any) -> None:
     """Raise INVALID_ARGUMENT if a row lacks weights: padding must not hide it."""
-    if not (_is_list_of_lists(ids, check) and _is_list_of_lists(weights, check)):
+    if not (_is_list_of_lists(ids) and _is_list_of_lists(weights)):
         return
     for index, (row, row_weights) in enumerate(zip(ids, weights, strict=False)):
         if len(row) != len(row_weights):

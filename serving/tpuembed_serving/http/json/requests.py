@@ -12,8 +12,7 @@ from tpuembed_serving.core.servable import Array, Columns, Signature, TensorInfo
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string
 from tpuembed_serving.http.json.document import Document, format_error
-from tpuembed_serving.http.json.pieces import LongList
-from tpuembed_serving.http.json.tensors import dense_shape, fast_tensor, fill, is_base64_object, joined, to_array
+from tpuembed_serving.http.json.tensors import dense_shape, fast_tensor, fill, is_base64_object, to_array
 
 __all__ = ["PredictInputs", "decode_inputs", "signature_name"]
 
@@ -60,24 +59,21 @@ def decode_inputs(document: Document, signature: Signature, check: Check = noop)
 
 def _decode_rows(document: Document, signature: Signature, check: Check) -> Sequence[Array]:
     rows = document.members["instances"]
-    is_long = isinstance(rows, LongList)
-    if not is_long and not isinstance(rows, list):
+    if not isinstance(rows, list):
         raise format_error(document.members, "Expecting 'instances' to be an list/array")
     if not rows:
         raise format_error(document.members, "No values in 'instances' array")
-    first = next(iter(rows)) if is_long else rows[0]
-    if len(signature.inputs) > 1 and not isinstance(first, dict):
+    if len(signature.inputs) > 1 and not isinstance(rows[0], dict):
         text = "instances is a plain list, but expecting list of objects as multiple input tensors required as per "
         raise invalid_argument(f"{text}tensorinfo_map")
-    fast = _fast_pieces(rows, signature, check) if is_long else _fast_rows(rows, signature, check)
-    return fast or _RowDecoder(signature.inputs).decode(rows, first, check)
+    return _fast_rows(rows, signature) or _RowDecoder(signature.inputs).decode(rows, check)
 
 
-def _fast_rows(rows: list[Any], signature: Signature, check: Check) -> Sequence[Array] | None:
+def _fast_rows(rows: list[Any], signature: Signature) -> Sequence[Array] | None:
     """Decode whole columns at once. Returns None if a row differs in form from the first."""
     inputs = signature.inputs
     if type(rows[0]) is not dict:
-        array = fast_tensor(rows, inputs[0], check)
+        array = fast_tensor(rows, inputs[0])
         return None if array is None else [array]
     arrays = []
     try:
@@ -87,27 +83,13 @@ def _fast_rows(rows: list[Any], signature: Signature, check: Check) -> Sequence[
         if matrix is not None:
             return Columns(matrix)
         for info in inputs:
-            array = fast_tensor([row[info.alias] for row in rows], info, check)
+            array = fast_tensor([row[info.alias] for row in rows], info)
             if array is None:
                 return None
             arrays.append(array)
     except (KeyError, TypeError):  # another key, or a row that is not an object
         return None
     return arrays
-
-
-def _fast_pieces(rows: LongList, signature: Signature, check: Check) -> Sequence[Array] | None:
-    """Decode rows as `_fast_rows` does, piece by piece."""
-    found, kind = [], type(next(iter(rows)))
-    for piece in rows.pieces(check):
-        arrays = _fast_rows(piece, signature, check)
-        if arrays is None or (type(piece[0]) is dict) != (kind is dict):
-            return None
-        found.append(arrays)
-    if all(isinstance(arrays, Columns) for arrays in found):
-        return Columns(np.concatenate([arrays.matrix for arrays in found if isinstance(arrays, Columns)]))
-    columns = [joined(arrays[index] for arrays in found) for index in range(len(signature.inputs))]
-    return None if any(column is None for column in columns) else [column for column in columns if column is not None]
 
 
 def _int64_matrix(rows: list[Any], signature: Signature) -> Array | None:
@@ -136,9 +118,9 @@ class _RowDecoder:
         self._leaves: dict[str, list[Any]] = {info.alias: [] for info in inputs}
         self._shapes: dict[str, list[int]] = {}
 
-    def decode(self, rows: list[Any] | LongList, first: Any, check: Check) -> list[Array]:
+    def decode(self, rows: list[Any], check: Check) -> list[Array]:
         """Return one array per input, batch first."""
-        add = self._add_object if _is_row_object(first) else self._add_value
+        add = self._add_object if _is_row_object(rows[0]) else self._add_value
         for index, row in enumerate(rows):
             if index % _ROWS_BETWEEN_CHECKS == 0:
                 check()
@@ -228,7 +210,7 @@ def _named(value: Mapping[str, Any], alias: str) -> Any:
 
 
 def _column(value: Any, info: TensorInfo, check: Check) -> Array:
-    array = fast_tensor(value, info, check)
+    array = fast_tensor(value, info)
     if array is not None:
         return array
     shape, leaves = dense_shape(value), list[Any]()

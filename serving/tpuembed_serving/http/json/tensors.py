@@ -3,7 +3,6 @@
 import base64
 import itertools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,13 @@ from tpuembed_serving.core.servable import Array, TensorInfo, cannot_hold
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string, type_name
 from tpuembed_serving.http.json.document import format_error
-from tpuembed_serving.http.json.pieces import LongList
 
-__all__ = ["MAX_RANK", "base64_decode", "dense_shape", "fast_tensor", "fill", "is_base64_object", "joined", "to_array"]
+__all__ = ["MAX_RANK", "base64_decode", "dense_shape", "fast_tensor", "fill", "is_base64_object", "to_array"]
 
 MAX_RANK = 64
 """The limit of a numpy array; TensorFlow's own limit is 254."""
 
 _ELEMENTS_BETWEEN_CHECKS = 1024
-_LISTS = (list, LongList)
 _INT_RANGES = {
     "int8": range(-(2**7), 2**7),
     "int16": range(-(2**15), 2**15),
@@ -41,16 +38,9 @@ _LEAF_TYPES: dict[str, frozenset[type]] = {
 }
 
 
-def fast_tensor(value: Any, info: TensorInfo, check: Check = noop) -> Array | None:
-    """Convert `value` at once. Returns None if it must be decoded value by value, perhaps to report an error.
-
-    `check` is called between the pieces of a LongList.
-    """
-    if type(value) is LongList:
-        return joined(fast_tensor(piece, info, check) for piece in value.pieces(check))
+def fast_tensor(value: Any, info: TensorInfo) -> Array | None:
+    """Convert `value` at once. Returns None if it must be decoded value by value, perhaps to report an error."""
     types = _leaf_types(value)
-    if LongList in types:
-        return joined(_alone(fast_tensor(element, info, check)) for element in value)
     if not types or not types <= _LEAF_TYPES.get(info.dtype, frozenset()):
         return None
     if info.dtype == "string":
@@ -60,20 +50,6 @@ def fast_tensor(value: Any, info: TensorInfo, check: Check = noop) -> Array | No
     except (ValueError, OverflowError):  # ragged, too deep, or an integer beyond 64 bits
         return None
     return _cast(array, info)
-
-
-def joined(pieces: Iterable[Array | None]) -> Array | None:
-    """Return the pieces of an array as one. Returns None if one is None, or has another shape."""
-    found: list[Array] = []
-    for piece in pieces:
-        if piece is None or (found and piece.shape[1:] != found[0].shape[1:]):
-            return None
-        found.append(piece)
-    return np.concatenate(found)
-
-
-def _alone(array: Array | None) -> Array | None:
-    return None if array is None else array[np.newaxis]
 
 
 def _leaf_types(value: Any) -> set[type]:
@@ -126,11 +102,11 @@ def is_base64_object(value: Any) -> bool:
 def dense_shape(value: Any) -> list[int]:
     """Return the shape that the first elements of nested lists have, or [] for a value that is not a list."""
     shape: list[int] = []
-    while isinstance(value, _LISTS):
+    while isinstance(value, list):
         shape.append(len(value))
         if not value:
             break
-        value = next(iter(value))
+        value = value[0]
     if len(shape) > MAX_RANK:
         raise invalid_argument(f"Tensor rank {len(shape)} is larger than the supported rank {MAX_RANK}")
     return shape
@@ -144,7 +120,7 @@ def fill(
     Raises:
         StatusError: the lists are not rectangular, or a leaf is not of the dtype.
     """
-    if not isinstance(value, _LISTS):
+    if not isinstance(value, list):
         if level != len(shape):
             where = f"found at incorrect level: {level + 1} in the JSON DOM. Expected at level: {len(shape)}"
             raise format_error(value, where)
