@@ -219,8 +219,8 @@ class ServerSettings:
         rest_timeout_ms: the longest duration of a request, which is then answered 504.
         run_threads: how many TensorFlow runs are in progress at once.
         max_queued_requests: how many more requests may wait for a thread. Others are answered 503.
-        max_body_bytes: the largest request body, over REST and gRPC. None is REST_BODY_BYTES over REST, and no limit over gRPC, as in
-            TensorFlow Serving.
+        max_body_bytes: the largest request body, over REST and gRPC. None is REST_BODY_BYTES over REST, and no limit over
+            gRPC, as in TensorFlow Serving.
         max_request_memory: about how many bytes a request, and all requests in flight together, may take in one process:
             the body, its decoding, the inputs and the outputs. Requests beyond it are refused before the work starts.
         lame_duck_seconds: how long requests are still answered after SIGTERM, while clients are told to use another server.

@@ -31,7 +31,7 @@ from tpuembed_serving.workers.stopping import Stop
 
 TARGET = "/v1/models/m:predict"
 ROUTE = "/v1/endpoints/7:predict"
-ANSWER = b'{\n    "predictions": [2, 4\n    ]\n}'
+ANSWER = b'{"predictions":[2,4]}'
 BODY = b'{"instances": [1, 2]}'
 
 
@@ -240,7 +240,7 @@ def test_requests_in_one_packet_are_answered_in_their_order(steady: Running) -> 
     bodies = [b'{"instances": [%d]}' % number for number in range(20)]
     sent = b"".join(map(request, bodies)) + request(BODY, CLOSE)
     found = answers(steady.raw(sent))
-    wanted = [b'{\n    "predictions": [%d\n    ]\n}' % (2 * number) for number in range(20)]
+    wanted = [b'{"predictions":[%d]}' % (2 * number) for number in range(20)]
     assert [body for _, _, body in found] == [*wanted, ANSWER]
 
 

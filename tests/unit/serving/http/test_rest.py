@@ -39,7 +39,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingApp]:
 )
 def test_predict_is_found(app: ServingApp, target: str) -> None:
     reply = send(app, "POST", target, FULL, content_type="text/plain")
-    assert (reply.status, reply.body) == (200, b'{\n    "predictions": [2\n    ]\n}')
+    assert (reply.status, reply.body) == (200, b'{"predictions":[2]}')
     length = b"%d" % len(reply.body)
     assert reply.headers == {
         b"content-type": b"application/json",

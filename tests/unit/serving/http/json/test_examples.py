@@ -126,18 +126,18 @@ def test_the_bytes_of_a_classification() -> None:
     labels = matrix([b"a", b'"'], [b"\xff", b"\xc3\xa9"])
     scores = np.array([[0.1, 1], [np.nan, -np.inf]], np.float32)
     assert encode_result(Classification(labels, scores)) == (
-        b'{\n    "results": [[["a", 0.1], ["\\"", 1.0]], [["\xff", NaN], ["\xc3\xa9", -Infinity]]\n    ]\n}'
+        b'{"results":[[["a",0.1],["\\"",1.0]],[["\xff",NaN],["\xc3\xa9",-Infinity]]]}'
     )
 
 
 def test_the_bytes_of_a_classification_without_classes() -> None:
     empty = Classification(np.empty((2, 0), object), np.empty((2, 0), np.float32))
-    assert encode_result(empty) == b'{\n    "results": [[], []\n    ]\n}'
+    assert encode_result(empty) == b'{"results":[[],[]]}'
 
 
 def test_the_bytes_of_a_regression() -> None:
     values = np.array([2.5, 3, 1e-7, np.inf], np.float32)
-    assert encode_result(Regression(values)) == b'{\n    "results": [2.5, 3.0, 1e-07, Infinity]\n}'
+    assert encode_result(Regression(values)) == b'{"results":[2.5,3.0,1e-07,Infinity]}'
 
 
 def test_no_examples() -> None:
