@@ -41,7 +41,9 @@ def client(server: VectorServer) -> Iterator[httpx.Client]:
 
 
 def typed(value: Any) -> Any:
-    """1 and 1.0 and true are not the same answer."""
+    """1 and 1.0 and true are not the same answer. Two texts of one float32 are, such as 0.142857149 and 0.14285715."""
+    if isinstance(value, float):
+        return ("float", repr(value if abs(value) > 3e38 else float(np.float32(value))))
     if isinstance(value, dict):
         return {key: typed(member) for key, member in value.items()}
     if isinstance(value, list):
@@ -62,7 +64,9 @@ def check(reply: httpx.Response, vector: dict[str, Any]) -> None:
     assert reply.status_code == vector["status"], reply.text
     assert reply.headers["content-type"] == "application/json"
     if "body" in vector:
-        assert reply.text == vector["body"]
+        found = reply.content.decode("utf-8", "surrogateescape")
+        is_json = vector["body"][:1] in ("{", "[")
+        assert (typed(json.loads(found)) == typed(json.loads(vector["body"]))) if is_json else found == vector["body"]
     elif "json" in vector:
         assert typed(reply.json()) == typed(vector["json"])
     elif "has" in vector:

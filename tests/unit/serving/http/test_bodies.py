@@ -30,7 +30,7 @@ class Client:
 def test_a_body_counts_while_it_arrives() -> None:
     async def scenario() -> None:
         memory = MemoryBudget(4 * len(PART))
-        reader = BodyReader(None, memory)
+        reader = BodyReader(1 << 30, memory)
         one, other, small = Client(reader), Client(reader), Client(reader)
         used = []
         for client in (one, other, one, one):
@@ -54,7 +54,7 @@ def test_a_body_counts_while_it_arrives() -> None:
 def test_nothing_stays_reserved_for_a_body_that_does_not_arrive(last: bytes | None) -> None:
     async def scenario() -> None:
         memory = MemoryBudget(4 * len(PART))
-        client = Client(BodyReader(None, memory))
+        client = Client(BodyReader(1 << 30, memory))
         await client.send(PART * 2)
         assert memory._used == 2 * len(PART)
         await client.send(last)
@@ -68,7 +68,7 @@ def test_nothing_stays_reserved_for_a_body_that_does_not_arrive(last: bytes | No
 def test_an_inflated_body_counts_until_the_answer() -> None:
     async def scenario() -> None:
         memory = MemoryBudget(1 << 30)
-        client = Client(BodyReader(None, memory), (b"content-encoding", b"gzip"))
+        client = Client(BodyReader(1 << 30, memory), (b"content-encoding", b"gzip"))
         await client.send(gzip.compress(PART * 8), more=False)
         content, reserved = await client.body
         assert (content, reserved) == (PART * 8, 12 * 8 * len(PART))
