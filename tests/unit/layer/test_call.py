@@ -32,22 +32,6 @@ def _inputs() -> dict[str, Any]:
     return {"dense": np.array([[1, 2], [3, 4], [5, 6]]), "lists": [RAGGED, (RAGGED.to_sparse(),)]}
 
 
-def test_the_output_has_the_structure_of_the_config() -> None:
-    layer, table = _layer()
-    rows = table.numpy()
-    out = layer(_inputs())
-    np.testing.assert_array_equal(out["dense"], rows[_inputs()["dense"]])
-    np.testing.assert_allclose(out["lists"][0], [rows[[1, 2]].mean(0), np.zeros(4), rows[3]], atol=1e-6)
-    assert isinstance(out["lists"][1], tuple)
-    np.testing.assert_array_equal(out["lists"][1][0], [rows[[1, 2]], np.zeros((2, 4)), [rows[3], np.zeros(4)]])
-
-
-def test_a_bare_feature_takes_a_bare_tensor() -> None:
-    table = TableConfig(10, 4, "t")
-    layer = TPUEmbedding(FeatureConfig(table), optimizer="sgd")
-    np.testing.assert_array_equal(layer(np.array([3])), layer.embedding_tables[table].numpy()[[3]])
-
-
 def test_tfrs_code_runs_with_the_import_changed() -> None:
     one, two = E.TableConfig(10, 4, name="one"), E.TableConfig(6, 2, name="two")
     config = {"a": E.FeatureConfig(one), "b": E.FeatureConfig(one), "c": E.FeatureConfig(two)}
@@ -72,15 +56,6 @@ def test_tfrs_code_runs_with_the_import_changed() -> None:
     assert set(before) == {one, two}
     changed = [np.flatnonzero((layer.embedding_tables[t].numpy() != before[t]).any(1)).tolist() for t in (one, two)]
     assert changed == [[1, 2, 3], [0, 5]]
-
-
-def test_float_ids_are_cast_where_they_are_exact() -> None:
-    layer, table = _layer()
-    inputs = {**_inputs(), "dense": np.array([[1.0], [2.0], [9.0]], np.float32)}
-    np.testing.assert_array_equal(layer(inputs)["dense"], table.numpy()[[[1], [2], [9]]])
-    large = TPUEmbedding(FeatureConfig(TableConfig(2**24 + 1, 1, "large", initializer="zeros")))
-    with refused(ConfigError, match="table 'large'"):
-        large(np.array([1.0], np.float32))
 
 
 def test_a_subclassed_model_fits() -> None:

@@ -272,11 +272,6 @@ def test_only_of_its_own_checkpoints_keras_rs_is_said_to_save_a_part(tmp_path: P
         assert ("keras_rs" in str(caught.value).removeprefix(f"checkpoint {path}")) is (path != prefix)
 
 
-def test_no_table_at_all(tmp_path: Path) -> None:
-    with refused(CheckpointFormatError):
-        open_checkpoint(write(tmp_path, bias=tf.Variable([1.0]), ids=tf.Variable([[1]])))
-
-
 def test_partitioned_variables_without_a_strategy(tmp_path: Path) -> None:
     prefixes = [
         save(tmp_path / f"part{i}", {"emb": np.ones((2, 3), np.float32)}, {"emb": f"4 3 {2 * i},2:-"}) for i in (0, 1)
