@@ -173,36 +173,6 @@ def test_sgd_equals_the_dense_gradient_step_of_tensorflow() -> None:
     np.testing.assert_allclose(table.numpy(), truth.numpy(), atol=1e-6)
 
 
-def test_combined_features_update_through_their_combiner() -> None:
-    ids = tf.ragged.constant([[1, 2, 1], [], [5]], dtype=tf.int64)
-    weights = tf.ragged.constant([[1.0, 2.0, 0.5], [], [3.0]])
-    table_config = TableConfig(8, 3, "t", combiner="sqrtn", optimizer=SGD(learning_rate=1.0))
-    layer = TPUEmbedding({"x": FeatureConfig(table_config)})
-    table = layer.embedding_tables[table_config]
-    truth = tf.Variable(table.numpy())
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(layer({"x": ids}, weights={"x": weights})["x"] ** 2)
-    tape.gradient(loss, layer.trainable_variables)
-    with tf.GradientTape() as tape:
-        found = tf.nn.embedding_lookup_sparse(truth, ids.to_sparse(), weights.to_sparse(), combiner="sqrtn")
-        loss = tf.reduce_sum(found**2)
-    truth.assign_sub(tf.convert_to_tensor(tape.gradient(loss, truth)))
-    np.testing.assert_allclose(table.numpy(), truth.numpy(), atol=1e-6)
-
-
-def test_each_table_has_its_own_optimizer() -> None:
-    a = TableConfig(6, 2, "a", optimizer=SGD(learning_rate=1.0))
-    b = TableConfig(6, 2, "b")
-    layer = TPUEmbedding({"x": FeatureConfig(a), "y": FeatureConfig(b)}, optimizer=Adagrad(learning_rate=1.0))
-    before = {table.name: variable.numpy() for table, variable in layer.embedding_tables.items()}
-    with tf.GradientTape() as tape:
-        out = layer({"x": tf.constant([1]), "y": tf.constant([2])})
-        loss = tf.reduce_sum(out["x"]) + tf.reduce_sum(out["y"])
-    tape.gradient(loss, layer.trainable_variables)
-    np.testing.assert_allclose(layer.embedding_tables[a].numpy()[1], before["a"][1] - 1.0, atol=1e-6)
-    np.testing.assert_allclose(layer.embedding_tables[b].numpy()[2], before["b"][2] - 1.0 / np.sqrt(1.1), atol=1e-6)
-
-
 # ---- Keras
 
 
@@ -357,34 +327,6 @@ def test_mixed_precision_updates_with_unscaled_gradients(policy: str, tolerance:
     for _ in range(3):
         _reference_step(reference)
     np.testing.assert_allclose(table.numpy(), reference.table, atol=tolerance)
-
-
-def test_without_an_optimizer_the_models_own_trains_the_tables() -> None:
-    inputs = {
-        "first": keras.Input((2,), dtype="int64", name="first"),
-        "second": keras.Input((), dtype="int64", name="second"),
-    }
-    layer = TPUEmbedding(one_table())
-    model = keras.Model(inputs, _Sum()(layer(inputs)))
-    (table,) = layer.embedding_tables.values()
-    reference = Reference(table.numpy(), SGD(learning_rate=0.1))
-    model.compile(keras.optimizers.SGD(0.1), _sum_loss)
-    model.fit(INPUTS, np.zeros(3), batch_size=3, shuffle=False, verbose=0)
-    _reference_step(reference)
-    np.testing.assert_allclose(table.numpy(), reference.table, atol=1e-6)
-    assert len(layer.weights) == 1
-
-
-def test_a_step_whose_scaled_gradients_overflow_touches_no_row() -> None:
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        model, table, _ = _keras_model(OPTIMIZERS["adagrad"])
-        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=2.0**17), _sum_loss)
-        before = table.numpy()
-        model.fit(INPUTS, np.zeros(3), batch_size=3, shuffle=False, verbose=0)
-    finally:
-        keras.config.set_dtype_policy("float32")
-    np.testing.assert_array_equal(table.numpy(), before)
 
 
 def test_a_float16_loop_whose_loss_scale_is_out_of_sight_is_refused() -> None:

@@ -1,0 +1,217 @@
+"""Whole models in fit: the tables and the dense weights, against the same models with keras.layers.Embedding."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tpuembed import SGD, FeatureConfig, TableConfig, TPUEmbedding
+
+Array = np.ndarray[Any, Any]
+
+ROWS, DIM, BATCH, STEPS = 40, 4, 8, 5
+_RANDOM = np.random.default_rng(2)
+USERS = np.concatenate([_RANDOM.permutation(ROWS)[:BATCH] for _ in range(STEPS)])  # no row twice in a batch
+ITEMS = np.concatenate([_RANDOM.permutation(ROWS)[:BATCH] for _ in range(STEPS)])
+LABELS = _RANDOM.normal(size=(STEPS * BATCH, 1)).astype(np.float32)
+BEGIN: dict[str, Array] = {
+    "users": _RANDOM.normal(size=(ROWS, DIM)).astype(np.float32),
+    "items": _RANDOM.normal(size=(ROWS, DIM)).astype(np.float32),
+    "kernel": _RANDOM.normal(size=(2 * DIM, 1)).astype(np.float32),
+}
+
+
+def begin(name: str) -> Callable[..., Array]:
+    return lambda *_, **__: BEGIN[name]
+
+
+def scored(rows: list[Any]) -> Any:
+    kernel = keras.initializers.Constant(BEGIN["kernel"])
+    return keras.layers.Dense(1, kernel_initializer=kernel, name="score")(keras.layers.Concatenate()(rows))
+
+
+def inputs() -> dict[str, Any]:
+    return {name: keras.Input((), dtype="int64", name=name) for name in ("users", "items")}
+
+
+def our_model(optimizer: Any, **options: Any) -> tuple[Any, TPUEmbedding]:
+    features = {
+        name: FeatureConfig(TableConfig(ROWS, DIM, name, initializer=begin(name))) for name in ("users", "items")
+    }
+    layer, ids = TPUEmbedding(features, optimizer, name="embedding", **options), inputs()
+    return keras.Model(ids, scored(list(layer(ids).values()))), layer
+
+
+def keras_model() -> Any:
+    ids = inputs()
+    rows = [
+        keras.layers.Embedding(ROWS, DIM, keras.initializers.Constant(BEGIN[name]), name=f"of_{name}")(ids[name])
+        for name in ("users", "items")
+    ]
+    return keras.Model(ids, scored(rows))
+
+
+def fit(model: Any, optimizer: Any, **options: Any) -> list[float]:
+    model.compile(optimizer, "mse", **options)
+    data = {"users": USERS, "items": ITEMS}
+    losses: list[float] = model.fit(data, LABELS, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
+    return losses
+
+
+def tables_of(layer: TPUEmbedding) -> dict[str, Array]:
+    return {config.name: variable.numpy() for config, variable in layer.embedding_tables.items()}
+
+
+def assert_trained_as(truth: Any, model: Any, layer: TPUEmbedding) -> None:
+    for name, rows in tables_of(layer).items():
+        expected = np.asarray(truth.get_layer(f"of_{name}").embeddings)
+        assert np.abs(expected - BEGIN[name]).max() > 1e-3
+        np.testing.assert_allclose(rows, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+    for mine, theirs in zip(model.get_layer("score").weights, truth.get_layer("score").weights, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.2),
+}
+
+
+@functools.cache
+def trained_keras_model(name: str) -> tuple[Any, list[float]]:
+    """The model of Keras alone, and its losses. It is the same for all ways to compile."""
+    truth = keras_model()
+    return truth, fit(truth, OPTIMIZERS[name]())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("sgd", {}), ("sgd", {"run_eagerly": True}), ("adagrad", {}), ("adagrad", {"steps_per_execution": 3})],
+    ids=["sgd", "sgd, eager", "adagrad", "adagrad, 3 steps at once"],
+)
+def test_a_model_is_trained_as_with_keras_embeddings(name: str, options: dict[str, Any]) -> None:
+    truth, losses = trained_keras_model(name)
+    model, layer = our_model(OPTIMIZERS[name]())
+    np.testing.assert_allclose(fit(model, OPTIMIZERS[name](), **options), losses, rtol=1e-4)
+    assert_trained_as(truth, model, layer)
+
+
+def test_without_an_optimizer_tables_are_ordinary_variables() -> None:
+    truth = keras_model()
+    model, layer = our_model(None)
+    assert [tuple(weight.shape) for weight in layer.trainable_variables] == [(ROWS, DIM)] * 2
+    assert len(layer.weights) == 2  # no slots
+    np.testing.assert_allclose(fit(model, "adam"), fit(truth, "adam"), rtol=1e-4)
+    assert_trained_as(truth, model, layer)
+
+
+def test_the_optimizer_of_compile_trains_the_dense_part_alone() -> None:
+    """A table whose optimizer stands still keeps its rows, whatever trains the rest of the model."""
+    model, layer = our_model(SGD(0.0))
+    kernel = model.get_layer("score").kernel.numpy()
+    fit(model, keras.optimizers.Adam(0.1))
+    for name, rows in tables_of(layer).items():
+        np.testing.assert_array_equal(rows, BEGIN[name])
+    assert np.abs(model.get_layer("score").kernel.numpy() - kernel).max() > 0.01
+
+
+def test_a_model_of_26_features_is_trained() -> None:
+    """As many as in Criteo's data: TensorFlow joins more than 16 activations by another operation."""
+    names = [f"c{number}" for number in range(26)]
+    rows = {name: _RANDOM.normal(size=(5 + n, 3)).astype(np.float32) for n, name in enumerate(names)}
+    batch = {name: np.random.default_rng(3).integers(0, len(rows[name]), 24) for name in names}
+    ids = {name: keras.Input((), dtype="int64", name=name) for name in names}
+    layer = TPUEmbedding({name: FeatureConfig(TableConfig(len(rows[name]), 3, name)) for name in names}, SGD(0.5))
+    for config, variable in layer.embedding_tables.items():
+        variable.assign(rows[config.name])
+    ones = keras.initializers.Ones()
+    head = keras.layers.Dense(1, "tanh", use_bias=False, kernel_initializer=ones)
+    model = keras.Model(ids, head(keras.layers.Concatenate()(list(layer(ids).values()))))
+    model.compile(keras.optimizers.SGD(0.5), lambda y, scores: keras.ops.mean(scores * y))
+    model.fit(batch, np.ones((24, 1), np.float32), batch_size=8, shuffle=False, verbose=0)
+
+    truth, kernel = {name: tf.Variable(rows[name]) for name in names}, tf.Variable(tf.ones((78, 1)))
+    for start in range(0, 24, 8):
+        with tf.GradientTape() as tape:
+            joined = tf.concat([tf.gather(truth[name], batch[name][start : start + 8]) for name in names], 1)
+            loss = tf.reduce_mean(tf.tanh(joined @ kernel))
+        variables = [*truth.values(), kernel]
+        for moved, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            moved.assign_sub(0.5 * tf.convert_to_tensor(gradient))
+    for config, variable in layer.embedding_tables.items():
+        assert np.abs(variable.numpy() - rows[config.name]).max() > 1e-3
+        np.testing.assert_allclose(variable, truth[config.name], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(head.kernel, kernel, rtol=1e-4, atol=1e-5)
+
+
+def test_a_subclassed_model_learns() -> None:
+    class TwoTowers(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            features = {name: FeatureConfig(TableConfig(12, 8, name)) for name in ("query", "candidate")}
+            self.towers = TPUEmbedding(features, keras.optimizers.Adagrad(0.5))
+
+        def call(self, ids: Any) -> Any:
+            rows = self.towers(ids)
+            return tf.matmul(rows["query"], rows["candidate"], transpose_b=True)
+
+    model = TwoTowers()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    pairs = {"query": np.arange(8), "candidate": np.arange(8)[::-1].copy()}
+    model.fit(tf.data.Dataset.from_tensors((pairs, np.arange(8))).repeat(40), shuffle=False, verbose=0)
+    scores = model.predict(pairs, batch_size=8, verbose=0)
+    np.testing.assert_array_equal(scores.argmax(1), np.arange(8))
+
+
+def test_evaluate_and_predict_move_nothing() -> None:
+    model, layer = our_model("adam")
+    model.compile("sgd", "mse")
+    data = {"users": USERS, "items": ITEMS}
+    model.evaluate(data, LABELS, verbose=0)
+    model.predict(data, verbose=0)
+    model({name: ids[:3] for name, ids in data.items()}, training=True)
+    for name, rows in tables_of(layer).items():
+        np.testing.assert_array_equal(rows, BEGIN[name])
+
+
+def test_a_frozen_layer_does_not_train() -> None:
+    model, layer = our_model("adagrad")
+    layer.trainable = False
+    assert layer.trainable_variables == []
+    kernel = model.get_layer("score").kernel.numpy()
+    fit(model, "sgd")
+    for name, rows in tables_of(layer).items():
+        np.testing.assert_array_equal(rows, BEGIN[name])
+    assert (model.get_layer("score").kernel.numpy() != kernel).any()
+    layer.trainable = True
+    fit(model, "sgd")
+    for name, rows in tables_of(layer).items():
+        assert (rows != BEGIN[name]).any(1)[USERS if name == "users" else ITEMS].all()
+
+
+def test_a_step_that_a_loss_scale_skips_changes_no_row() -> None:
+    """Under mixed_float16 the first loss is scaled beyond float16. The second scale is small enough."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model, layer = our_model("adagrad")
+        for scale, moves in ((2.0**20, False), (2.0, True)):
+            optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=scale)
+            model.compile(optimizer, "mse")
+            model.train_on_batch({"users": USERS[:8], "items": ITEMS[:8]}, LABELS[:8])
+            for name, rows in tables_of(layer).items():
+                assert (rows != BEGIN[name]).any() == moves, (scale, name)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_mixed_bfloat16_keeps_tables_in_float32() -> None:
+    features = {"x": FeatureConfig(TableConfig(ROWS, DIM, "users", initializer=begin("users")))}
+    layer = TPUEmbedding(features, "sgd", dtype="mixed_bfloat16")
+    found = layer({"x": np.arange(ROWS)})["x"]
+    assert found.dtype == tf.bfloat16
+    np.testing.assert_array_equal(found, tf.cast(BEGIN["users"], tf.bfloat16))
+    np.testing.assert_array_equal(next(iter(layer.embedding_tables.values())), BEGIN["users"])
