@@ -71,19 +71,3 @@ def test_a_tfrs_checkpoint_restores_into_the_layer_slots_included(tmp_path: Path
             escaped = key.replace(".", "..").replace("/", ".S")
             found = again.get_tensor(f"layer/_tpu_embedding/{escaped}/.ATTRIBUTES/VARIABLE_VALUE")
             np.testing.assert_array_equal(found, np.load(ROOT / "adam_lookups" / file), err_msg=key)
-
-
-@pytest.mark.filterwarnings("ignore:a TableConfig without a name")
-def test_the_layer_looks_up_what_tfrs_looks_up() -> None:
-    layer = TPUEmbedding(_features(), optimizer="adam")
-    tf.train.Checkpoint(layer=layer).read(str(ROOT / "adam_lookups" / "ckpt")).assert_existing_objects_matched()
-    lookups = _truth("adam_lookups")["lookups"]
-    ids = {name: tf.ragged.constant(lookup["ids"], dtype=tf.int32) for name, lookup in lookups.items()}
-    weights = {
-        name: None if lookup["weights"] is None else tf.ragged.constant(lookup["weights"], dtype=tf.float32)
-        for name, lookup in lookups.items()
-    }
-    found = layer(ids, weights)
-    for name, lookup in lookups.items():
-        truth = np.load(ROOT / "adam_lookups" / lookup["weighted_activations"])
-        np.testing.assert_allclose(found[name], truth, atol=1e-6, err_msg=name)

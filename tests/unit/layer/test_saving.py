@@ -13,7 +13,7 @@ import tensorflow as tf
 from tests.support import capi
 from tests.support.messages import refused
 from tpuembed import SGD, Adagrad, Adam, FeatureConfig, TableConfig, TPUEmbedding
-from tpuembed.errors import CheckpointMismatchError, ConfigError
+from tpuembed.errors import ConfigError
 
 
 def _config() -> dict[str, Any]:
@@ -63,15 +63,6 @@ def _updates(model: Any) -> int:
     return int(model.get_layer("embedding")._tpu_embedding.updates.numpy())
 
 
-def test_tf_checkpoint_round_trip_with_slots_and_count_of_updates(tmp_path: Path) -> None:
-    model = _trained()
-    prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
-    restored = _model()
-    tf.train.Checkpoint(model=restored).read(prefix).assert_existing_objects_matched()
-    _assert_equal(restored, model)
-    np.testing.assert_array_equal(restored.predict(_inputs(), verbose=0), model.predict(_inputs(), verbose=0))
-
-
 def test_checkpoint_keys_are_those_of_tfrs(tmp_path: Path) -> None:
     prefix = tf.train.Checkpoint(layer=_trained().get_layer("embedding")).write(str(tmp_path / "ckpt"))
     keys = {
@@ -102,44 +93,6 @@ def test_a_checkpoint_carries_the_layers_config(tmp_path: Path) -> None:
     assert config["tables"]["users"]["optimizer"]["kind"] == "adagrad"
     assert config["tables"]["items/v.1"]["combiner"] == "sum"
     assert reader.get_tensor("layer/_tpu_embedding/.ATTRIBUTES/tpuembed_iterations") == 3
-
-
-def test_restoring_before_the_first_call_restores(tmp_path: Path) -> None:
-    prefix = tf.train.Checkpoint(layer=_trained().get_layer("embedding")).write(str(tmp_path / "ckpt"))
-
-    class Subclassed(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = TPUEmbedding(_config(), optimizer="adam")
-
-        def call(self, x: Any) -> Any:
-            return self.layer(x)["a"]
-
-    model = Subclassed()
-    tf.train.Checkpoint(layer=model.layer).read(prefix).assert_existing_objects_matched()
-    truth = tf.train.load_checkpoint(prefix).get_tensor("layer/_tpu_embedding/items.Sv..1/.ATTRIBUTES/VARIABLE_VALUE")
-    np.testing.assert_array_equal(model(_inputs()), truth[[1, 8, 1]])
-
-
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    model = _trained()
-    checkpoint = tf.train.Checkpoint(model=model)
-    prefix = checkpoint.write(str(tmp_path / "ckpt"))
-    resumed = _model()
-    resumed.compile("adagrad", "mse")
-    tf.train.Checkpoint(model=resumed).read(prefix)
-    for one in (model, resumed):
-        one.fit(_inputs(), np.ones(3), epochs=2, shuffle=False, verbose=0)
-    for path, values in _weights(model).items():
-        np.testing.assert_allclose(_weights(resumed)[path], values, atol=1e-6, err_msg=path)
-
-
-def test_weights_h5_round_trip(tmp_path: Path) -> None:
-    model, path = _trained(), tmp_path / "m.weights.h5"
-    model.save_weights(path)
-    restored = _model()
-    restored.load_weights(path)
-    _assert_equal(restored, model)
 
 
 def test_keras_file_round_trip(tmp_path: Path) -> None:
@@ -265,14 +218,6 @@ def test_a_structure_that_json_changes_is_not_written_as_a_config(make: Any) -> 
     layer = TPUEmbedding(make(FeatureConfig(TableConfig(3, 2, "t"))), optimizer="sgd")
     with refused(ConfigError):
         layer.get_config()
-
-
-@pytest.mark.filterwarnings("ignore:Skipping nested container:UserWarning")  # Keras, while it gives up
-def test_weights_of_another_layer_are_refused(tmp_path: Path) -> None:
-    model, path = _trained(), tmp_path / "m.weights.h5"
-    model.save_weights(path)
-    with pytest.raises((CheckpointMismatchError, ValueError), match="momenta"):
-        _model(optimizer="sgd").load_weights(path)
 
 
 @pytest.mark.parametrize(

@@ -211,14 +211,6 @@ def test_a_shrunk_table_has_the_first_rows(prefix: str) -> None:
 # ---- dtypes
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_narrower_floats_are_exact(tmp_path: Path, dtype: str) -> None:
-    rows = tf.cast(_random(9, 4)[None], dtype).numpy()
-    layer = TPUEmbedding(_features(t=(9, 4)), optimizer="sgd")
-    layer.restore_tables(_write_plain(tmp_path, t=rows))
-    np.testing.assert_array_equal(held(layer)["t"][None], tf.cast(rows, tf.float32).numpy())
-
-
 def test_float64_is_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).normal(size=(9, 4))
     prefix = _write_plain(tmp_path, t=rows)

@@ -1,0 +1,188 @@
+"""`layer.restore_tables`: rows of every format, by number and by name, and what it refuses."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.contract_refusals import assert_each_is_refused
+from tests.support.goldens import read_golden
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, open_checkpoint
+from tpuembed.errors import CheckpointMismatchError, CheckpointNotFoundError, TpuEmbedError
+
+Array = np.ndarray[Any, Any]
+
+TRAINED_BY: Mapping[frozenset[str], str] = {
+    frozenset(): "sgd",
+    frozenset({"accumulators"}): "adagrad",
+    frozenset({"accumulators", "momenta"}): "adagrad_momentum",
+    frozenset({"momenta", "velocities"}): "adam",
+    frozenset({"accumulators", "linears"}): "ftrl",
+}
+"""The one rule that has just these slots."""
+
+
+def layer_of(tables: Mapping[str, tuple[int, int]], optimizer: Any = "sgd", **options: Any) -> TPUEmbedding:
+    features = {f"f{n}": FeatureConfig(TableConfig(*shape, name)) for n, (name, shape) in enumerate(tables.items())}
+    return TPUEmbedding(features, optimizer, **options)
+
+
+def tables_of(layer: TPUEmbedding) -> dict[str, Array]:
+    return {config.name: variable.numpy() for config, variable in layer.embedding_tables.items()}
+
+
+def random(rows: int, dim: int, seed: int = 0) -> Array:
+    return np.random.default_rng([seed, rows, dim]).normal(size=(rows, dim)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tfrs/string_adagrad",
+        "tensorflow/saved_model",
+        "tpu/sparse_cores_2_adagrad_momentum",
+        "keras_rs/keras_adam",
+        "orbax/keras_rs_adam",
+        "orbax/stacked_8",
+    ],
+)
+def test_rows_and_slots_of_other_writers(tmp_path: Path, name: str) -> None:
+    golden = read_golden(name)
+    features = {}
+    for number, (table, arrays) in enumerate(golden.tables.items()):
+        (rows, dim), rule = arrays[None].shape, TRAINED_BY[frozenset(slot for slot in arrays if slot)]
+        features[f"f{number}"] = FeatureConfig(TableConfig(rows, dim, table, optimizer=rule))
+    layer = TPUEmbedding(features)
+    layer.restore_tables(golden.path, **golden.options)
+    with open_checkpoint(tf.train.Checkpoint(layer=layer).write(str(tmp_path / "held"))) as held:
+        for table, arrays in golden.tables.items():
+            np.testing.assert_array_equal(tables_of(layer)[table], arrays[None].astype(np.float32), err_msg=table)
+            for slot, values in arrays.items():
+                found = held.read(table, slot=slot)
+                np.testing.assert_array_equal(found, values.astype(np.float32), err_msg=f"{table}: {slot}")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Array]]:
+    """A checkpoint of variables without a layer, by TensorFlow."""
+    rows = {"a": random(6, 3), "b": random(4, 2)}
+    variables = {name: tf.Variable(values) for name, values in rows.items()}
+    return tf.train.Checkpoint(**variables).write(str(tmp_path_factory.mktemp("plain") / "ckpt")), rows
+
+
+def test_tables_of_other_names_are_mapped(plain: tuple[str, dict[str, Array]]) -> None:
+    path, rows = plain
+    layer = layer_of({"mine": (6, 3), "other": (4, 2)})
+    other = tables_of(layer)["other"]
+    layer.restore_tables(path, {"mine": "a"})
+    np.testing.assert_array_equal(tables_of(layer)["mine"], rows["a"])
+    np.testing.assert_array_equal(tables_of(layer)["other"], other)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrower_floats_are_exact(tmp_path: Path, dtype: str) -> None:
+    rows = tf.cast(random(6, 3), dtype)
+    path = tf.train.Checkpoint(t=tf.Variable(rows)).write(str(tmp_path / "ckpt"))
+    layer = layer_of({"t": (6, 3)})
+    layer.restore_tables(path)
+    np.testing.assert_array_equal(tables_of(layer)["t"], tf.cast(rows, tf.float32))
+
+
+@pytest.mark.parametrize(("rows", "way"), [(9, "grow"), (4, "shrink")])
+def test_a_table_grows_and_shrinks(plain: tuple[str, dict[str, Array]], rows: int, way: str) -> None:
+    """New rows have the values of the initializer, even if the layer was trained before."""
+    path, truth = plain
+    sevens = keras.initializers.Constant(7.0)
+    layer = TPUEmbedding(FeatureConfig(TableConfig(rows, 3, "a", initializer=sevens)), "sgd")
+    next(iter(layer.embedding_tables.values())).assign(np.full((rows, 3), 5.0))
+    layer.restore_tables(path, ["a"], resize={"a": way})
+    expected = np.full((rows, 3), 7.0, np.float32)
+    expected[: min(rows, 6)] = truth["a"][:rows]
+    np.testing.assert_array_equal(tables_of(layer)["a"], expected)
+
+
+# ---- by name
+
+
+def named_layer(names: Iterable[str], rows: int, oov_buckets: int = 0) -> TPUEmbedding:
+    vocabulary = Vocabulary(names, oov_buckets=oov_buckets)
+    return TPUEmbedding({"f": FeatureConfig(TableConfig(rows, 3, "films"), vocabulary=vocabulary)}, "sgd")
+
+
+@pytest.mark.parametrize("buckets", [0, 2])
+def test_rows_follow_their_names(tmp_path: Path, buckets: int) -> None:
+    """A name of both moves with its row. A new name keeps its first values, and the row of a dropped one is not read."""
+    old, new = [f"n{number}" for number in range(8)], ["n7", "new", "n0", "n3", "ä"]
+    saved = named_layer(old, 8 + buckets, buckets)
+    path = tf.train.Checkpoint(layer=saved).write(str(tmp_path / "ckpt"))
+    rows = dict(zip(old, tables_of(saved)["films"][buckets:], strict=True))
+    layer = named_layer(new, 6 + buckets, buckets)
+    expected = tables_of(layer)["films"]
+    expected[:buckets] = tables_of(saved)["films"][:buckets]
+    for number, name in enumerate(new, buckets):
+        expected[number] = rows.get(name, expected[number])
+    layer.restore_tables(path, by="name", resize=True)
+    np.testing.assert_array_equal(tables_of(layer)["films"], expected)
+    np.testing.assert_array_equal(layer({"f": tf.constant(["n0", "n7"])})["f"], [rows["n0"], rows["n7"]])
+
+
+def test_by_number_the_names_come_with_their_rows(tmp_path: Path) -> None:
+    saved = named_layer(["b", "a", "c"], 3)
+    path = tf.train.Checkpoint(layer=saved).write(str(tmp_path / "ckpt"))
+    layer = named_layer([], 3)
+    layer.restore_tables(path)
+    np.testing.assert_array_equal(layer({"f": tf.constant(["a", "b"])})["f"], tables_of(saved)["films"][[1, 0]])
+
+
+# ---- refusals
+
+
+def test_a_disagreement_moves_nothing(plain: tuple[str, dict[str, Array]]) -> None:
+    def restore(options: Mapping[str, Any] = MappingProxyType({}), **tables: tuple[int, int]) -> Callable[[], None]:
+        layer = layer_of(tables)
+        before = tables_of(layer)
+
+        def act() -> None:
+            try:
+                layer.restore_tables(plain[0], **options)
+            finally:
+                for name, rows in before.items():
+                    np.testing.assert_array_equal(tables_of(layer)[name], rows)
+
+        return act
+
+    cases = [
+        (restore(a=(6, 3)), "'b'"),
+        (restore(a=(6, 3), b=(4, 2), c=(2, 2)), "'c'"),
+        (restore(a=(6, 4), b=(4, 2)), "'a'.* 3 .* 4"),
+        (restore(a=(7, 3), b=(4, 2)), "'a'.* 6 .* 7.*resize"),
+        (restore({"resize": {"a": "grow"}}, a=(5, 3), b=(4, 2)), "'a'.* 6 .* 5.*grow"),
+        (restore({"by": "name"}, a=(6, 3), b=(4, 2)), "vocabulary"),
+    ]
+    assert_each_is_refused(CheckpointMismatchError, cases)
+
+
+def test_an_unknown_table_is_a_key_error(plain: tuple[str, dict[str, Array]]) -> None:
+    layer = layer_of({"a": (6, 3)})
+    for tables in (["aa"], {"a": "bb"}):
+        with pytest.raises(TpuEmbedError, match="did you mean") as caught:
+            layer.restore_tables(plain[0], tables)
+        assert isinstance(caught.value, KeyError)
+
+
+def test_slots_that_the_checkpoint_lacks_are_asked_for(plain: tuple[str, dict[str, Array]]) -> None:
+    layer = layer_of({"a": (6, 3), "b": (4, 2)}, "adagrad")
+    with pytest.raises(CheckpointMismatchError, match=r"slots 'accumulators'.*slots=False"):
+        layer.restore_tables(plain[0])
+    layer.restore_tables(plain[0], slots=False)
+    np.testing.assert_array_equal(tables_of(layer)["a"], plain[1]["a"])
+
+
+def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="none"):
+        layer_of({"a": (6, 3)}).restore_tables(tmp_path / "none")
