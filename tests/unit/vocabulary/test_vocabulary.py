@@ -1,6 +1,5 @@
 """`Vocabulary` against Keras' lookups, TensorFlow's hash, and a dictionary."""
 
-import collections
 import copy
 import pickle
 import threading
@@ -161,19 +160,6 @@ def test_shapes_and_padding() -> None:
     assert numbers.lookup([7, -1, 8], padded=True).tolist() == [0, PADDING, UNKNOWN]
 
 
-def test_adapt_counts_as_a_counter_does() -> None:
-    random = np.random.default_rng(3)
-    words = np.array([f"w{index}" for index in random.zipf(1.5, 5000) % 300])
-    data = tf.data.Dataset.from_tensor_slices(words).batch(64)
-    counted = collections.Counter(words.tolist())
-    expected = [word for word, count in counted.most_common() if count >= 3]
-    assert Vocabulary.adapt(data, min_count=3).get_vocabulary() == expected
-    assert Vocabulary.adapt([words[:10], words[10:]], min_count=3, oov_buckets=1).get_vocabulary() == [
-        "[UNK]",
-        *expected,
-    ]
-
-
 def test_adapt_takes_tensors_of_all_kinds() -> None:
     ragged = tf.ragged.constant([["b", "a"], ["b"]])
     whole = tf.data.Dataset.from_tensors
@@ -199,14 +185,6 @@ def test_files_have_one_name_a_line(tmp_path: Path, content: bytes, monkeypatch:
     expected = lines[:-1] if lines[-1] == b"" else lines
     found = Vocabulary.from_file(tmp_path / "names")
     assert found.names(np.arange(len(found))) == expected
-
-
-def test_files_of_integers(tmp_path: Path) -> None:
-    ids = np.array([5, -3, 2**63 - 1])
-    np.save(tmp_path / "ids.npy", ids)
-    (tmp_path / "ids.txt").write_text("5\n-3\n9223372036854775807\n")
-    for name in ("ids.npy", "ids.txt"):
-        assert Vocabulary.from_file(tmp_path / name, dtype="int64").lookup(ids).tolist() == [0, 1, 2]
 
 
 def test_refusals(tmp_path: Path) -> None:
