@@ -1,6 +1,5 @@
 """Checkpoints of TensorFlow Recommenders and keras-rs, and of layers that place their tables otherwise, restored."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -109,21 +108,6 @@ def test_a_trained_partial_model_of_tfrs_is_restored(threshold: int | None, by: 
         return
     tf.train.Checkpoint(model=model).restore(str(path)).expect_partial()
     assert_same(parts(layer), truth_of_partial_model(layer))
-
-
-def test_a_partial_model_looks_up_and_scores_what_tfrs_did() -> None:
-    """Its dense layer as the documentation says: Keras 2 calls variables otherwise."""
-    golden, model = read_golden("tfrs/partial_model"), Model(7)
-    truth = json.loads((golden.path.parent / "truth.json").read_text())
-    ids = {name: tf.constant(values) for name, values in truth["ids"].items()}
-    model(ids)
-    tf.train.Checkpoint(model=model).restore(str(golden.path)).expect_partial()
-    saved = tf.train.load_checkpoint(str(golden.path))
-    for variable in model.logits.variables:
-        variable.assign(saved.get_tensor(f"model/logits/{variable.name}/.ATTRIBUTES/VARIABLE_VALUE"))
-    for name, rows in model.embedding_layer(ids).items():
-        np.testing.assert_allclose(rows, np.load(golden.path.parent / truth["activations"][name]), rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(model(ids), truth["scores"], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore:a TableConfig without a name")

@@ -230,28 +230,6 @@ def test_inputs_must_name_every_feature() -> None:
 # ---- translate_keras_optimizer
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "theirs", "fields"),
-    [
-        (keras.optimizers.SGD(0.2), embedding.SGD, {}),
-        (
-            keras.optimizers.Adagrad(0.2, initial_accumulator_value=0.3),
-            embedding.Adagrad,
-            {"initial_accumulator_value": 0.3},
-        ),
-        (keras.optimizers.Adam(0.2, beta_1=0.5, epsilon=1e-3), embedding.Adam, {"beta_1": 0.5, "epsilon": 1e-3}),
-        (keras.optimizers.Ftrl(0.2, beta=0.25), embedding.FTRL, {"beta": 0.25}),
-    ],
-)
-def test_translated_optimizers_are_tensorflows(optimizer: Any, theirs: Any, fields: dict[str, float]) -> None:
-    translated = tfrs.translate_keras_optimizer(optimizer)
-    assert type(translated) is theirs
-    assert float(tf.convert_to_tensor(translated.learning_rate())) == pytest.approx(0.2)
-    optimizer.learning_rate = 0.1
-    assert float(tf.convert_to_tensor(translated.learning_rate())) == pytest.approx(0.1)
-    assert {name: getattr(translated, name) for name in fields} == pytest.approx(fields)
-
-
 def test_what_only_the_translated_optimizer_has_is_honoured() -> None:
     translated = tfrs.translate_keras_optimizer(keras.optimizers.SGD(1.0))
     translated.clip_weight_max = -5.0
