@@ -182,8 +182,12 @@ def test_ids_outside_follow_their_policy(policy: str | int) -> None:
     stand_in = np.zeros(4) if policy == "zeros" else ROWS[5]
     found = layer({"x": np.array([3, 20, -2, 2**40])})["x"]
     np.testing.assert_array_equal(found, [ROWS[3], stand_in, stand_in, stand_in])
-    lists = layer({"x": ragged([[3, 20], [99], [1]])})["x"]
-    np.testing.assert_allclose(lists, [(ROWS[3] + stand_in) / 2, stand_in, ROWS[1]], atol=1e-6)
+    sequences = one_feature(max_sequence_length=3, out_of_vocabulary=policy)
+    for make in KINDS.values():  # the padding of lists is -1, and no other id
+        lists = layer({"x": make([[3, 20, -1], [-2], [-1], [1]])})["x"]
+        np.testing.assert_allclose(lists, [(ROWS[3] + stand_in) / 2, stand_in, np.zeros(4), ROWS[1]], atol=1e-6)
+        found = sequences({"x": make([[3, -2, 20], [-1, 7]])})["x"]
+        np.testing.assert_array_equal(found, [[ROWS[3], stand_in, stand_in], [np.zeros(4), ROWS[7], np.zeros(4)]])
 
 
 def test_a_feature_takes_the_policy_of_its_table() -> None:
