@@ -12,7 +12,6 @@ from tpuembed.runtime.environment import check_keras_backend
 if TYPE_CHECKING:
     from tpuembed.backends.input_pipeline import input_options
     from tpuembed.checkpoint import TableInfo, open_checkpoint
-    from tpuembed.checkpoint.tools import carry_checkpoint
     from tpuembed.config import (
         FTRL,
         SGD,
@@ -67,7 +66,6 @@ _HOME = {
     "TpuEnvironment": "tpuembed.runtime.tpu",
     "Vocabulary": "tpuembed.vocabulary",
     "apply_package": "tpuembed.export",
-    "carry_checkpoint": "tpuembed.checkpoint.tools",
     "compact_version": "tpuembed.export",
     "configure_tpu": "tpuembed.runtime.tpu",
     "export_model": "tpuembed.live",
@@ -105,7 +103,6 @@ __all__ = [
     "Vocabulary",
     "__version__",
     "apply_package",
-    "carry_checkpoint",
     "compact_version",
     "configure_tpu",
     "export_model",

@@ -1,4 +1,4 @@
-"""Any order of trainings, evictions, saves, restores, carries and exports keeps each name on its own row and slots.
+"""Any order of trainings, evictions, saves, restores and exports keeps each name on its own row and slots.
 
 The truth is a dictionary of rows by name, which numpy trains.
 """
@@ -17,7 +17,6 @@ from tpuembed import (
     TableConfig,
     TPUEmbedding,
     Vocabulary,
-    carry_checkpoint,
     export_model,
     export_saved_model,
 )
@@ -123,14 +122,6 @@ class Life:
         self.layer.restore_tables(path, by="name", resize=True)
         self.become(vocabulary)
 
-    def carry(self) -> None:
-        path, vocabulary, file = self.checkpoint(), self.other_names(), Path(self.path(".names"))
-        file.write_bytes(vocabulary.to_bytes())
-        carry_checkpoint(path, str(file), carried := self.path(), initializer="ones")
-        self.layer = self.make(Vocabulary(oov_buckets=1, grows=True))
-        tf.train.Checkpoint(layer=self.layer).restore(carried)
-        self.become(vocabulary)
-
     def export(self) -> None:
         if self.truth:
             export_saved_model(
@@ -166,7 +157,7 @@ class Life:
             np.testing.assert_allclose(found, [row for row, _ in self.truth.values()], rtol=1e-5)
 
 
-STEPS = ("evict", "restore", "restore_into_the_same", "weights", "by_number", "by_name", "carry", "export", "delta")
+STEPS = ("evict", "restore", "restore_into_the_same", "weights", "by_number", "by_name", "export", "delta")
 
 
 def live(seed: int, steps: int, folder: Path) -> None:

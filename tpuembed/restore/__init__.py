@@ -12,12 +12,11 @@ import numpy as np
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
-from tpuembed.restore.names import continue_counts, live_vocabularies, names_by_number
+from tpuembed.restore.names import NamesPlan, continue_counts, live_vocabularies, names_by_number
 from tpuembed.restore.plan import RestoreRequest, TablePlan, plan_tables
 from tpuembed.restore.stream import is_checked_while_read, restore_stamps, restore_table
 from tpuembed.row_history import RowHistory
 from tpuembed.table_access import HasTables, LiveTables
-from tpuembed.vocabulary import NamesPlan
 
 __all__ = ["NamesPlan", "RestoreReport", "TablePlan", "restore_saved", "restore_tables"]
 

@@ -1,21 +1,72 @@
 """Plans a restore by name from the vocabularies of a layer and of a checkpoint."""
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import numpy as np
 
 from tpuembed.backends.tf_config import local
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.checkpoint.moved_rows import check_rows_can_move
-from tpuembed.errors import CheckpointMismatchError, warn
+from tpuembed.errors import CheckpointMismatchError, ConfigError, warn
 from tpuembed.layer_vocabularies import check_shared
 from tpuembed.table_access import LiveTables
-from tpuembed.vocabulary import NamesPlan, Vocabulary
+from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["continue_counts", "live_vocabularies", "names_by_number", "plan_names"]
+__all__ = ["NamesPlan", "continue_counts", "live_vocabularies", "names_by_number", "plan_names"]
 
 Array = np.ndarray[Any, Any]
+
+_EXAMPLES: Final = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class NamesPlan:
+    """What happens to the rows of a table that gets another vocabulary.
+
+    Attributes:
+        kept: number of names of both, whose rows move to their new numbers.
+        new: number of names of the new vocabulary alone.
+        dropped: number of names of the old vocabulary alone, whose rows are omitted.
+        new_names, dropped_names: the first of them.
+        buckets: number of rows for unknown names, in the old and in the new vocabulary. They are kept if it is the same.
+        numbers: int64 [rows with a name or bucket], the new number of each row; negative if it is omitted.
+    """
+
+    kept: int
+    new: int
+    dropped: int
+    new_names: tuple[bytes | int, ...]
+    dropped_names: tuple[bytes | int, ...]
+    buckets: tuple[int, int]
+    numbers: Array = dataclasses.field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, old: Vocabulary, new: Vocabulary) -> "NamesPlan":
+        """Return the plan of a table whose rows have the names of `old`, and will have those of `new`.
+
+        Raises:
+            ConfigError: their names have different dtypes.
+        """
+        numbers = old.rows_in(new)
+        is_dropped = numbers < 0
+        is_dropped[: old.oov_buckets] = False
+        is_dropped[old.free_rows] = False
+        dropped = np.flatnonzero(is_dropped)
+        is_new = np.ones(new.rows, bool)
+        is_new[: new.oov_buckets] = False
+        is_new[new.free_rows] = False
+        is_new[numbers[numbers >= 0]] = False
+        added = np.flatnonzero(is_new)
+        return cls(
+            kept=len(old) - len(dropped),
+            new=len(added),
+            dropped=len(dropped),
+            new_names=tuple(new.names(added[:_EXAMPLES])),
+            dropped_names=tuple(old.names(dropped[:_EXAMPLES])),
+            buckets=(old.oov_buckets, new.oov_buckets),
+            numbers=numbers,
+        )
 
 
 def live_vocabularies(layer: Any) -> dict[str, Vocabulary]:
@@ -142,10 +193,49 @@ def plan_names(
                 "restore other tables alone with tables=[...]."
             )
         found[table] = NamesPlan.of(saved, own)
-        check_rows_can_move(checkpoint, source, found[table])
+        _check_rows_can_move(checkpoint, source, found[table])
     if not found:
         raise CheckpointMismatchError(
             f"checkpoint {checkpoint.path}: none of the tables to restore has a vocabulary there and in layer {layer!r}. "
             "Leave by='name' out."
         )
     return found
+
+
+def _check_rows_can_move(checkpoint: Checkpoint, table: str, names: NamesPlan) -> None:
+    """Check the features that know rows of `table`, which move as `names` says, by their numbers.
+
+    Warns of features that take row numbers: what makes the numbers has to follow.
+
+    Raises:
+        ConfigError: a feature looks unknown names up in a row that is not a bucket before and after. By the new names, another
+            name has that row, or it is dropped.
+    """
+    config: Mapping[str, Any] = checkpoint.layer_config or {}
+    policy = config.get("tables", {}).get(table, {}).get("out_of_vocabulary", "error")
+    saved = list(_features_of(config.get("features"), table))
+    takes_names = [isinstance(feature.get("vocabulary"), dict) for feature in saved]
+    for feature, named in zip(saved, takes_names, strict=True):
+        row = feature.get("out_of_vocabulary", policy)
+        if named and isinstance(row, int) and row >= min(names.buckets):
+            raise ConfigError(
+                f"checkpoint {checkpoint.path}: a feature of table {table!r} has out_of_vocabulary={row}, and by the new names "
+                "that row is another one. Restore the table by number, and use oov_buckets=1 in the place of a row for unknown "
+                "names."
+            )
+    moved = (names.numbers >= 0) & (names.numbers != np.arange(len(names.numbers)))
+    if (moved.any() or names.dropped) and any(takes_names) and not all(takes_names):
+        warn(
+            f"checkpoint {checkpoint.path}: a feature of table {table!r} takes row numbers, and rows get other numbers. Make sure "
+            "that what numbers its ids does so by the new names"
+        )
+
+
+def _features_of(saved: Any, table: str) -> Iterator[dict[str, Any]]:
+    """Yield the saved features of `table`, of any structure of features."""
+    if isinstance(saved, dict) and saved.get("table") == table:
+        yield saved
+        return
+    children = saved.values() if isinstance(saved, dict) else saved if isinstance(saved, list) else ()
+    for child in children:
+        yield from _features_of(child, table)

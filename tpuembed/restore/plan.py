@@ -11,9 +11,9 @@ from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.config import FTRL
 from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError, warn
-from tpuembed.restore.names import plan_names
+from tpuembed.restore.names import NamesPlan, plan_names
 from tpuembed.table_access import LiveTables
-from tpuembed.vocabulary import NamesPlan, Vocabulary
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["RestoreRequest", "TablePlan", "plan_tables"]
 

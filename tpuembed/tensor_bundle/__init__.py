@@ -7,7 +7,6 @@ from tpuembed.tensor_bundle import crc
 from tpuembed.tensor_bundle.entries import Entry, Slice
 from tpuembed.tensor_bundle.index import BundleIndex, index_path, merge_entries, read_index, shard_path, write_index
 from tpuembed.tensor_bundle.reader import Bundle
-from tpuembed.tensor_bundle.strings import encode_strings
 
 __all__ = [
     "Bundle",
@@ -15,7 +14,6 @@ __all__ = [
     "Entry",
     "Slice",
     "crc",
-    "encode_strings",
     "index_path",
     "merge_entries",
     "read_index",

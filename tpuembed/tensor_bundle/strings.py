@@ -7,21 +7,11 @@ Source: WriteStringTensor in tensorflow/core/util/tensor_bundle/tensor_bundle.cc
 """
 
 import itertools
-from collections.abc import Sequence
 
-from tpuembed.protobuf import MalformedError, read_varint, varint
+from tpuembed.protobuf import MalformedError, read_varint
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["decode_strings", "encode_strings"]
-
-
-def encode_strings(values: Sequence[bytes]) -> tuple[bytes, int]:
-    """Return (bytes in the data file, unmasked CRC32C) of a string tensor of `values`."""
-    lengths_crc = _lengths_crc([len(value) for value in values])
-    checksum = crc.mask(lengths_crc).to_bytes(4, "little")
-    text = b"".join(values)
-    payload = b"".join(varint(len(value)) for value in values) + checksum + text
-    return payload, crc.extend(crc.extend(lengths_crc, checksum), text)
+__all__ = ["decode_strings"]
 
 
 def decode_strings(payload: bytes, count: int, crc32c: int) -> list[bytes]:
@@ -40,7 +30,7 @@ def decode_strings(payload: bytes, count: int, crc32c: int) -> list[bytes]:
         raise MalformedError(
             f"{count} strings take {position + 4 + sum(lengths)} bytes, but the index has {len(payload)}"
         )
-    lengths_crc = _lengths_crc(lengths)
+    lengths_crc = crc.value(b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths))
     checksum = payload[position : position + 4]
     if checksum != crc.mask(lengths_crc).to_bytes(4, "little"):
         raise MalformedError("the CRC of its lengths is wrong")
@@ -48,7 +38,3 @@ def decode_strings(payload: bytes, count: int, crc32c: int) -> list[bytes]:
         raise MalformedError("its CRC is wrong")
     ends = itertools.accumulate(lengths, initial=position + 4)
     return [payload[start:end] for start, end in itertools.pairwise(ends)]
-
-
-def _lengths_crc(lengths: Sequence[int]) -> int:
-    return crc.value(b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths))

@@ -5,7 +5,6 @@
 
 from tpuembed.vocabulary.fingerprint import BUCKETS
 from tpuembed.vocabulary.index import MIX, WAYS
-from tpuembed.vocabulary.moves import NamesPlan
 from tpuembed.vocabulary.numbered_names import salt_text
 from tpuembed.vocabulary.saved import VocabularyHeader, attribute_of
 from tpuembed.vocabulary.vocabulary import PADDING, UNKNOWN, Vocabulary
@@ -16,7 +15,6 @@ __all__ = [
     "PADDING",
     "UNKNOWN",
     "WAYS",
-    "NamesPlan",
     "Vocabulary",
     "VocabularyHeader",
     "attribute_of",

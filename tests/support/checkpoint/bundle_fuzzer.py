@@ -29,13 +29,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from tests.support.checkpoint.strings import encode_strings
 from tests.support.goldens import FOLDER, Golden, read_golden
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.errors import CheckpointError
 from tpuembed.protobuf import varint
 from tpuembed.sstable import read_table, write_table
-from tpuembed.tensor_bundle import Entry, encode_strings, index_path, read_index, shard_path
+from tpuembed.tensor_bundle import Entry, index_path, read_index, shard_path
 from tpuembed.tensor_bundle.entries import encode_entries
 
 __all__ = ["run"]

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.tensor_bundle import BundleIndex, Entry, crc, encode_strings, index_path, shard_path, write_index
+from tests.support.checkpoint.strings import encode_strings
+from tpuembed.tensor_bundle import BundleIndex, Entry, crc, index_path, shard_path, write_index
 
 Array = np.ndarray[Any, Any]
 

@@ -364,7 +364,7 @@ def test_a_copy_of_a_golden_differs_in_one_row(tmp_path: Path) -> None:
 
 def test_the_docs_have_every_command_and_option() -> None:
     docs = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md")) + (ROOT / "README.md").read_text()
-    for name in ("carry", "describe", "diff", "head", "verify"):
+    for name in ("describe", "diff", "head", "verify"):
         command = cli.get_command(Context(cli), name)
         assert command is not None
         assert f"tpuembed {name} " in docs

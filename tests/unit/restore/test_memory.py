@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tpuembed.tensor_bundle import Entry, Slice, crc, encode_strings, shard_path, write_index
+from tests.support.checkpoint.strings import encode_strings
+from tpuembed.tensor_bundle import Entry, Slice, crc, shard_path, write_index
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 ROWS, DIM = 1 << 19, 64

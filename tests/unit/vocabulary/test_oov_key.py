@@ -14,7 +14,8 @@ from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.export.graph.table_names import constant_names
 from tpuembed.lookup.names import find_names
 from tpuembed.lookup.ranges import NOWHERE
-from tpuembed.vocabulary import BUCKETS, NamesPlan, VocabularyHeader
+from tpuembed.restore import NamesPlan
+from tpuembed.vocabulary import BUCKETS, VocabularyHeader
 from tpuembed.vocabulary.fingerprint import fingerprints
 from tpuembed.vocabulary.text import Texts
 

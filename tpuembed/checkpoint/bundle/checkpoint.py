@@ -12,16 +12,10 @@ from tpuembed.checkpoint.bundle.layer_config import checked_count
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.missing_name_hints import about_missing_slot, about_missing_table
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
-from tpuembed.checkpoint.bundle.own_layer import (
-    LayerKeys,
-    own_layer_configs,
-    own_layer_keys,
-    own_layer_stamps,
-    own_layer_vocabularies,
-)
+from tpuembed.checkpoint.bundle.own_layer import own_layer_configs, own_layer_stamps, own_layer_vocabularies
 from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader, matches_checksum
 from tpuembed.checkpoint.bundle.partitioned import PARTITION_STRATEGIES
-from tpuembed.checkpoint.bundle.table_keys import TableKeys, table_info
+from tpuembed.checkpoint.bundle.table_keys import table_info
 from tpuembed.checkpoint.discovery import discover
 from tpuembed.checkpoint.location import find_bundle, find_index
 from tpuembed.checkpoint.saved_objects import Objects, Weight, find_root, objects_of_graph
@@ -153,20 +147,6 @@ class BundleCheckpoint(Checkpoint):
         piece_bytes = _DISK_PIECE_BYTES if isinstance(self.bundle.prefix, Path) else _STORE_PIECE_BYTES
         for key in sorted({self._key(table, slot) for table in tables}):
             self.bundle.verify(key, piece_bytes)
-
-    def keys_of(self, table: str) -> TableKeys:
-        """Return the keys of a table and of its slots.
-
-        Raises:
-            UnknownTableError: there is no such table.
-        """
-        self._check(table, None)
-        return self._keys[table]
-
-    def beside(self, table: str) -> LayerKeys:
-        """Return the keys of what is saved beside `table`, which has a vocabulary."""
-        assert self.graph is not None, "it has vocabularies"
-        return own_layer_keys(self.bundle, self.graph, own_layer_configs(self.bundle, self.graph))[table]
 
     def objects(self, tables: Collection[str]) -> Objects | None:
         """Return the layers in the object graph; None for TensorFlow 1. See Checkpoint.objects."""

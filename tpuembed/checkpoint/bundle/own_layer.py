@@ -4,7 +4,6 @@ Tables on SparseCores are in children `<stack>`, `<stack>/<slot>` instead, and a
 stacks.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -26,9 +25,7 @@ __all__ = [
     "CONFIG_ATTRIBUTE",
     "ENGINE",
     "VOCABULARY_KEY",
-    "LayerKeys",
     "own_layer_configs",
-    "own_layer_keys",
     "own_layer_stamps",
     "own_layer_tables",
     "own_layer_vocabularies",
@@ -129,47 +126,6 @@ def own_layer_stamps(
                 stamps = f"{numpy_dtype(entry.dtype)} {tuple(entry.shape)}"
                 raise _corrupt(bundle, f"the stamps of table {table!r} are {stamps}, not int32 ({rows},)")
             found[table] = history, key
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerKeys:
-    """Keys of what a layer saves beside a table and its slots.
-
-    Attributes:
-        config: the layer's.
-        vocabulary: of the table.
-        history, stamps: the layer's history, and the table's stamps; None if rows are not tracked.
-    """
-
-    config: str
-    vocabulary: str
-    history: str | None
-    stamps: str | None
-
-
-def own_layer_keys(
-    bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
-) -> dict[str, LayerKeys]:
-    """Return table name -> keys of what is saved beside it, of the tables that have a vocabulary.
-
-    Raises:
-        CheckpointCorruptError: as `own_layer_vocabularies` and `own_layer_stamps`.
-    """
-    vocabularies = own_layer_vocabularies(bundle, graph, configs)
-    stamps = own_layer_stamps(bundle, graph, configs)
-    found: dict[str, LayerKeys] = {}
-    for layer in graph.nodes:
-        config = layer.children.get(_TABLES, -1)
-        for table in configs[config]["tables"] if config in configs and _VOCABULARIES in layer.children else ():
-            if table in vocabularies:
-                saved = graph.nodes[layer.children[_STAMPS]].attributes[_HISTORY] if table in stamps else None
-                found[table] = LayerKeys(
-                    config=graph.nodes[config].attributes[CONFIG_ATTRIBUTE].checkpoint_key,
-                    vocabulary=vocabularies[table],
-                    history=None if saved is None else saved.checkpoint_key,
-                    stamps=stamps[table][1] if table in stamps else None,
-                )
     return found
 
 

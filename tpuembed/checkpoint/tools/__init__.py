@@ -3,7 +3,6 @@
 Each needs a few megabytes of memory for tables of any size.
 """
 
-from tpuembed.checkpoint.tools.carry import CarryReport, carry_checkpoint
 from tpuembed.checkpoint.tools.describe import (
     CheckpointDescription,
     TableDescription,
@@ -17,7 +16,6 @@ from tpuembed.checkpoint.tools.verify import verify_files
 from tpuembed.checkpoint.tools.verify_export import VerifyReport
 
 __all__ = [
-    "CarryReport",
     "CheckpointDescription",
     "CheckpointDiff",
     "LargestChange",
@@ -26,7 +24,6 @@ __all__ = [
     "TableDescription",
     "TableDiff",
     "VerifyReport",
-    "carry_checkpoint",
     "describe_checkpoint",
     "describe_export",
     "diff_checkpoints",

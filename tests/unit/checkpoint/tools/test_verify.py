@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tests.support.checkpoint.bundles import write
 from tests.support.checkpoint.orbax_trees import Leaves, write_tree
+from tests.support.checkpoint.strings import encode_strings
 from tests.support.messages import refused
 from tests.support.stores import GcsStub
 from tpuembed.checkpoint.tools import find_export, verify_files
@@ -26,7 +27,7 @@ from tpuembed.export import export_saved_model
 from tpuembed.files import open_stream, remote
 from tpuembed.protobuf import MalformedError
 from tpuembed.saved_model import relocate_export
-from tpuembed.tensor_bundle import Entry, encode_strings, index_path, read_index, shard_path, verification, write_index
+from tpuembed.tensor_bundle import Entry, index_path, read_index, shard_path, verification, write_index
 from tpuembed.tensor_bundle.verification import strings_crc
 
 GOLDENS = Path(__file__).parents[3] / "golden"
