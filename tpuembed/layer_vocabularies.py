@@ -364,7 +364,7 @@ class _GraphCopy:
     def _find(self, names: Tensor) -> Tensor:
         """Return the number of each name in the copy; -1 for one that it lacks."""
         cells = local(self._cells).read_value()  # it copies nothing
-        keys = name_keys(names, cells[-1, 0], self.vocabulary.oov_key)
+        keys = name_keys(names, cells[-1, 0])
         buckets = tf.shape(cells, tf.int64)[0] - 1
         found = tf.gather(cells, key_places(keys, buckets))
         is_hit = tf.equal(found[:, :, :WAYS], keys[:, None, None])

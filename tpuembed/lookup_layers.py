@@ -23,7 +23,6 @@ def read_vocabulary(
     layer: str = "",
     *,
     oov_buckets: int | None = None,
-    oov_key: tuple[int, int] | None = None,
     grows: bool = False,
     min_count: int = 1,
 ) -> Vocabulary:
@@ -36,8 +35,8 @@ def read_vocabulary(
         layer: the name of the layer in the file; in a SavedModel, which has no such names, the place of its hash table, as the
             error lists them. It may be left out if there is one lookup layer.
         oov_buckets: the layer's `num_oov_indices`. A SavedModel needs it, because it does not say. It does not say either whether
-            the layer has a `mask_token`, which takes row 0, or another `oov_method`: pass such a layer itself.
-        oov_key: the layer's `salt`, for a SavedModel, which does not say it. Other sources do.
+            the layer has a `mask_token`, which takes row 0, or a `salt` or another `oov_method`, by which unknown names have other
+            rows. If it may have one, pass the layer itself, which is compared.
         grows, min_count: see `Vocabulary`.
 
     Raises:
@@ -50,14 +49,14 @@ def read_vocabulary(
     if isinstance(source, str | Path | UrlPath):
         path = as_path(source)
         if path.suffix != ".keras" and (path / "saved_model.pb").is_file():
-            return _of_saved_model(path, layer, oov_buckets, {**options, "oov_key": oov_key})
+            return _of_saved_model(path, layer, oov_buckets, options)
         if not path.exists():
             raise CheckpointNotFoundError(f"vocabulary: {path} does not exist. Check the path.")
-    for name, value in (("oov_buckets", oov_buckets), ("oov_key", oov_key)):
-        if value is not None:
-            raise ConfigError(
-                f"vocabulary: {name}={value} is for SavedModels, and {source} is none. A layer and a .keras file say it themselves."
-            )
+    if oov_buckets is not None:
+        raise ConfigError(
+            f"vocabulary: oov_buckets={oov_buckets} is for SavedModels, and {source} is none. A layer and a .keras file say it "
+            "themselves."
+        )
     if isinstance(source, str | Path | UrlPath):
         return of_file(path, layer, options)
     if type(source).__name__ not in CLASSES and not hasattr(source, "lookup_table"):

@@ -161,8 +161,6 @@ def refusal(manifest: Manifest) -> str:
         return "it is a whole model, and native lookups are for exports of lookups"
     if manifest.layout != "mmap":
         return f"its layout is {manifest.layout}, and native lookups map tables: export with layout mmap"
-    if keyed := [entry.table for entry in manifest.names if entry.is_keyed]:
-        return f"the names of table {keyed[0]!r} are hashed with a key, which TensorFlow alone does"
     older = [one.name for one in manifest.features if _kind(one) == "list" and not one.combiner]
     return f"its manifest does not have the combiner of feature {older[0]!r}: export again" if older else ""
 

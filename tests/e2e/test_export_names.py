@@ -22,7 +22,6 @@ from tpuembed import (
     apply_package,
     compact_version,
     export_saved_model,
-    native_lookup,
     rollback_version,
 )
 from tpuembed.checkpoint.tools import verify_files
@@ -151,26 +150,6 @@ def export(folder: Path, values: Array, served: ServingConfig, name: str = "m", 
     report = export_saved_model(folder / "ckpt", folder / name, serving_config=served, **options)
     path: Path = report.path
     return path
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-def test_a_key_chooses_the_buckets_of_an_export(tmp_path: Path, layout: str) -> None:
-    key, values = (133, 137), random_table(ROWS, DIM)
-    twin = b"01234567hostile!\x81\x8f\xbaQY5\x84\xad\xfcK\xae\x1eir\xf3]"  # without the key it is taken for the other
-    known, unknown = [*STRINGS[:-1], b"0123456789abcdef0123456789abcdef"], [*UNKNOWN["string"], twin]
-    vocabulary = Vocabulary(known, oov_buckets=3, oov_key=key)
-    version = export(tmp_path, values, config(vocabulary), layout=layout)
-    found = np.array(keras.layers.Hashing(3, salt=list(key))(tf.constant(unknown))).tolist()
-    rows = {name: 3 + number for number, name in enumerate(known)} | dict(zip(unknown, found, strict=True))
-    inputs = request("string", known, unknown)
-    check(version, inputs, expected(values, inputs, lambda name: None if name == b"" else rows[name]))
-    manifest = _manifest(version)
-    path = next(version.rglob("tpuembed.json"))
-    assert json.loads(path.read_text())["format"] == 5  # releases that do not know the key refuse it
-    assert manifest.names[0].is_keyed
-    reason = native_lookup.refusal(manifest)
-    assert ("hashed with a key" in reason) == (layout == "mmap"), reason
 
 
 @pytest.mark.sampled(1)

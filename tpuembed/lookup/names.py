@@ -36,7 +36,6 @@ class NameArrays(Protocol):
         numbers: int32 [buckets * WAYS], the number of each key's name. -1 for a place without a key.
         buckets: int64 [], the number of buckets.
         salt: text before each name when it is hashed.
-        key: that of the fingerprints of strings, or None.
     """
 
     @property
@@ -47,21 +46,19 @@ class NameArrays(Protocol):
     def buckets(self) -> Any: ...  # noqa: D102
     @property
     def salt(self) -> bytes: ...  # noqa: D102
-    @property
-    def key(self) -> tuple[int, int] | None: ...  # noqa: D102
 
 
 def find_names(names: Tensor, arrays: NameArrays) -> Tensor:
     """Return the number of each name, int64 [n], or -1 if the vocabulary has no such name.
 
     A string of a fingerprint that a name has is taken for that name. An unknown string has one with a probability of
-    n / 2^63 for n names. Without a key, anybody can make such a string of a known name.
+    n / 2^63 for n names, and anybody can make such a string of a known name.
 
     Args:
         names: string or int64, [n].
         arrays: those of the vocabulary.
     """
-    return find_keys(name_keys(names, arrays.salt, arrays.key), arrays)
+    return find_keys(name_keys(names, arrays.salt), arrays)
 
 
 def find_keys(keys: Tensor, arrays: NameArrays) -> Tensor:
@@ -74,28 +71,25 @@ def find_keys(keys: Tensor, arrays: NameArrays) -> Tensor:
     return tf.where(tf.reduce_any(found, 1), number, tf.constant(-1, tf.int64))
 
 
-def name_keys(names: Tensor, salt: bytes | Tensor, key: tuple[int, int] | None) -> Tensor:
+def name_keys(names: Tensor, salt: bytes | Tensor) -> Tensor:
     """Return what finds each name in an index, int64 of the shape of `names`: integers themselves, and fingerprints of strings.
 
     Args:
         names: string or int64.
         salt: the text before each name, or `Vocabulary.salt_number` as a tensor.
-        key: that of the fingerprints, or None.
     """
     if names.dtype != tf.string:
         return names
     if isinstance(salt, bytes):
-        return _fingerprints(tf.strings.join([salt, names]) if salt else names, key)
+        return _fingerprints(tf.strings.join([salt, names]) if salt else names)
     return tf.cond(
         tf.equal(salt, 0),
-        lambda: _fingerprints(names, key),
-        lambda: _fingerprints(tf.strings.join([tf.strings.as_string(salt), "\0", names]), key),
+        lambda: _fingerprints(names),
+        lambda: _fingerprints(tf.strings.join([tf.strings.as_string(salt), "\0", names])),
     )
 
 
-def _fingerprints(names: Tensor, key: tuple[int, int] | None) -> Tensor:
-    if key is not None:
-        return tf.strings.to_hash_bucket_strong(names, BUCKETS, list(key))
+def _fingerprints(names: Tensor) -> Tensor:
     return tf.strings.to_hash_bucket_fast(names, BUCKETS)
 
 
@@ -116,7 +110,7 @@ def row_numbers(names: Tensor, numbers: Tensor, vocabulary: Vocabulary, padded: 
         padded: "" and the integer -1 are padding, DROPPED.
     """
     buckets = vocabulary.oov_buckets
-    unknown = bucket_rows(names, buckets, vocabulary.oov_key) if buckets else tf.constant(NOWHERE, tf.int64)
+    unknown = bucket_rows(names, buckets) if buckets else tf.constant(NOWHERE, tf.int64)
     rows = tf.where(numbers < 0, unknown, numbers + buckets)
     if not padded:
         return rows
@@ -124,10 +118,8 @@ def row_numbers(names: Tensor, numbers: Tensor, vocabulary: Vocabulary, padded: 
     return tf.where(tf.equal(names, empty), tf.constant(DROPPED, tf.int64), rows)
 
 
-def bucket_rows(names: Tensor, oov_buckets: int, key: tuple[int, int] | None = None) -> Tensor:
-    """Return the bucket of each name, int64 [n], as Keras' StringLookup and IntegerLookup choose it. `key` is their salt."""
-    if key is not None:
-        return tf.strings.to_hash_bucket_strong(names, oov_buckets, list(key))
+def bucket_rows(names: Tensor, oov_buckets: int) -> Tensor:
+    """Return the bucket of each name, int64 [n], as Keras' StringLookup and IntegerLookup choose it."""
     if names.dtype == tf.string:
         return tf.strings.to_hash_bucket_fast(names, oov_buckets)
     return tf.math.floormod(names, tf.constant(oov_buckets, tf.int64))

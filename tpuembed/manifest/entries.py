@@ -265,7 +265,6 @@ class NamesEntry:
         dtype: "string" or "int64".
         count: number of names.
         oov_buckets: the rows before the names, for unknown ones. Without them, unknown names follow out_of_vocabulary.
-        is_keyed: whether the hashes that find a name and choose the bucket of an unknown one have a key. The graph has it.
         salt: text before each name when it is hashed; see `tpuembed.vocabulary`.
         arrays: in layout mmap the arrays of the index: keys, int64 [buckets, 4], and numbers, int32 [4 * buckets]. Each is
             a whole file of this version, also in an overlay. In layout variables they are variables of the bundle, and this
@@ -276,7 +275,6 @@ class NamesEntry:
     dtype: str
     count: int
     oov_buckets: int = 0
-    is_keyed: bool = False
     salt: str = ""
     arrays: tuple[ArrayEntry, ...] = ()
 

@@ -54,8 +54,6 @@ NAMES_FORMAT: Final = 3
 """The format number of a version with features that take names. An older server would look names up as row numbers."""
 RETRIEVAL_FORMAT: Final = 4
 """The format number of a version with an index of candidates. Older tools would not keep its arrays."""
-KEYED_FORMAT: Final = 5
-"""The format number of a version whose unknown names are hashed with a key. An older server would hash them without it."""
 EXPORT_ID: Final = "shards"
 """The key in `Manifest.source` of the export for several servers that a version is a part of."""
 FRONT_FORMAT: Final = 6
@@ -182,7 +180,6 @@ class Manifest:
         number = FORMAT if self.base is None else OVERLAY_FORMAT
         number = NAMES_FORMAT if self.names else number
         number = RETRIEVAL_FORMAT if self.retrieval is not None else number
-        number = KEYED_FORMAT if any(entry.is_keyed for entry in self.names) else number
         number = FRONT_FORMAT if self.front else number
         return json.dumps({"format": number, **dataclasses.asdict(self)}, indent=1) + "\n"
 

@@ -25,9 +25,9 @@ class CountedNames(NumberedNames):
         sightings: the counts and last updates. Empty, but for its `update`, if names are not counted.
     """
 
-    def __init__(self, dtype: DType, key: tuple[int, int] | None, *, counted: bool) -> None:
-        """Have no names. `key` is that of the fingerprints of texts; None for fingerprints without one."""
-        super().__init__(dtype, key)
+    def __init__(self, dtype: DType, *, counted: bool) -> None:
+        """Have no names."""
+        super().__init__(dtype)
         self.sightings = Sightings()
         self._counted = counted
         self._sketch: Sketch | None = None

@@ -1,7 +1,5 @@
 """The hash of names that graphs compute too: FarmHash's Fingerprint64, as `tf.strings.to_hash_bucket_fast` has it.
 
-With a key it is SipHash.
-
 All names are hashed together, in numpy. Source of the algorithm: farmhashna::Hash64 in github.com/google/farmhash.
 """
 
@@ -10,7 +8,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.vocabulary.siphash import keyed_hashes
 from tpuembed.vocabulary.text import Texts
 
 __all__ = ["BUCKETS", "fingerprints", "hashes"]
@@ -25,25 +22,18 @@ BUCKETS: Final = 2**63 - 1
 _K0, _K1, _K2 = np.uint64(0xC3A5C85C97CB3127), np.uint64(0xB492B66FBE98F273), np.uint64(0x9AE16A3B2F90404F)
 
 
-def fingerprints(names: Texts, salt: bytes = b"", key: tuple[int, int] | None = None) -> npt.NDArray[np.int64]:
-    """Return the fingerprint of each name with `salt` before it, int64 [n].
-
-    Without a `key`, anybody can make a name with the fingerprint of another. With one, nobody who does not know it can.
-    """
-    found = hashes(names, salt, key)
+def fingerprints(names: Texts, salt: bytes = b"") -> npt.NDArray[np.int64]:
+    """Return the fingerprint of each name with `salt` before it, int64 [n]. Two names may have the same one."""
+    found = hashes(names, salt)
     found %= np.uint64(BUCKETS)
     return found.view(np.int64)
 
 
-def hashes(names: Texts, salt: bytes = b"", key: tuple[int, int] | None = None) -> _Words:
-    """Return the hash of each name with `salt` before it, uint64 [n], in bounded memory beside the names.
-
-    It is FarmHash, or SipHash with a `key`.
-    """
+def hashes(names: Texts, salt: bytes = b"") -> _Words:
+    """Return the hash of each name with `salt` before it, uint64 [n], in bounded memory beside the names."""
     found, start = np.empty(len(names), np.uint64), 0
     for piece in names.pieces():
-        packed = piece.packed(salt) if salt else piece
-        found[start : start + len(piece)] = _hashes(packed) if key is None else keyed_hashes(packed, key)
+        found[start : start + len(piece)] = _hashes(piece.packed(salt) if salt else piece)
         start += len(piece)
     return found
 

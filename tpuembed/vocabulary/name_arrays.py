@@ -55,12 +55,12 @@ class NameStore(abc.ABC):
         """Return which names are "" or -1."""
 
     @abc.abstractmethod
-    def keys(self, batch: Batch, salt: bytes, key: tuple[int, int] | None) -> _Integers:
-        """Return what finds the names in the index: integers themselves, and the fingerprints of texts, with `key`."""
+    def keys(self, batch: Batch, salt: bytes) -> _Integers:
+        """Return what finds the names in the index: integers themselves, and the fingerprints of texts."""
 
     @abc.abstractmethod
-    def buckets(self, batch: Batch, count: int, key: tuple[int, int] | None) -> _Integers:
-        """Return the bucket of each name, as Keras chooses it. `key` is its salt."""
+    def buckets(self, batch: Batch, count: int) -> _Integers:
+        """Return the bucket of each name, as Keras chooses it."""
 
     @abc.abstractmethod
     def item(self, batch: Batch, index: int) -> bytes | int:
@@ -120,13 +120,13 @@ class TextNames(NameStore):
         """Return which names are ""."""
         return batch.lengths == 0
 
-    def keys(self, batch: Texts, salt: bytes, key: tuple[int, int] | None) -> _Integers:
+    def keys(self, batch: Texts, salt: bytes) -> _Integers:
         """Return the fingerprint of each name."""
-        return fingerprints(batch, salt, key)
+        return fingerprints(batch, salt)
 
-    def buckets(self, batch: Texts, count: int, key: tuple[int, int] | None) -> _Integers:
+    def buckets(self, batch: Texts, count: int) -> _Integers:
         """Return the bucket of each name, its hash modulo `count`."""
-        return (hashes(batch, key=key) % np.uint64(count)).astype(np.int64)
+        return (hashes(batch) % np.uint64(count)).astype(np.int64)
 
     def item(self, batch: Texts, index: int) -> bytes:
         """Return one name of a batch, bytes."""
@@ -206,11 +206,11 @@ class IntegerNames(NameStore):
         """Return which integers are -1."""
         return batch == -1
 
-    def keys(self, batch: _Integers, salt: bytes, key: tuple[int, int] | None) -> _Integers:  # noqa: ARG002 - integers are their own keys
+    def keys(self, batch: _Integers, salt: bytes) -> _Integers:  # noqa: ARG002 - integers are their own keys
         """Return the integers themselves."""
         return batch
 
-    def buckets(self, batch: _Integers, count: int, key: tuple[int, int] | None) -> _Integers:  # noqa: ARG002 - for strings
+    def buckets(self, batch: _Integers, count: int) -> _Integers:
         """Return the bucket of each integer, itself modulo `count`."""
         return batch % np.int64(count)
 

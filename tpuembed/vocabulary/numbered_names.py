@@ -27,9 +27,8 @@ class NumberedNames:
         free: the free numbers, int64, ascending.
     """
 
-    def __init__(self, dtype: DType, key: tuple[int, int] | None = None) -> None:
-        """Have no names. `key` is that of the fingerprints of texts; None for fingerprints without one."""
-        self._key = key
+    def __init__(self, dtype: DType) -> None:
+        """Have no names."""
         self.store: NameStore = names_of(dtype)
         self.index = Index()
         self.salt = 0
@@ -46,7 +45,7 @@ class NumberedNames:
 
     def keys(self, batch: Batch) -> _Integers:
         """Return what finds each name of a batch in the index."""
-        return self.store.keys(batch, salt_text(self.salt), self._key)
+        return self.store.keys(batch, salt_text(self.salt))
 
     def find(self, batch: Batch, keys: _Integers) -> _Integers:
         """Return the number of each name; NONE if it is unknown. All bytes are compared."""

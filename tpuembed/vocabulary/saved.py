@@ -41,7 +41,7 @@ MAGIC: Final = b"tpuembed vocabulary 1\n"
 _HEADER_BYTES: Final = 1 << 16
 _AT_ONCE: Final = 1 << 20
 MOST_NAMES: Final = 2**31 - 1
-IDENTITY: Final = ("dtype", "oov_buckets", "oov_key")
+IDENTITY: Final = ("dtype", "oov_buckets")
 """The options that say which row a name has, beside the names."""
 OPTIONS: Final = (*IDENTITY, "grows", "min_count")
 _COUNTS: Final = ("names", "bytes", "free", "update")
@@ -91,7 +91,6 @@ class VocabularyHeader:
         dtype: of the names.
         oov_buckets: number of rows for unknown names.
         free: number of rows without a name.
-        oov_key: the key of the hash that chooses a bucket, or None.
     """
 
     MOST_BYTES: ClassVar[int] = len(MAGIC) + 4 + _HEADER_BYTES
@@ -101,7 +100,6 @@ class VocabularyHeader:
     dtype: str
     oov_buckets: int
     free: int = 0
-    oov_key: tuple[int, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -123,12 +121,9 @@ class VocabularyHeader:
             buckets = fields.get("oov_buckets")
             if type(buckets) is not int or buckets < 0:
                 raise ValueError(f"its header has oov_buckets {buckets!r}")
-            key = fields.get("oov_key")
-            if key is not None and not (isinstance(key, list) and [type(each) for each in key] == [int, int]):
-                raise ValueError(f"its header has oov_key {_shown(key)}")
         except ValueError as error:
             raise CheckpointCorruptError(f"{where}: cannot be read: {reason(error)}. Restore it from a copy.") from None
-        return cls(fields["names"], fields["dtype"], buckets, fields["free"], None if key is None else (key[0], key[1]))
+        return cls(fields["names"], fields["dtype"], buckets, fields["free"])
 
 
 def chunks(saved: SavedNames) -> Iterator[bytes]:

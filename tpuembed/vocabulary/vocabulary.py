@@ -58,7 +58,6 @@ class Vocabulary:
     Attributes:
         dtype: "string" for names of any bytes, or "int64".
         oov_buckets: number of rows for unknown names.
-        oov_key: the key of the hashes that find a name and choose a bucket; None for hashes without a key.
         grows: True if training gives new names a row.
         min_count: how often training has to see a name before it gets a row.
     """
@@ -69,7 +68,6 @@ class Vocabulary:
         *,
         dtype: DType = "string",
         oov_buckets: int = 0,
-        oov_key: tuple[int, int] | None = None,
         grows: bool = False,
         min_count: int = 1,
     ) -> None:
@@ -79,9 +77,6 @@ class Vocabulary:
             names: str or bytes, or integers, all different. str is kept as UTF-8.
             dtype: of the names.
             oov_buckets: number of rows for unknown names. Without buckets they are UNKNOWN.
-            oov_key: two integers of 64 bits that nobody else knows. Strings are then hashed by
-                `tf.strings.to_hash_bucket_strong` with this key. So clients can choose no names of one bucket, and none that a
-                graph takes for another name. Checkpoints and exports have the key.
             grows: give new names the next rows of the table, while it has room, in calls of a layer with `training=True`.
             min_count: with `grows`, how often a new name has to be seen before it gets a row, at most 255. Names without a row
                 are counted by a sketch of 16 MiB, which may take a rare name for a more frequent one. It is not saved: after a
@@ -93,8 +88,6 @@ class Vocabulary:
         if dtype not in ("string", "int64"):
             raise ConfigError(f'vocabulary: dtype must be "string" or "int64", got {dtype!r}.')
         _check_count("oov_buckets", oov_buckets, 0, MOST_NAMES)
-        if oov_key is not None:
-            _check_key(oov_key, dtype)
         if not isinstance(grows, bool):
             raise ConfigError(f"vocabulary: grows must be True or False, got {grows!r}.")
         _check_count("min_count", min_count, 1, MOST)
@@ -102,7 +95,6 @@ class Vocabulary:
             raise ConfigError(f"vocabulary: min_count={min_count} is for new names in training. Pass grows=True too.")
         self.dtype: DType = dtype
         self.oov_buckets = int(oov_buckets)
-        self.oov_key = None if oov_key is None else (int(oov_key[0]), int(oov_key[1]))
         self.grows = grows
         self.min_count = int(min_count)
         self._lock = threading.RLock()
@@ -125,7 +117,6 @@ class Vocabulary:
         *,
         dtype: DType = "string",
         oov_buckets: int = 0,
-        oov_key: tuple[int, int] | None = None,
         grows: bool = False,
         min_count: int = 1,
     ) -> "Vocabulary":
@@ -136,7 +127,7 @@ class Vocabulary:
         Raises:
             ConfigError: the file cannot be read, or has a name twice.
         """
-        found = cls(dtype=dtype, oov_buckets=oov_buckets, oov_key=oov_key, grows=grows, min_count=min_count)
+        found = cls(dtype=dtype, oov_buckets=oov_buckets, grows=grows, min_count=min_count)
         try:
             names = integers_in(Path(path)) if dtype == "int64" else names_in(Path(path))
         except (OSError, ValueError, EOFError) as error:
@@ -151,7 +142,6 @@ class Vocabulary:
         *,
         dtype: DType = "string",
         oov_buckets: int = 0,
-        oov_key: tuple[int, int] | None = None,
         grows: bool = False,
         min_count: int = 1,
     ) -> "Vocabulary":
@@ -160,15 +150,13 @@ class Vocabulary:
         Args:
             data: arrays of names, such as a batched `tf.data.Dataset`, also of ragged and sparse tensors. They are read once, one
                 after the other.
-            dtype, oov_buckets, oov_key, grows: see the constructor.
+            dtype, oov_buckets, grows: see the constructor.
             min_count: leave out names that occur less often. It holds for new names in training too, if it `grows`.
 
         Raises:
             ConfigError: a name has another type, an element of `data` is no array, or an option is wrong.
         """
-        found = cls(
-            dtype=dtype, oov_buckets=oov_buckets, oov_key=oov_key, grows=grows, min_count=min_count if grows else 1
-        )
+        found = cls(dtype=dtype, oov_buckets=oov_buckets, grows=grows, min_count=min_count if grows else 1)
         _check_count("min_count", min_count, 1)
         seen, counts = cls(dtype=dtype), GrowingArray(np.int64)
         for names in data:
@@ -413,7 +401,7 @@ class Vocabulary:
     def rows_in(self, other: "Vocabulary") -> _Integers:
         """Return the row that `other` gives the name of each row, int64 [rows]; UNKNOWN for a name that it lacks.
 
-        Buckets have the same row if both choose them alike, by number and key. Otherwise they are UNKNOWN, as free rows are.
+        Buckets have the same row if both have the same number of them. Otherwise they are UNKNOWN, as free rows are.
 
         Raises:
             ConfigError: the names have another dtype.
@@ -422,7 +410,7 @@ class Vocabulary:
             raise ConfigError(f"vocabulary: names of {self.dtype} are not in a vocabulary of {other.dtype}.")
         with _locked(self, other):
             rows, free = np.full(self.rows, UNKNOWN, np.int64), self.free_rows
-            if (other.oov_buckets, other.oov_key) == (self.oov_buckets, self.oov_key):
+            if other.oov_buckets == self.oov_buckets:
                 rows[: self.oov_buckets] = np.arange(self.oov_buckets)
             for start in range(0, self._names.size, _NAMES_AT_ONCE):
                 batch = self._names.store.get(np.arange(start, min(start + _NAMES_AT_ONCE, self._names.size)))
@@ -526,19 +514,11 @@ class Vocabulary:
     def unlike(
         self, other: "Vocabulary | VocabularyHeader", options: Sequence[str] = IDENTITY
     ) -> tuple[str, str, str] | None:
-        """Return the first of `options` in which `other` has another value, and both values for messages, or None.
-
-        A key is a secret, so no message has it.
-        """
+        """Return the first of `options` in which `other` has another value, and both values for messages, or None."""
         for option in options:
             own, its = getattr(self, option), getattr(other, option)
-            if own == its:
-                continue
-            if option != "oov_key":
+            if own != its:
                 return option, repr(own), repr(its)
-            if own is None:
-                return option, "None", "a key"
-            return option, "a key", "None" if its is None else "another key"
         return None
 
     def check_padding(self, where: str) -> None:
@@ -555,15 +535,14 @@ class Vocabulary:
         """Return all but the names, as JSON values: what configs say of a vocabulary."""
         growth = {"grows": True} if self.grows else {}
         admission = {"min_count": self.min_count} if self.min_count > 1 else {}
-        key = {} if self.oov_key is None else {"oov_key": list(self.oov_key)}
-        return {"dtype": self.dtype, "oov_buckets": self.oov_buckets, **key, **growth, **admission}
+        return {"dtype": self.dtype, "oov_buckets": self.oov_buckets, **growth, **admission}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], where: str) -> "Vocabulary":
         """Return the vocabulary of `options()`: without names, or with those of the file that `file` names.
 
         Args:
-            options: dtype, oov_buckets, oov_key, grows, min_count and file.
+            options: dtype, oov_buckets, grows, min_count and file.
             where: begins the messages of errors.
 
         Raises:
@@ -693,7 +672,7 @@ class Vocabulary:
     # ---- numbers and rows
 
     def _clear(self) -> None:
-        self._names = CountedNames(self.dtype, self.oov_key, counted=self.grows)
+        self._names = CountedNames(self.dtype, counted=self.grows)
 
     def _rows(self, batch: Batch, numbers: _Integers, padded: bool) -> _Integers:
         """Return the row of each name whose number is known or NONE."""
@@ -702,7 +681,7 @@ class Vocabulary:
         rows[unknown] = UNKNOWN
         if self.oov_buckets and len(unknown):
             store = self._names.store
-            rows[unknown] = store.buckets(store.take(batch, unknown), self.oov_buckets, self.oov_key)
+            rows[unknown] = store.buckets(store.take(batch, unknown), self.oov_buckets)
         if padded:
             rows[self._names.store.is_padding(batch)] = PADDING
         return rows
@@ -726,16 +705,6 @@ def _check_count(what: str, value: Any, least: int, most: int | None = None) -> 
         raise ConfigError(f"vocabulary: {what} must be an integer of {least} or more, got {value!r}.")
     if most is not None and value > most:
         raise ConfigError(f"vocabulary: {what} must be at most {most}, got {value}.")
-
-
-def _check_key(key: Any, dtype: str) -> None:
-    is_pair = isinstance(key, list | tuple) and len(key) == 2
-    if not is_pair or any(type(each) is not int or not -(2**63) <= each < 2**63 for each in key):
-        raise ConfigError(
-            f"vocabulary: oov_key must be two integers of 64 bits with a sign, got another {type(key).__name__}."
-        )
-    if dtype != "string":
-        raise ConfigError(f"vocabulary: oov_key is for strings, and this one has {dtype} names. Leave oov_key out.")
 
 
 def _text(name: Any) -> Any:

@@ -97,7 +97,7 @@ def test_a_salt_stands_before_names_that_are_found_and_not_before_unknown_ones(s
 class _Arrays:
     def __init__(self, index: Index, salt: bytes) -> None:
         self.keys, self.numbers = tf.constant(index.keys), tf.constant(index.rows.reshape(-1))
-        self.buckets, self.salt, self.key = tf.constant(len(index.keys), tf.int64), salt, None
+        self.buckets, self.salt = tf.constant(len(index.keys), tf.int64), salt
 
 
 def graph(names: Array, index: Index, salt: bytes, oov_buckets: int, padded: bool) -> Array:
@@ -251,7 +251,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=["first", pytest.param("overlay", marks=pytest.mark.nightly)])
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    def colliding(some: Any, salt: bytes, key: Any) -> Array:
+    def colliding(some: Any, salt: bytes) -> Array:
         """Users without a salt have fingerprints of their own only by chance."""
         collides = not salt and len(some) and some[len(some) - 1].startswith(b"user")
         return fingerprints(some, salt) % (500 if collides else 2**63 - 1)

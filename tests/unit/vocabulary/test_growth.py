@@ -306,7 +306,7 @@ def test_the_bytes_of_evicted_names_are_given_back() -> None:
 
 
 def test_a_new_name_with_the_hash_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(name_arrays, "fingerprints", lambda batch, salt, key: fingerprints(batch, salt, key) % 150)
+    monkeypatch.setattr(name_arrays, "fingerprints", lambda batch, salt: fingerprints(batch, salt) % 150)
     mine, expected = Vocabulary(grows=True, oov_buckets=BUCKETS), Reference()
     for turn in range(1, 40):
         words = [f"{turn} {index}".encode() for index in range(4)] * 2

@@ -135,7 +135,7 @@ def test_hostile_names() -> None:
 
 
 def test_names_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(name_arrays, "fingerprints", lambda batch, salt, key: fingerprints(batch, salt, key) % 500)
+    monkeypatch.setattr(name_arrays, "fingerprints", lambda batch, salt: fingerprints(batch, salt) % 500)
     mine, expected = Vocabulary(), Reference(0)
     words = [f"{index}" for index in range(60)]
     for start in range(0, 60, 7):

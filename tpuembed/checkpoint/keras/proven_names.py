@@ -80,7 +80,7 @@ def check_names(
         lookups = of_tables.get(table, [None])
         known = [one for one in lookups if one is not None]
         names = vocabulary.names(np.arange(vocabulary.oov_buckets, vocabulary.rows)) if known else []
-        hashing = _hashing_of(vocabulary)
+        hashing = hashing_of({"num_oov_indices": vocabulary.oov_buckets, "vocabulary_dtype": vocabulary.dtype})
         same = [one for one in known if _has_names(one.vocabulary, vocabulary.oov_buckets, names)]
         fits = [one for one in same if one.vocabulary.hashing == hashing]
         if len(fits) == len(lookups) and all(_take_all(one.dtypes, names) for one in fits):
@@ -260,11 +260,6 @@ def _of_lookup(layer: Mapping[str, Any], saved: Sequence[LayerVocabulary]) -> La
     adapted = [one for one in saved if one.is_adapted and one.layer == fields.get("name")]
     found = next(vocabularies_in(kind, fields), adapted[0] if len(adapted) == 1 else None)
     return None if found is None or None in (found.entries, found.buckets) else found
-
-
-def _hashing_of(vocabulary: Vocabulary) -> str:
-    names = {"num_oov_indices": vocabulary.oov_buckets, "vocabulary_dtype": vocabulary.dtype}
-    return hashing_of({**names, "salt": vocabulary.oov_key})
 
 
 def _has_names(saved: LayerVocabulary, buckets: int, names: Sequence[Any]) -> bool:

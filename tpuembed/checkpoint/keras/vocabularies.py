@@ -68,20 +68,17 @@ def _without_names(where: str, settings: Mapping[str, Any], dtype: str, options:
     """
     buckets = settings.get("num_oov_indices", 1)
     method, salt = settings.get("oov_method", "floormod"), settings.get("salt")
-    key = None
-    if dtype == "string" and salt is not None and buckets > 1:
-        key = tuple(salt) if isinstance(salt, list | tuple) else (salt, salt)
-    found = Vocabulary(dtype="string" if dtype == "string" else "int64", oov_buckets=buckets, oov_key=key, **options)
+    found = Vocabulary(dtype="string" if dtype == "string" else "int64", oov_buckets=buckets, **options)
     if settings.get("mask_token") is not None:
         raise ConfigError(
             f"{where}: its mask_token {settings['mask_token']!r} has row 0, and a Vocabulary has no such row. Leave row 0 out of "
             f"the table, and pass Vocabulary(layer.get_vocabulary(False), oov_buckets={buckets})."
         )
-    if buckets > 1 and dtype != "string" and (salt is not None or method != "floormod"):
+    if buckets > 1 and (salt is not None or (dtype != "string" and method != "floormod")):
+        how = "a salt" if salt is not None else f"oov_method={method!r}"
         raise ConfigError(
-            f"{where}: chooses one of {buckets} buckets with oov_method={method!r} and salt={salt!r}. A Vocabulary of integers "
-            "chooses as Keras does without them. Unknown names would have other rows. Train with num_oov_indices=1, or without "
-            "them."
+            f"{where}: chooses one of {buckets} buckets with {how}. A Vocabulary chooses as Keras does without it. Unknown names "
+            "would have other rows. Train with num_oov_indices=1, or without it."
         )
     if settings.get("encoding", "utf-8") not in ("utf-8", None):
         raise ConfigError(f"{where}: has encoding {settings['encoding']!r}. A Vocabulary is UTF-8. Give it bytes.")
@@ -215,9 +212,7 @@ def _add_asset(where: str, path: FilePath, member: str, settings: Mapping[str, A
         if special and not special[-1].endswith(b"\n"):
             raise _no_vocabulary(where)
         try:
-            read_back = Vocabulary.from_file(
-                lines.name, dtype=found.dtype, oov_buckets=found.oov_buckets, oov_key=found.oov_key
-            )
+            read_back = Vocabulary.from_file(lines.name, dtype=found.dtype, oov_buckets=found.oov_buckets)
             found.assign(read_back)
         except ConfigError as error:
             why = str(error).replace(f"vocabulary {lines.name}: cannot be read: ", "")

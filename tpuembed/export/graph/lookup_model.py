@@ -61,7 +61,7 @@ class LookupModel(ExportableModel):
             members = [feature for feature in named if feature.table == table]
             arrays, names = self._tables.name_arrays(table), [inputs[feature.name] for feature in members]
             # Only ids that are looked up one by one may be reshaped themselves (row_proof/walk.py of the server).
-            flat = [tf.reshape(name_keys(each, arrays.salt, arrays.key) + 0, [-1]) for each in names]
+            flat = [tf.reshape(name_keys(each, arrays.salt) + 0, [-1]) for each in names]
             sizes = tf.concat(tf.shape_n(flat, tf.int64), 0)
             parts = tf.split(find_keys(tf.concat(flat, 0), arrays), sizes, num=len(flat))
             for feature, each, part in zip(members, names, parts, strict=True):

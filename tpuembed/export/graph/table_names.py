@@ -22,7 +22,6 @@ class TableNames:
     numbers: Any
     buckets: Any
     salt: bytes
-    key: tuple[int, int] | None
 
 
 def make_names(
@@ -38,14 +37,13 @@ def make_names(
             for what, value in (("keys", of_index), ("numbers", numbers_of_index.reshape(-1)))
         ]
         (keys, _), (numbers, _) = stored
-        arrays[table] = TableNames(keys, numbers, len(of_index), salt_text(salt), vocabulary.oov_key)
+        arrays[table] = TableNames(keys, numbers, len(of_index), salt_text(salt))
         entries.append(
             NamesEntry(
                 table=table,
                 dtype=vocabulary.dtype,
                 count=len(vocabulary),
                 oov_buckets=vocabulary.oov_buckets,
-                is_keyed=vocabulary.oov_key is not None,
                 salt=salt_text(salt).decode(),
                 arrays=tuple(entry for _, entry in stored if entry is not None),
             )
@@ -60,10 +58,9 @@ def constant_names(vocabulary: Vocabulary) -> TableNames:
         tf.constant(vocabulary.numbers.reshape(-1)),
         len(vocabulary.keys),
         vocabulary.salt,
-        vocabulary.oov_key,
     )
 
 
 def stand_in_names() -> TableNames:
     """Return arrays without names, for a trace that is thrown away."""
-    return TableNames(tf.zeros([1, WAYS], tf.int64), tf.fill([WAYS], -1), 1, b"", None)
+    return TableNames(tf.zeros([1, WAYS], tf.int64), tf.fill([WAYS], -1), 1, b"")

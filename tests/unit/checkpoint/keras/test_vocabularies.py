@@ -45,7 +45,7 @@ LAYERS = {
     "another token": lambda: adapted(strings(oov_token="none"), WORDS),
     "integers": lambda: integers(vocabulary=IDS, num_oov_indices=3),
     **(
-        {"salted": lambda: adapted(strings(num_oov_indices=5, oov_method="farmhash", salt=[7, -8]), WORDS)}
+        {"one salted bucket": lambda: adapted(strings(oov_method="farmhash", salt=[7, -8]), WORDS)}
         if HAS_OOV_METHOD
         else {}
     ),
@@ -99,8 +99,7 @@ def test_rows_of_a_saved_model(kind: str, is_archive: bool, tmp_path: Path) -> N
     model = model_of(layer)
     model.export(tmp_path / "m", verbose=False) if is_archive else tf.saved_model.save(model, str(tmp_path / "m"))
     buckets = layer.num_oov_indices
-    key = None if getattr(layer, "salt", None) is None else tuple(layer.salt)
-    check(tpuembed.read_vocabulary(tmp_path / "m", oov_buckets=buckets, oov_key=key), layer)
+    check(tpuembed.read_vocabulary(tmp_path / "m", oov_buckets=buckets), layer)
     for wrong in (None, buckets + 1, buckets + 2):
         with pytest.raises(ConfigError, match="num_oov_indices" if wrong is None else f"from {buckets} to"):
             tpuembed.read_vocabulary(str(tmp_path / "m"), oov_buckets=wrong)
@@ -172,8 +171,12 @@ def test_two_layers_of_one_name_are_refused(tmp_path: Path) -> None:
             lambda: integers(vocabulary=IDS, num_oov_indices=3, oov_method="farmhash"),
             marks=pytest.mark.skipif(not HAS_OOV_METHOD, reason="this Keras has no oov_method"),
         ),
+        pytest.param(
+            lambda: strings(vocabulary=WORDS, num_oov_indices=5, oov_method="farmhash", salt=[7, -8]),
+            marks=pytest.mark.skipif(not HAS_OOV_METHOD, reason="this Keras has no oov_method"),
+        ),
     ],
-    ids=["mask", "hash"],
+    ids=["mask", "hash", "salt"],
 )
 def test_layers_with_other_rows_are_refused(layer: Any, tmp_path: Path) -> None:
     with refused(ConfigError):
