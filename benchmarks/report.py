@@ -157,7 +157,7 @@ def _gpu() -> Iterator[str]:
 def _names() -> Iterator[str]:
     found = _result("names")
     if found:
-        peers = ("int64 names", "string names", "growing string names", "keras StringLookup")
+        peers = ("int64 names", "string names", "keras StringLookup")
         yield f"## A training step with names, {found['rows']:,} rows, Adam, width {found['dim']} (`benchmarks/names.py`)\n"
         cases = {name: one for name, one in found.items() if name.endswith(" ids")}
         rows = [

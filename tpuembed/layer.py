@@ -2,17 +2,15 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends import Backend, LayerOptions, TakenGradients, choose, train
 from tpuembed.backends.deferred import DeferredBackend
-from tpuembed.backends.table_rows import initial_pieces
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import (
     features_from,
@@ -39,7 +37,7 @@ from tpuembed.runtime.weight_files import (
     save_tables,
     save_vocabularies,
 )
-from tpuembed.table_access import LiveTables, check_writable, write_numbers
+from tpuembed.table_access import LiveTables, check_writable
 from tpuembed.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -124,10 +122,10 @@ class TPUEmbedding(keras.layers.Layer):
             track_rows=track_rows,
         )
         self._parts = _Untracked(features, table_names, layer_options, choose(layer_options), takes_rows)
-        self._create_vocabularies(updates)
+        self._create_vocabularies()
         self._create_weights(updates)
 
-    def _create_vocabularies(self, updates: Any) -> None:
+    def _create_vocabularies(self) -> None:
         vocabularies = shared_vocabularies(self._parts.layer_options.features)
         self._vocabularies = None
         self._note_names()
@@ -135,11 +133,7 @@ class TPUEmbedding(keras.layers.Layer):
             return
         check_names_can_arrive(vocabularies, self._parts.takes_rows)
         capacities = {table.name: table.vocabulary_size for table in self._parts.layer_options.tables}
-        reserved: dict[str, list[int]] = {table: [] for table in vocabularies}
-        for _, feature in self._parts.layer_options.features:
-            if feature.vocabulary is not None and isinstance(feature.out_of_vocabulary, int):
-                reserved[feature.table.name].append(feature.out_of_vocabulary)
-        self._vocabularies = LayerVocabularies(vocabularies, capacities, reserved, updates, self._reset_rows)
+        self._vocabularies = LayerVocabularies(vocabularies, capacities)
 
     def _note_names(self) -> None:
         """Tell the exporter which tables need names, and which do not, before it makes a graph."""
@@ -202,7 +196,7 @@ class TPUEmbedding(keras.layers.Layer):
         return super().__call__(given, *(() if weights is None else (weights,)), **kwargs)
 
     @tf.autograph.experimental.do_not_convert
-    def call(self, features: Any, weights: Any = None, serving_config: Any = None, training: bool | None = None) -> Any:
+    def call(self, features: Any, weights: Any = None, serving_config: Any = None) -> Any:
         """Look up `features` and combine their rows.
 
         Args:
@@ -214,8 +208,6 @@ class TPUEmbedding(keras.layers.Layer):
                 ragged).
             serving_config: a nested structure of FeatureConfig over some of the layer's tables, to look up instead of
                 `feature_config`'s features. It trains nothing.
-            training: True gives new names rows, in vocabularies that grow. Keras passes it, through models whose `call` has this
-                argument.
 
         Returns:
             The structure with float activations at its leaves.
@@ -225,24 +217,19 @@ class TPUEmbedding(keras.layers.Layer):
         """
         structure, backend = self._parts.structure(serving_config), self._parts.backend
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
-        inputs = self._rows_of_names(inputs, training if serving_config is None and self.trainable else False)
+        inputs = [
+            each if each.config.vocabulary is None or self._parts.takes_rows else self._from_names(each)
+            for each in inputs
+        ]
         if serving_config is not None or not self.trainable or isinstance(backend, DeferredBackend):
             activations = backend.lookup(inputs)
         else:
             dummy = None if self._dummy is None else tf.convert_to_tensor(self._dummy.value)
-            is_training = False if self._parts.takes_rows else training
             parts = self._parts
-            activations = train(backend, inputs, dummy, parts.layer_options.updates, parts.taken, self, is_training)
+            activations = train(backend, inputs, dummy, parts.layer_options.updates, parts.taken, self)
         return pack_like(structure, [tf.cast(activation, self.compute_dtype) for activation in activations])
 
-    def _rows_of_names(self, inputs: Sequence[Ids], training: bool | None) -> list[Ids]:
-        """Return `inputs` with rows in the place of names."""
-        return [
-            each if each.config.vocabulary is None or self._parts.takes_rows else self._from_names(each, training)
-            for each in inputs
-        ]
-
-    def _from_names(self, given: Ids, training: bool | None) -> Ids:
+    def _from_names(self, given: Ids) -> Ids:
         vocabulary, table, backend = given.config.vocabulary, given.table, self._parts.backend
         assert vocabulary is not None, "only features with a vocabulary take names"
         if given.is_combined:
@@ -250,23 +237,24 @@ class TPUEmbedding(keras.layers.Layer):
         if isinstance(backend, DeferredBackend):
             return given.from_names(partial(backend.rows_of, vocabulary, table))
         assert self._vocabularies is not None, "a layer with tables has the vocabularies of its features"
-        return given.from_names(partial(self._vocabularies.rows_of, table, training=training))
+        return given.from_names(partial(self._vocabularies.rows_of, table))
 
     @tf.autograph.experimental.do_not_convert
-    def names_to_rows(self, features: Any, training: bool = False) -> Any:
+    def names_to_rows(self, features: Any) -> Any:
         """Return `features` with rows in the place of names, int64. Call it in `Dataset.map` if the layer `takes_rows`.
 
         Args:
             features: the structure of `feature_config`, as `call` takes it.
-            training: give new names rows, in vocabularies that grow.
 
         Raises:
             ConfigError: the names have another type than the vocabulary, or the layer is part of an export.
         """
         leaves = _inputs(self._parts.features, features, None, {})
         if isinstance(self._parts.backend, DeferredBackend):
-            raise ConfigError(f"layer {self.name!r}: names_to_rows is for training. An export has no names to grow.")
-        rows = [each if each.config.vocabulary is None else self._from_names(each, training) for each in leaves]
+            raise ConfigError(
+                f"layer {self.name!r}: names_to_rows is for input pipelines. An export takes names itself."
+            )
+        rows = [each if each.config.vocabulary is None else self._from_names(each) for each in leaves]
         return pack_like(self._parts.features, [each.ids for each in rows])
 
     def compute_output_spec(
@@ -274,7 +262,6 @@ class TPUEmbedding(keras.layers.Layer):
         features: Any,
         weights: Any = None,  # noqa: ARG002
         serving_config: Any = None,
-        training: bool | None = None,  # noqa: ARG002
     ) -> Any:
         """Return the symbolic activations of symbolic `features`."""
         structure = self._parts.structure(serving_config)
@@ -356,19 +343,6 @@ class TPUEmbedding(keras.layers.Layer):
                 written.
         """
         self.live_tables("assign_rows").assign_rows(table, start, values, slot)
-
-    def _reset_rows(self, table: str, rows: Any) -> None:
-        """Give `rows`, int64 [n] in ascending order, and their slots, the values of a new table."""
-        tables = self.live_tables("an eviction of names")
-        state = tables.state(table)
-        if tables.stamps is not None:
-            for row in rows.tolist():
-                tables.stamps.wrote(table, row, row + 1)
-        with tables.writing():
-            for slot in (None, *state.slots):
-                for first, values in initial_pieces(state, slot, int(rows[0]), int(rows[-1]) + 1):
-                    inside = rows[np.searchsorted(rows, first) : np.searchsorted(rows, first + len(values))]
-                    write_numbers(tables.variable(table, slot), inside, np.asarray(values)[inside - first])
 
     def update_embedding_table(self, table: Any, embedding_table: Any) -> None:
         """Copy `embedding_table` into a table. Its slots do not change.

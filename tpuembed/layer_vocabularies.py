@@ -1,11 +1,10 @@
-"""The vocabularies of a layer: their names become rows in calls, grow in training, and are saved beside the tables.
+"""The vocabularies of a layer: their names become rows in calls, and are saved beside the tables.
 
-A graph finds names in a variable, which is a copy of the vocabulary's index. A vocabulary that grows is ahead of its copy.
-So the graph asks Python for the names that it does not find, and the copy is made anew after every tenth name.
+A graph finds names in a variable, which is a copy of the vocabulary's index: a restore may replace the names after the graph
+was traced.
 """
 
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -19,8 +18,7 @@ from tpuembed.backends.tf_tpu import is_tpu_strategy
 from tpuembed.config import FeatureConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.lookup.names import as_names, key_places, name_keys, row_numbers
-from tpuembed.lookup.ranges import NOWHERE
-from tpuembed.vocabulary import UNKNOWN, WAYS, Vocabulary, VocabularyHeader, attribute_of
+from tpuembed.vocabulary import WAYS, Vocabulary, VocabularyHeader, attribute_of
 
 __all__ = ["LayerVocabularies", "check_names_can_arrive", "check_shared", "shared_vocabularies"]
 
@@ -29,16 +27,13 @@ _Array = npt.NDArray[Any]
 
 _NODE: Final = "_vocabularies"
 """The name of the node below the layer."""
-_WAITING: Final = 0.1
-"""The share of a vocabulary's names that its copy may lack."""
-_LEAST_WAITING: Final = 1000
 
 
 def shared_vocabularies(features: Sequence[tuple[str, FeatureConfig]]) -> dict[str, Vocabulary]:
     """Return {table: its vocabulary} of the features, each with its path.
 
     Raises:
-        ConfigError: features of one table have different vocabularies, or a growing vocabulary belongs to two tables.
+        ConfigError: features of one table have different vocabularies.
     """
     found: dict[str, Vocabulary] = {}
     for path, feature in features:
@@ -48,12 +43,6 @@ def shared_vocabularies(features: Sequence[tuple[str, FeatureConfig]]) -> dict[s
             raise ConfigError(
                 f"feature {path!r}: another feature of table {feature.table.name!r} has another vocabulary. Give both the same "
                 "tpuembed.Vocabulary."
-            )
-    for table, vocabulary in found.items():
-        others = [other for other, its in found.items() if its is vocabulary and other != table]
-        if vocabulary.grows and others:
-            raise ConfigError(
-                f"tables {table!r} and {others[0]!r} have one vocabulary, and it grows. Give each table its own."
             )
     return found
 
@@ -85,93 +74,43 @@ def check_shared(where: str, own: Mapping[str, Vocabulary], saved: Mapping[str, 
 
 
 def check_names_can_arrive(vocabularies: Mapping[str, Vocabulary], takes_rows: bool) -> None:
-    """Raise ConfigError if names cannot become rows where the layer runs, or cannot grow there."""
-    strategy = tf.distribute.get_strategy()
-    if not is_tpu_strategy(strategy):
-        return
-    table = next(iter(vocabularies))
-    if not takes_rows:
+    """Raise ConfigError if names cannot become rows where the layer runs."""
+    if is_tpu_strategy(tf.distribute.get_strategy()) and not takes_rows:
         raise ConfigError(
-            f"table {table!r} has a vocabulary, and names cannot reach a TPU. Build the layer with takes_rows=True, and call "
-            "layer.names_to_rows in the input pipeline (Dataset.map)."
-        )
-    hosts = strategy.extended.num_hosts
-    growing = [table for table, vocabulary in vocabularies.items() if vocabulary.grows]
-    if growing and hosts > 1:
-        raise ConfigError(
-            f"table {growing[0]!r}: its vocabulary grows, which needs one process. The TPU has {hosts} hosts. Adapt the "
-            "vocabulary before training, and set grows=False."
+            f"table {next(iter(vocabularies))!r} has a vocabulary, and names cannot reach a TPU. Build the layer with "
+            "takes_rows=True, and call layer.names_to_rows in the input pipeline (Dataset.map)."
         )
 
 
 class LayerVocabularies(SavedNode):
     """The checkpoint node `_vocabularies`, with the bytes of each table's vocabulary."""
 
-    def __init__(
-        self,
-        vocabularies: Mapping[str, Vocabulary],
-        capacities: Mapping[str, int],
-        reserved: Mapping[str, Collection[int]],
-        updates: Any,
-        reset: Callable[[str, _Array], None],
-    ) -> None:
-        """Make the graph's copies of `vocabularies`, by table.
+    def __init__(self, vocabularies: Mapping[str, Vocabulary], capacities: Mapping[str, int]) -> None:
+        """Make the graph's copies of `vocabularies`.
 
         Args:
             vocabularies: table name -> its vocabulary.
             capacities: table name -> its rows.
-            reserved: table name -> the rows that features have for unknown names.
-            updates: the variable that counts the layer's updates.
-            reset: called with a table and rows of it, int64 [n], whose names were evicted. Gives them their initial values.
         """
         self.copies = {
-            table: _GraphCopy(table, vocabulary, capacities[table], updates)
-            for table, vocabulary in vocabularies.items()
+            table: _GraphCopy(table, vocabulary, capacities[table]) for table, vocabulary in vocabularies.items()
         }
-        self._reset = reset
-        for table, vocabulary in vocabularies.items():
-            vocabulary.watch(self, table, capacities[table], reserved[table])
-            self.copies[table].lacks_names()  # another layer may train meanwhile
-
-    def names_changed(self, table: str, freed: _Array) -> None:
-        """Follow a change of the names of `table` from outside of training. `freed` are rows, int64 [n], that lost their names."""
-        copy = self.copies[table]
-        if copy.before is None:
-            copy.refresh()
-            if len(freed):
-                self._reset(table, freed)
-        elif Vocabulary.from_bytes(copy.before).same_names(copy.vocabulary):
-            copy.before = None
-            copy.refresh()
-
-    def names_replaced(self, table: str, before: bytes) -> None:
-        """Note that another layer was restored, and names have other rows than those of `table`, whose names are `before`.
-
-        Graphs and saves go on with the names of before. All else is refused, until this layer is restored too.
-        """
-        self.copies[table].before = self.copies[table].before or before
 
     def check_names(self, tables: Collection[str] | None = None) -> None:
-        """Raise ConfigError if the names of a table are those of another layer; see `names_replaced`. None means all tables."""
+        """Raise ConfigError if the names of a table are those of another layer, which was restored. None means all tables."""
         for table, copy in self.copies.items():
             if tables is None or table in tables:
                 copy.check_names()
 
-    def names_grew(self, table: str) -> None:
-        """Follow training that gave names of `table` rows."""
-        if self.copies[table].before is None:
-            self.copies[table].lacks_names()
-
-    def rows_of(self, table: str, names: Tensor, padded: bool, training: bool | None) -> Tensor:
+    def rows_of(self, table: str, names: Tensor, padded: bool) -> Tensor:
         """Return the row of each name, int64 [n]. See `tpuembed.lookup.names.row_numbers`.
 
         Args:
             table: a table with a vocabulary.
             names: of the vocabulary's type, [n].
             padded: "" and the integer -1 are padding.
-            training: give new names rows, if the vocabulary grows.
         """
-        return self.copies[table].rows_of(names, padded, bool(training))
+        return self.copies[table].rows_of(names, padded)
 
     def to_bytes(self, table: str) -> bytes:
         """Return the vocabulary of `table`, as it is saved."""
@@ -179,9 +118,7 @@ class LayerVocabularies(SavedNode):
 
     def take(self, table: str, saved: Vocabulary) -> None:
         """Replace the names of `table`, whose rows are restored with them."""
-        copy = self.copies[table]
-        copy.before = None
-        copy.vocabulary.assign(saved, by=self)
+        self.copies[table].take(saved)
 
     def load(self, contents: Mapping[str, bytes], where: str) -> None:
         """Replace the names of vocabularies by saved ones, {table: bytes}. `where` begins the messages of errors.
@@ -232,15 +169,9 @@ class LayerVocabularies(SavedNode):
             self.checked({table: content.tobytes() for table, content in contents.items()}, where)
 
     def variables(self) -> dict[str, Any]:
-        """Return the variables of the graph's copies, for SavedModels of the live layer. The copies are made complete."""
+        """Return the variables of the graph's copies, for SavedModels of the live layer."""
         self.check_names()
-        for copy in self.copies.values():
-            copy.refresh()
-        return {
-            f"{table}_{name}": variable
-            for table, copy in self.copies.items()
-            for name, variable in copy.variables.items()
-        }
+        return {f"{table}_cells": copy.cells for table, copy in self.copies.items()}
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         # As operations: asynchronous saves run them in a graph.
@@ -266,45 +197,47 @@ class _GraphCopy:
     """The index of one vocabulary in a variable, int64 [buckets + 1, 2 * WAYS]: the keys of a bucket, then their numbers.
 
     The last row begins with the number of the salt. All is in one variable, and `_find` reads it once, because another thread may
-    assign a larger index meanwhile. A second variable is 1 if the copy has all names. It is assigned after the first and read
-    before it: so a 1 never belongs to a later index than the one that is read.
+    assign another index meanwhile.
+
+    Attributes:
+        vocabulary: of the table.
+        cells: the variable.
+        before: the names of the table's rows, if a restore of another layer has replaced those of `vocabulary`, and a name has
+            another row now. Graphs and saves go on with them. All else is refused, until this layer is restored too.
     """
 
-    def __init__(self, table: str, vocabulary: Vocabulary, capacity: int, updates: Any) -> None:
+    def __init__(self, table: str, vocabulary: Vocabulary, capacity: int) -> None:
         self.vocabulary = vocabulary
-        self._table, self._capacity, self._updates = table, capacity, updates
-        self._lock = threading.Lock()
-        self.before: bytes | None = None
-        self._names = len(vocabulary)
+        self._table, self._capacity = table, capacity
+        self.before: Vocabulary | None = None
         with tf.init_scope():
-            self._cells = tf.Variable(
+            self.cells = tf.Variable(
                 _cells(vocabulary), shape=[None, 2 * WAYS], trainable=False, name="vocabulary_cells"
             )
-            self._is_complete = tf.Variable(
-                1, dtype=tf.int64, trainable=False, name="vocabulary_is_complete"
-            )  # no bool: replicas cannot keep one
+        vocabulary.watch(self)
 
-    @property
-    def variables(self) -> dict[str, Any]:
-        return {"cells": self._cells, "is_complete": self._is_complete}
+    def take(self, saved: Vocabulary) -> None:
+        """Replace the names by those that the table's rows are restored with."""
+        self.vocabulary.assign(saved, by=self)
+        self.before = None
+        self._refresh()
 
-    def refresh(self) -> None:
-        """Copy the vocabulary anew: names were removed or replaced, or too many are not in the copy."""
-        with self._lock:
+    def names_replaced(self, before: Vocabulary) -> None:
+        """Follow the restore of another layer."""
+        own = before if self.before is None else self.before
+        self.before = own if len(own.moved_in(self.vocabulary)) else None
+        if self.before is None:
             self._refresh()
 
-    def lacks_names(self) -> None:
-        """Note that the vocabulary has names that are not in the copy. Copy it anew if they are many."""
-        with self._lock:
-            waiting = len(self.vocabulary) - self._names
-            if waiting > max(_LEAST_WAITING, _WAITING * self._names):
-                self._refresh()
-            elif waiting:
-                _assign(self._is_complete, 0)
+    def _refresh(self) -> None:
+        cells = _cells(self.vocabulary)
+        with tf.init_scope():
+            for copy in copies(self.cells):
+                copy.assign(cells)
 
     def to_bytes(self) -> bytes:
         """Return the names of the table's rows, as they are saved."""
-        return self.vocabulary.to_bytes() if self.before is None else self.before
+        return (self.vocabulary if self.before is None else self.before).to_bytes()
 
     def check_names(self) -> None:
         """Raise ConfigError if the vocabulary has names that are not those of the table's rows."""
@@ -327,65 +260,24 @@ class _GraphCopy:
                 f"{where}: it needs {saved.rows} rows, and the layer's table has {self._capacity}. Make vocabulary_size larger."
             )
 
-    def rows_of(self, names: Tensor, padded: bool, training: bool) -> Tensor:
+    def rows_of(self, names: Tensor, padded: bool) -> Tensor:
         self.check_names()
-        vocabulary = self.vocabulary
-        if not len(vocabulary) and not vocabulary.grows:
+        if not len(self.vocabulary):
             raise ConfigError(
                 f"table {self._table!r}: its vocabulary has no names, so all names would be unknown. Restore a checkpoint that "
                 "has them, or give them to the tpuembed.Vocabulary."
             )
-        names = as_names(f"table {self._table!r}", names, vocabulary.dtype)
-        is_complete = local(self._is_complete).read_value()
-        with tf.control_dependencies([is_complete]):
-            numbers = self._find(names)
-        rows = row_numbers(names, numbers, vocabulary, padded)
-        if not vocabulary.grows:
-            return rows
-        missing = tf.where(numbers < 0)[:, 0]
-        asked = tf.gather(names, missing)
-        if training:
-            known = tf.gather(rows, tf.where(numbers >= 0)[:, 0])
-            update = local(self._updates).read_value() + 1
-            found = tf.numpy_function(
-                lambda asked, known, update: self._grow(asked, known, int(update), padded),
-                [asked, known, update],
-                tf.int64,
-            )
-        else:
-            found = tf.cond(
-                tf.equal(tf.size(asked), 0) | tf.equal(is_complete, 1),
-                lambda: tf.gather(rows, missing),
-                lambda: tf.numpy_function(lambda asked: self._look_up(asked, padded), [asked], tf.int64),
-            )
-        found = tf.ensure_shape(found, [None])
-        return tf.tensor_scatter_nd_update(rows, missing[:, None], found)
+        names = as_names(f"table {self._table!r}", names, self.vocabulary.dtype)
+        return row_numbers(names, self._find(names), self.vocabulary, padded)
 
     def _find(self, names: Tensor) -> Tensor:
-        """Return the number of each name in the copy; -1 for one that it lacks."""
-        cells = local(self._cells).read_value()  # it copies nothing
+        """Return the number of each name; -1 for an unknown one."""
+        cells = local(self.cells).read_value()  # it copies nothing
         keys = name_keys(names, cells[-1, 0])
         buckets = tf.shape(cells, tf.int64)[0] - 1
         found = tf.gather(cells, key_places(keys, buckets))
         is_hit = tf.equal(found[:, :, :WAYS], keys[:, None, None])
         return tf.reduce_max(tf.where(is_hit, found[:, :, WAYS:], tf.constant(-1, tf.int64)), [1, 2])
-
-    # ---- in Python
-
-    def _grow(self, asked: _Array, known: _Array, update: int, padded: bool) -> _Array:
-        self.check_names()
-        found = self.vocabulary.grow(asked, room=self._capacity, update=update, padded=padded)
-        self.vocabulary.seen(known, update=update)
-        return _outside(found)
-
-    def _look_up(self, asked: _Array, padded: bool) -> _Array:
-        self.check_names()
-        return _outside(self.vocabulary.lookup(asked, padded=padded))
-
-    def _refresh(self) -> None:
-        self._names = len(self.vocabulary)
-        _assign(self._cells, _cells(self.vocabulary))
-        _assign(self._is_complete, int(self._names == len(self.vocabulary)))
 
 
 def _cells(vocabulary: Vocabulary) -> _Array:
@@ -394,14 +286,3 @@ def _cells(vocabulary: Vocabulary) -> _Array:
     last = np.zeros((1, 2 * WAYS), np.int64)
     last[0, 0] = salt
     return np.concatenate([cells, last])
-
-
-def _assign(variable: Any, value: Any) -> None:
-    with tf.init_scope():
-        for copy in copies(variable):
-            copy.assign(value)
-
-
-def _outside(rows: _Array) -> _Array:
-    """Return rows as graphs have them: an unknown name is NOWHERE."""
-    return np.where(rows == UNKNOWN, np.int64(NOWHERE), rows)

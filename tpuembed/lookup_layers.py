@@ -3,14 +3,13 @@
 A SavedModel has the hash table of a layer, and neither the layer's name nor its config.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.checkpoint.keras.vocabularies import CLASSES, add_pairs, of_file, of_layer
+from tpuembed.checkpoint.keras.vocabularies import CLASSES, of_file, of_layer, of_pairs
 from tpuembed.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, reason
 from tpuembed.files import FilePath, UrlPath, as_path
 from tpuembed.vocabulary import Vocabulary
@@ -18,14 +17,7 @@ from tpuembed.vocabulary import Vocabulary
 __all__ = ["read_vocabulary"]
 
 
-def read_vocabulary(
-    source: Any,
-    layer: str = "",
-    *,
-    oov_buckets: int | None = None,
-    grows: bool = False,
-    min_count: int = 1,
-) -> Vocabulary:
+def read_vocabulary(source: Any, layer: str = "", *, oov_buckets: int | None = None) -> Vocabulary:
     """Return the vocabulary of a Keras StringLookup or IntegerLookup, whose rows are the numbers that the layer gives.
 
     A table that was trained with the layer's numbers keeps its rows.
@@ -37,7 +29,6 @@ def read_vocabulary(
         oov_buckets: the layer's `num_oov_indices`. A SavedModel needs it, because it does not say. It does not say either whether
             the layer has a `mask_token`, which takes row 0, or a `salt` or another `oov_method`, by which unknown names have other
             rows. If it may have one, pass the layer itself, which is compared.
-        grows, min_count: see `Vocabulary`.
 
     Raises:
         ConfigError: the layer gives other numbers than a Vocabulary can, has no vocabulary, or is not there; or a SavedModel's
@@ -45,11 +36,10 @@ def read_vocabulary(
         CheckpointNotFoundError: there is no such file.
         CheckpointCorruptError: the file is damaged.
     """
-    options = {"grows": grows, "min_count": min_count}
     if isinstance(source, str | Path | UrlPath):
         path = as_path(source)
         if path.suffix != ".keras" and (path / "saved_model.pb").is_file():
-            return _of_saved_model(path, layer, oov_buckets, options)
+            return _of_saved_model(path, layer, oov_buckets)
         if not path.exists():
             raise CheckpointNotFoundError(f"vocabulary: {path} does not exist. Check the path.")
     if oov_buckets is not None:
@@ -58,16 +48,16 @@ def read_vocabulary(
             "themselves."
         )
     if isinstance(source, str | Path | UrlPath):
-        return of_file(path, layer, options)
+        return of_file(path, layer)
     if type(source).__name__ not in CLASSES and not hasattr(source, "lookup_table"):
         raise ConfigError(
             f"vocabulary: a {type(source).__name__} is no StringLookup or IntegerLookup. Pass one, or the path of a .keras file or "
             "SavedModel."
         )
-    return of_layer(source, options)
+    return of_layer(source)
 
 
-def _of_saved_model(path: FilePath, place: str, oov_buckets: int | None, options: Mapping[str, Any]) -> Vocabulary:
+def _of_saved_model(path: FilePath, place: str, oov_buckets: int | None) -> Vocabulary:
     tables = _hash_tables(path)
     listed = "; ".join(
         f"{each!r} with {len(names)} names, first {names.item(0)!r}" for each, (names, _) in tables.items()
@@ -85,9 +75,8 @@ def _of_saved_model(path: FilePath, place: str, oov_buckets: int | None, options
             "num_oov_indices of the layer: 1 if it had none."
         )
     names, numbers = tables[place or next(iter(tables))]
-    found = Vocabulary(dtype="string" if names.dtype == object else "int64", oov_buckets=oov_buckets, **options)
-    add_pairs(f"SavedModel {path}: hash table {place or next(iter(tables))!r}", names, numbers, found)
-    return found
+    empty = Vocabulary(dtype="string" if names.dtype == object else "int64", oov_buckets=oov_buckets)
+    return of_pairs(f"SavedModel {path}: hash table {place or next(iter(tables))!r}", names, numbers, empty)
 
 
 def _hash_tables(path: FilePath) -> dict[str, tuple[Any, Any]]:

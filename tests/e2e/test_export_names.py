@@ -31,6 +31,8 @@ from tpuembed.files import as_path, remote
 from tpuembed.files.bucket import Bucket
 from tpuembed.manifest import Manifest
 from tpuembed.saved_model import relocate_export, size_faults
+from tpuembed.vocabulary import BUCKETS, name_arrays, salt_text
+from tpuembed.vocabulary.fingerprint import fingerprints
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
@@ -222,16 +224,21 @@ def test_the_c_api_finds_names(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_salt_is_used(tmp_path: Path) -> None:
-    vocabulary = Vocabulary(STRINGS)
-    vocabulary._names._choose_salt(np.arange(len(STRINGS)))
-    assert vocabulary.salt
+    def colliding(names: Any, salt: bytes) -> Any:
+        return fingerprints(names, salt) % (BUCKETS if salt else 9)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(name_arrays, "fingerprints", colliding)
+        vocabulary = Vocabulary(STRINGS)
+    salt = salt_text(vocabulary.snapshot()[0])
+    assert salt
     values = random_table(ROWS, DIM)
     version = export(tmp_path, values, config(vocabulary, "zeros"), layout="mmap")
     inputs = request("string", STRINGS, UNKNOWN["string"])
     rows = {name: number for number, name in enumerate(STRINGS)}
     check(version, inputs, expected(values, inputs, lambda name: rows.get(name, None if name == b"" else -1)))
     manifest = _manifest(version)
-    assert manifest.names[0].salt.encode() == vocabulary.salt
+    assert manifest.names[0].salt.encode() == salt
 
 
 @pytest.mark.nightly

@@ -536,19 +536,6 @@ def test_a_config_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
         check_names_in({"users": Vocabulary(["ann"], oov_buckets=1)}, tmp_path / "d.keras", "factory")
 
 
-def test_a_free_row_is_no_name(tmp_path: Path) -> None:
-    user = keras.Input((), dtype="string", name="user")
-    ids = keras.layers.StringLookup(vocabulary=["ann", "None", "eve"])(user)
-    feature = FeatureConfig(TableConfig(8, 2, "users"))
-    model = keras.Model(user, TPUEmbedding(feature, optimizer="sgd", name="e")(ids))
-    model.save(tmp_path / "m.keras")
-    names = Vocabulary(["ann", "None", "eve"], oov_buckets=1, grows=True)
-    compare_vocabularies(model, tmp_path / "m.keras", {"users": names})
-    names.remove(["None"])
-    with refused(CheckpointMismatchError):
-        compare_vocabularies(model, tmp_path / "m.keras", {"users": names})
-
-
 def test_names_of_a_sequential_model_are_those_of_the_lookup_before_the_layer(tmp_path: Path) -> None:
     def build(names: list[str] | None) -> keras.Model:
         vocabulary = None if names is None else Vocabulary(names, oov_buckets=1)

@@ -1,7 +1,7 @@
 """One training step of any backend: the gradient trap around its activations, and the count of updates."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,26 +16,13 @@ __all__ = ["interleave", "train", "wait_for_lookups"]
 
 Tensor = Any
 
-_NOT_GROWN: Final = (
-    "layer {layer!r}: the vocabulary of table {table!r} grows, and the layer is trained by a call that was not told training=True. "
-    "New names would have no row. Pass training=True, which `fit` does only if your model's own `call` has an argument `training`. "
-    "Pass training=False to train the rows of the names that it has."
-)
-
 
 def train(
-    backend: Backend,
-    features: Sequence[Ids],
-    dummy: Tensor,
-    updates: Any,
-    taken: TakenGradients,
-    layer: Any,
-    is_training: bool | None = None,
+    backend: Backend, features: Sequence[Ids], dummy: Tensor, updates: Any, taken: TakenGradients, layer: Any
 ) -> list[Tensor]:
     """Return the activations of `features`. The gradient of `dummy` updates the tables once and adds one to `updates`.
 
-    A table without an optimizer is trained by the user's optimizer. `is_training` is what the call was told, which decides
-    whether names grow.
+    A table without an optimizer is trained by the user's optimizer.
 
     Raises:
         TrainingError: tables cannot be trained in the loop that the call is part of.
@@ -47,16 +34,8 @@ def train(
     if trapped:
         _check_accumulation(entry_optimizer(layer))
         step = backend.begin(trapped, layer)
-        growing = [
-            each.table for each in trapped if each.config.vocabulary is not None and each.config.vocabulary.grows
-        ]
-
-        def apply(gradients: Sequence[Tensor]) -> list[Any]:
-            if growing and is_training is None:
-                raise TrainingError(_NOT_GROWN.format(layer=layer.name, table=growing[0]))
-            return _apply(step, gradients, updates)
-
-        caught = gradient_trap(dummy, [feature.path for feature in trapped], step.lookup, apply, taken)
+        paths = [feature.path for feature in trapped]
+        caught = gradient_trap(dummy, paths, step.lookup, lambda given: _apply(step, given, updates), taken)
     activations = interleave(is_free, backend.lookup(free) if free else [], caught)
     return wait_for_lookups(activations) if trapped else activations
 

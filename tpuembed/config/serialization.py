@@ -11,7 +11,6 @@ from tpuembed.config.structure import flatten, map_leaves
 from tpuembed.config.tables import FeatureConfig, QuantizationConfig, TableConfig, checked_vocabulary
 from tpuembed.errors import ConfigError, reason
 from tpuembed.vocabulary import Vocabulary
-from tpuembed.vocabulary.saved import OPTIONS
 
 __all__ = ["dump_config", "feature_config_from_dict", "feature_config_to_dict", "load_mapping"]
 
@@ -121,7 +120,7 @@ def _features_from(
     if node.get("vocabulary") is not None:
         given = checked_vocabulary(path, node["vocabulary"])
         shared = vocabularies.setdefault(node["table"], given)
-        if given is not None and shared is not None and (unlike := given.unlike(shared, OPTIONS)):
+        if given is not None and shared is not None and (unlike := given.unlike(shared)):
             option, own, its = unlike
             raise ConfigError(
                 f"{path}: the {option} of its vocabulary is {own}, and that of another feature of table {node['table']!r} is "

@@ -258,12 +258,6 @@ class FeatureConfig:
                 f"{where}: its vocabulary needs {vocabulary.rows} rows, {vocabulary.oov_buckets} of them for unknown names. "
                 f"The table has {self.table.vocabulary_size}. Make vocabulary_size larger."
             )
-        row = -1 if isinstance(self.out_of_vocabulary, str) else int(self.out_of_vocabulary)  # type: ignore[arg-type]
-        if vocabulary is not None and vocabulary.grows and row >= vocabulary.oov_buckets:
-            raise ConfigError(
-                f"{where}: out_of_vocabulary is row {row}, which a vocabulary that grows gives to a name. Use oov_buckets=1: "
-                "unknown names then have row 0."
-            )
 
     def _checked_output_shape(self) -> tuple[int | None, ...]:
         try:

@@ -76,7 +76,7 @@ def name_keys(names: Tensor, salt: bytes | Tensor) -> Tensor:
 
     Args:
         names: string or int64.
-        salt: the text before each name, or `Vocabulary.salt_number` as a tensor.
+        salt: the text before each name, or the number of the salt as a tensor, see `Vocabulary.snapshot`.
     """
     if names.dtype != tf.string:
         return names

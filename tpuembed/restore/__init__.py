@@ -12,7 +12,7 @@ import numpy as np
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
-from tpuembed.restore.names import NamesPlan, continue_counts, live_vocabularies, names_by_number
+from tpuembed.restore.names import NamesPlan, live_vocabularies, names_by_number
 from tpuembed.restore.plan import RestoreRequest, TablePlan, plan_tables
 from tpuembed.restore.stream import is_checked_while_read, restore_stamps, restore_table
 from tpuembed.row_history import RowHistory
@@ -127,7 +127,6 @@ def _restore(
             layer.take_names(table, saved)
         if updates is not None:
             live.updates.assign(updates)
-        continue_counts(checkpoint, live, plans, vocabularies, names)
         if live.stamps is not None and history is not None:
             for plan in plans:
                 restore_stamps(checkpoint, live.stamps, plan)

@@ -1,19 +1,18 @@
 """Plans a restore by name from the vocabularies of a layer and of a checkpoint."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.backends.tf_config import local
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import CheckpointMismatchError, ConfigError, warn
 from tpuembed.layer_vocabularies import check_shared
 from tpuembed.table_access import LiveTables
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["NamesPlan", "continue_counts", "live_vocabularies", "names_by_number", "plan_names"]
+__all__ = ["NamesPlan", "live_vocabularies", "names_by_number", "plan_names"]
 
 Array = np.ndarray[Any, Any]
 
@@ -51,11 +50,9 @@ class NamesPlan:
         numbers = old.rows_in(new)
         is_dropped = numbers < 0
         is_dropped[: old.oov_buckets] = False
-        is_dropped[old.free_rows] = False
         dropped = np.flatnonzero(is_dropped)
         is_new = np.ones(new.rows, bool)
         is_new[: new.oov_buckets] = False
-        is_new[new.free_rows] = False
         is_new[numbers[numbers >= 0]] = False
         added = np.flatnonzero(is_new)
         return cls(
@@ -118,46 +115,16 @@ def names_by_number(
                 f"{where} needs {saved.rows} rows. The table of layer {live.layer!r} has {capacity}. Restore it with by='name' "
                 "into a layer whose vocabulary has the names to keep."
             )
-        moved = _moved(own, saved)
+        moved = own.moved_in(saved)
         if adopt or not len(moved):
             found[plan.table] = saved
-        elif len(_moved(saved, own)):
+        elif len(saved.moved_in(own)):
             raise CheckpointMismatchError(
                 f"{where} does not have the name {own.names(moved[:1])[0]!r} at row {moved[0]}, where layer {live.layer!r} has "
                 "it. Restore with by='name', or build the layer with an empty vocabulary."
             )
     check_shared(f"checkpoint {checkpoint.path}", vocabularies, found)
     return found
-
-
-def continue_counts(
-    checkpoint: Checkpoint,
-    live: LiveTables,
-    plans: Iterable[Any],
-    vocabularies: Mapping[str, Vocabulary],
-    replaced: Collection[str],
-) -> None:
-    """Give vocabularies that kept their own names the counts and last updates of the names that the checkpoint has.
-
-    Updates are numbered as the layer counts them.
-
-    `replaced` are the tables whose names were replaced by the checkpoint's.
-    """
-    growing = [plan for plan in plans if plan.table in vocabularies and vocabularies[plan.table].grows]
-    for plan in growing:
-        own, updates = vocabularies[plan.table], int(local(live.updates).numpy())
-        saved = None if plan.table in replaced else checkpoint.vocabulary(plan.source)
-        if saved is not None:
-            own.continue_counts(saved, updates)
-        own.count_updates_from(updates)
-
-
-def _moved(vocabulary: Vocabulary, other: Vocabulary) -> Array:
-    """Return the rows, int64 [n], whose name has another row in `other`, or none."""
-    rows = vocabulary.rows_in(other)
-    moved = rows != np.arange(len(rows))
-    moved[vocabulary.free_rows] = False
-    return np.flatnonzero(moved)
 
 
 def plan_names(

@@ -17,7 +17,6 @@ from tpuembed.checkpoint.tools.exports import ReadableTables
 from tpuembed.errors import ConfigError, reason
 from tpuembed.retrieval.made_vectors import MadeVectors
 from tpuembed.retrieval.partitions import Floats
-from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["CandidateBatch", "Candidates", "RunsTower", "array_of", "collect", "of_array", "of_table", "of_tower"]
 
@@ -119,7 +118,7 @@ def collect(batches: Iterable[CandidateBatch], folder: Path, *, is_cosine: bool)
     """
     count = dim = 0
     dtype, offset, any_tag, digest = "", 0, False, hashlib.blake2b(digest_size=16)
-    seen: Vocabulary | None = None
+    seen: dict[Any, int] = {}
     with (
         (folder / "vectors").open("wb") as vectors_file,
         (folder / "ids").open("wb") as ids_file,
@@ -146,7 +145,6 @@ def collect(batches: Iterable[CandidateBatch], folder: Path, *, is_cosine: bool)
             if len(ids) != len(vectors):
                 raise ConfigError(f"candidates: {len(vectors)} vectors have {len(ids)} ids. Give one id for each.")
             if batch.ids is not None:
-                seen = seen or Vocabulary(dtype="string" if kind == "string" else "int64")
                 _check_new(ids, seen, count)
             tags = np.zeros(len(vectors), np.uint64) if batch.tags is None else batch.tags
             if len(tags) != len(vectors):
@@ -190,7 +188,7 @@ def _divided(vectors: Floats, first: int) -> Floats:
     return (wide / lengths).astype(np.float32)
 
 
-def _check_new(ids: Ids, seen: Vocabulary, first: int) -> None:
+def _check_new(ids: Ids, seen: dict[Any, int], first: int) -> None:
     """Add `ids` to `seen`, and raise ConfigError if one was there or is the padding of exclusions."""
     padding = -1 if isinstance(ids, np.ndarray) else b""
     found = (
@@ -201,14 +199,9 @@ def _check_new(ids: Ids, seen: Vocabulary, first: int) -> None:
             f"candidates: the id of candidate {first + int(found[0])} is {padding!r}, which is the padding of exclusions. Give it "
             "another id."
         )
-    rows = np.asarray(seen.add(ids))
-    expected = np.arange(first, first + len(ids))
-    if (rows != expected).any():
-        index = int((rows != expected).argmax())
-        repeated = ids[index] if isinstance(ids, list) else int(ids[index])
-        raise ConfigError(
-            f"candidates: the id {repeated!r} is that of candidates {int(rows[index])} and {first + index}. {_REMEDY}"
-        )
+    for number, one in enumerate(ids.tolist() if isinstance(ids, np.ndarray) else ids, first):
+        if (other := seen.setdefault(one, number)) != number:
+            raise ConfigError(f"candidates: the id {one!r} is that of candidates {other} and {number}. {_REMEDY}")
 
 
 # ---- sources

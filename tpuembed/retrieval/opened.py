@@ -15,14 +15,12 @@ from tpuembed.manifest import Manifest
 from tpuembed.retrieval.candidates import Ids
 from tpuembed.retrieval.partitions import BLOCK_ROWS, Floats
 from tpuembed.tensor_bundle.reader import Bundle
-from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["OpenedRetrieval", "open_retrieval"]
 
 Integers = npt.NDArray[np.int64]
 
 _BATCH_BYTES: Final = 32 << 20
-_IDS_AT_ONCE: Final = 1 << 18
 _TYPES: Final = {"names": np.uint8, "centroids": np.float32}
 """Of the arrays that are not int64."""
 
@@ -66,11 +64,8 @@ class OpenedRetrieval:
 
     def places_of(self, batches: Iterator[Ids]) -> Integers:
         """Return the place of each id, int64 [n]; -1 for one that is not there."""
-        known = Vocabulary(dtype="int64" if self.entry.ids == "int64" else "string")
-        for start in range(0, len(self.places), _IDS_AT_ONCE):
-            known.add(self.ids(start, start + _IDS_AT_ONCE))
-        numbers = np.concatenate([known.lookup(ids) for ids in batches])
-        return np.where(numbers < 0, -1, self.places[np.maximum(numbers, 0)])
+        known = dict(zip(self.ids(0, len(self.places)), self.places.tolist(), strict=True))
+        return np.array([known.get(one, -1) for ids in batches for one in ids], np.int64)
 
     def batches(self) -> Iterator[tuple[int, Floats]]:
         """Yield the number of the first candidate, and the vectors from there on, [n, dim]."""

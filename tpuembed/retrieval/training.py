@@ -36,8 +36,7 @@ def in_batch_softmax(
     Args:
         queries: float [batch, dim].
         candidates: float [n, dim], n >= batch. Those after the first `batch` are negatives of all queries.
-        sampling_probability: float [n], above 0: how probable it is that an example of the data has this candidate. A vocabulary
-            that grows has `counts`, which make them.
+        sampling_probability: float [n], above 0: how probable it is that an example of the data has this candidate.
         candidate_ids: integers or strings, [n]. A negative with the id of a query's own candidate is not counted.
         temperature: divides the scores, above 0. A number, or a scalar tensor, which is not checked.
 

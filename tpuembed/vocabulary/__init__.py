@@ -7,12 +7,11 @@ from tpuembed.vocabulary.fingerprint import BUCKETS
 from tpuembed.vocabulary.index import MIX, WAYS
 from tpuembed.vocabulary.numbered_names import salt_text
 from tpuembed.vocabulary.saved import VocabularyHeader, attribute_of
-from tpuembed.vocabulary.vocabulary import PADDING, UNKNOWN, Vocabulary
+from tpuembed.vocabulary.vocabulary import UNKNOWN, Vocabulary
 
 __all__ = [
     "BUCKETS",
     "MIX",
-    "PADDING",
     "UNKNOWN",
     "WAYS",
     "Vocabulary",

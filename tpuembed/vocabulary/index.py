@@ -44,18 +44,24 @@ class Index:
         empty: what a place without a key has in `keys`. Its row is NONE. It is no key.
     """
 
-    def __init__(self, keys: _Integers | None = None) -> None:
-        """Give `keys`, int64 [n], the rows 0, 1, 2 and so on."""
-        self.empty = NONE
-        self.keys = np.full((_LEAST_BUCKETS, WAYS), NONE, np.int64)
-        self.rows = np.full((_LEAST_BUCKETS, WAYS), NONE, np.int32)
-        self._count = 0
-        if keys is not None and len(keys):
-            self.add(keys, np.arange(len(keys), dtype=np.int32))
+    def __init__(self, keys: _Integers) -> None:
+        """Give `keys`, int64 [n], the rows 0, 1, 2 and so on.
 
-    def __len__(self) -> int:
-        """Return the number of keys."""
-        return self._count
+        Raises:
+            ConfigError: the keys were made to collide.
+        """
+        self.empty = _not_among(keys)
+        buckets = max(_LEAST_BUCKETS, int(len(keys) / WAYS / _FILL) + 1)
+        most = _MOST_TIMES * buckets
+        while buckets <= most:
+            while math.gcd(buckets, _SMALL_FACTORS) > 1:
+                buckets += 1
+            self.keys = np.full((buckets, WAYS), self.empty, np.int64)
+            self.rows = np.full((buckets, WAYS), NONE, np.int32)
+            if self._place(keys):
+                return
+            buckets += buckets // 8
+        raise ConfigError("vocabulary: its keys were made to collide, so that some find no place. Hash the names.")
 
     def find(self, keys: _Integers) -> _Integers:
         """Return the row of each key, int64 [n]; NONE for one that is not in the table."""
@@ -65,31 +71,6 @@ class Index:
             places = self._places(keys[start : start + _AT_ONCE])
             found[start : start + _AT_ONCE] = np.where(places < 0, NONE, rows[places])
         return found
-
-    def add(self, keys: _Integers, rows: _Rows) -> None:
-        """Add keys that are not in the table. A table that becomes too full is made anew, twice as large.
-
-        Raises:
-            ConfigError: the keys were made to collide.
-        """
-        if (keys == self.empty).any():
-            self._choose_empty(keys)
-        count = self._count + len(keys)
-        if count <= self.keys.size * _FILL:
-            keys, rows = self._place(keys, rows)
-        if len(keys):
-            self._make(keys, rows, max(count, 2 * self._count))
-        self._count = count
-
-    def remove(self, keys: _Integers) -> None:
-        """Remove keys that are in the table, and different."""
-        buckets, ways = np.divmod(self._places(keys), WAYS)
-        self.keys[buckets, ways], self.rows[buckets, ways] = self.empty, NONE
-        buckets = np.unique(buckets)
-        order = np.argsort(self.keys[buckets] == self.empty, 1, kind="stable")
-        self.keys[buckets] = np.take_along_axis(self.keys[buckets], order, 1)
-        self.rows[buckets] = np.take_along_axis(self.rows[buckets], order, 1)
-        self._count -= len(keys)
 
     def _places(self, keys: _Integers) -> _Integers:
         """Return the place of each key in the flat arrays, or -1."""
@@ -103,59 +84,20 @@ class Index:
         way = (hits > 0xFF).view(np.int8) + (hits > 0xFFFF).view(np.int8) + (hits > 0xFFFFFF).view(np.int8)
         return np.where(hits == 0, np.int64(-1), buckets * WAYS + way)
 
-    def _choose_empty(self, keys: _Integers) -> None:
-        before, below, count = self.empty, self.empty - 1, 1 << 10
-        while self.empty == before:
-            taken = np.zeros(count, bool)
-            for some in (self.keys.reshape(-1), keys):
-                taken[below - some[(some <= below) & (some > below - count)]] = True
-            free = np.flatnonzero(~taken)
-            if len(free):
-                self.empty = below - int(free[0])
-            below, count = below - count, 2 * count
-        self.keys[self.rows == NONE] = self.empty
-
-    def _make(self, keys: _Integers, rows: _Rows, room: int) -> None:
-        """Make the table anew, with what it has and `keys`."""
-        parts = [(self.keys.reshape(-1), self.rows.reshape(-1)), (keys, rows)]
-        buckets = max(_LEAST_BUCKETS, int(room / WAYS / _FILL) + 1)
-        most = _MOST_TIMES * buckets
-        while buckets <= most:
-            while math.gcd(buckets, _SMALL_FACTORS) > 1:
-                buckets += 1
-            self.keys = np.full((buckets, WAYS), self.empty, np.int64)
-            self.rows = np.full((buckets, WAYS), NONE, np.int32)
-            if self._place_all(parts):
-                return
-            buckets += buckets // 8
-        raise ConfigError("vocabulary: its keys were made to collide, so that some find no place. Hash the names.")
-
-    def _place_all(self, parts: list[tuple[_Integers, _Rows]]) -> bool:
-        for keys, rows in parts:
-            for start in range(0, len(keys), _AT_ONCE):
-                some, of_some = keys[start : start + _AT_ONCE], rows[start : start + _AT_ONCE]
-                taken = of_some != NONE
-                if len(self._place_some(some[taken], of_some[taken])[0]):
-                    return False
-        return True
-
     def _first(self, keys: _Integers) -> _Integers:
         return keys % len(self.keys)
 
     def _second(self, keys: _Integers) -> _Integers:
         return second_bucket(keys, len(self.keys))
 
-    def _place(self, keys: _Integers, rows: _Rows) -> tuple[_Integers, _Rows]:
-        """Place all keys. Returns those without a place; they may be others, which were in the table."""
-        for start in range(0, len(keys), _AT_ONCE):
-            stop = start + _AT_ONCE
-            left = self._place_some(keys[start:stop], rows[start:stop])
-            if len(left[0]):
-                return np.concatenate([left[0], keys[stop:]]), np.concatenate([left[1], rows[stop:]])
-        return keys[:0], rows[:0]
+    def _place(self, keys: _Integers) -> bool:
+        """Place all keys, with their rows. Returns False if there is no place for one of them."""
+        rows = np.arange(len(keys), dtype=np.int32)
+        pieces = range(0, len(keys), _AT_ONCE)
+        return all(self._place_some(keys[at : at + _AT_ONCE], rows[at : at + _AT_ONCE]) for at in pieces)
 
-    def _place_some(self, keys: _Integers, rows: _Rows) -> tuple[_Integers, _Rows]:
-        """Place keys, all at once. Returns as `_place`.
+    def _place_some(self, keys: _Integers, rows: _Rows) -> bool:
+        """Place keys, all at once. Returns False if there is no place for one of them.
 
         A key that finds both of its buckets full takes the place of another, which goes on to its other bucket.
         """
@@ -189,7 +131,21 @@ class Index:
             rows = np.concatenate([rows[left], out_rows])
             is_second = np.concatenate([is_second[left], self._first(out_keys) == buckets])
             failures = np.concatenate([np.minimum(failures[left], 1), np.ones(len(out_keys), np.int8)])
-        return keys, rows
+        return not len(keys)
+
+
+def _not_among(keys: _Integers) -> int:
+    """Return NONE, or the highest number below it that is no key."""
+    if not (keys == NONE).any():
+        return NONE
+    below, count = NONE - 1, 1 << 10
+    while True:
+        taken = np.zeros(count, bool)
+        taken[below - keys[(keys <= below) & (keys > below - count)]] = True
+        free = np.flatnonzero(~taken)
+        if len(free):
+            return below - int(free[0])
+        below, count = below - count, 2 * count
 
 
 def _four_flags(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:

@@ -1,4 +1,4 @@
-"""The names of a vocabulary by their numbers: texts or 64-bit integers, in arrays.
+"""The two types of names: texts and 64-bit integers, in arrays.
 
 A batch is many names at once: `Texts`, or int64 [n].
 """
@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from tpuembed.errors import ConfigError
 from tpuembed.vocabulary.fingerprint import fingerprints, hashes
-from tpuembed.vocabulary.text import SLACK, GrowingArray, Texts
+from tpuembed.vocabulary.text import Texts, encoded
 
-__all__ = ["Batch", "DType", "IntegerNames", "NameStore", "TextNames", "names_of"]
+__all__ = ["Batch", "DType", "NameType", "name_type"]
 
 _Integers = npt.NDArray[np.int64]
 Batch = Any
@@ -22,21 +22,16 @@ DType = Literal["string", "int64"]
 
 _MOST_BYTES: Final = 2**32 - 1
 """The longest name."""
-_COMPACT_BYTES: Final = 1 << 16
 
 
-class NameStore(abc.ABC):
-    """The names of numbers 0, 1, 2 and so on. Some numbers may have none.
+class NameType(abc.ABC):
+    """What depends on the type of names.
 
     Attributes:
         oov_name: what Keras' `get_vocabulary` calls a bucket.
     """
 
     oov_name: Any
-
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """Return one more than the highest number."""
 
     @abc.abstractmethod
     def batch(self, names: Iterable[Any]) -> Batch:
@@ -47,12 +42,16 @@ class NameStore(abc.ABC):
         """Return the shape and the names of an array, or of nested lists. Raises ConfigError for another type."""
 
     @abc.abstractmethod
-    def take(self, batch: Batch, indices: _Integers) -> Batch:
-        """Return the names at `indices` of a batch."""
+    def items(self, names: Any) -> list[Any]:
+        """Return the names of an array, or of nested lists, as bytes or int. Raises ConfigError for another type."""
 
     @abc.abstractmethod
-    def is_padding(self, batch: Batch) -> npt.NDArray[np.bool_]:
-        """Return which names are "" or -1."""
+    def kept(self, batch: Batch) -> Batch:
+        """Return a batch in the form that a vocabulary keeps. Raises ConfigError if a name is too long."""
+
+    @abc.abstractmethod
+    def take(self, batch: Batch, indices: _Integers) -> Batch:
+        """Return the names at `indices` of a batch."""
 
     @abc.abstractmethod
     def keys(self, batch: Batch, salt: bytes) -> _Integers:
@@ -67,122 +66,54 @@ class NameStore(abc.ABC):
         """Return one name of a batch."""
 
     @abc.abstractmethod
-    def get(self, numbers: _Integers | slice) -> Batch:
-        """Return the names of `numbers`."""
-
-    @abc.abstractmethod
     def equal(self, batch: Batch, other: Batch) -> npt.NDArray[np.bool_]:
         """Return which names of a batch equal those of another at the same place, if their keys are equal."""
 
-    @abc.abstractmethod
-    def put(self, numbers: _Integers, batch: Batch, size: int = 0) -> None:
-        """Give names to `numbers` without one. There are `size` numbers then, or as many as these need."""
 
-    @abc.abstractmethod
-    def drop(self, numbers: _Integers) -> None:
-        """Leave `numbers` without a name."""
-
-    @abc.abstractmethod
-    def replace(self, batch: Batch) -> None:
-        """Take the names of a batch in the place of all. Its arrays may be kept."""
-
-
-class TextNames(NameStore):
-    """Names of any bytes: 12 bytes a name, and its own.
-
-    The bytes of names that are dropped stay until they are half of all.
-    """
+class _TextNames(NameType):
+    """Names of any bytes: 12 bytes a name, and its own."""
 
     oov_name = "[UNK]"
 
-    def __init__(self) -> None:
-        self._data, self._starts = GrowingArray(np.uint8), GrowingArray(np.int64)
-        self._lengths = GrowingArray(np.uint32)
-
-    def __len__(self) -> int:
-        """Return one more than the highest number."""
-        return len(self._starts)
-
     def batch(self, names: Iterable[Any]) -> Texts:
-        """Return the names of an iterable of bytes or str."""
         return Texts.of(names)
 
     def flat(self, names: Any) -> tuple[tuple[int, ...], Texts]:
-        """Return the shape and the names of an array, or of nested lists, of bytes or str."""
         array = names if isinstance(names, np.ndarray) else np.array(names, object)
         return array.shape, Texts.of(array.ravel().tolist())
 
+    def items(self, names: Any) -> list[bytes]:
+        return encoded(np.asarray(names, object).ravel().tolist())
+
+    def kept(self, batch: Texts) -> Texts:
+        if len(batch) and batch.lengths.max() > _MOST_BYTES:
+            raise ConfigError(
+                f"vocabulary: a name has {batch.lengths.max()} bytes. {_MOST_BYTES} are the most. Shorten it."
+            )
+        return Texts(batch.data, batch.starts, batch.lengths.astype(np.uint32, copy=False))
+
     def take(self, batch: Texts, indices: _Integers) -> Texts:
-        """Return the names at `indices`. Their bytes are not copied."""
         return batch.take(indices)
 
-    def is_padding(self, batch: Texts) -> npt.NDArray[np.bool_]:
-        """Return which names are ""."""
-        return batch.lengths == 0
-
     def keys(self, batch: Texts, salt: bytes) -> _Integers:
-        """Return the fingerprint of each name."""
         return fingerprints(batch, salt)
 
     def buckets(self, batch: Texts, count: int) -> _Integers:
-        """Return the bucket of each name, its hash modulo `count`."""
         return (hashes(batch) % np.uint64(count)).astype(np.int64)
 
     def item(self, batch: Texts, index: int) -> bytes:
-        """Return one name of a batch, bytes."""
         return batch[index]
 
-    def get(self, numbers: _Integers | slice) -> Texts:
-        """Return the names of `numbers`. Their bytes are not copied."""
-        return Texts(self._data.padded, self._starts.values[numbers], self._lengths.values[numbers])
-
     def equal(self, batch: Texts, other: Texts) -> npt.NDArray[np.bool_]:
-        """Return which names have the same bytes."""
         return batch.equal(other)
 
-    def put(self, numbers: _Integers, batch: Texts, size: int = 0) -> None:
-        """Give names to `numbers`. Their bytes are appended."""
-        size = max(size, int(numbers.max(initial=-1)) + 1)
-        self._starts.extend(size, 0)
-        self._lengths.extend(size, 0)
-        done = 0
-        for piece in batch.pieces():
-            packed, which = piece.packed(), numbers[done : done + len(piece)]
-            _check_lengths(packed.lengths)
-            self._starts.values[which] = packed.starts + len(self._data)
-            self._lengths.values[which] = packed.lengths
-            self._data.append(packed.data[: len(packed.data) - SLACK])
-            done += len(piece)
 
-    def drop(self, numbers: _Integers) -> None:
-        """Leave `numbers` without a name."""
-        self._starts.values[numbers], self._lengths.values[numbers] = 0, 0
-        if len(self._data) > 2 * int(self._lengths.values.sum(dtype=np.int64)) + _COMPACT_BYTES:
-            kept, self._data = self.get(slice(None)), GrowingArray(np.uint8)
-            self.put(np.arange(len(self)), kept)
-
-    def replace(self, batch: Texts) -> None:
-        """Take the names of a batch in the place of all. Its arrays are kept."""
-        _check_lengths(batch.lengths)
-        self._data.replace(batch.data, len(batch.data) - SLACK)
-        self._starts.replace(batch.starts, len(batch))
-        self._lengths.replace(batch.lengths, len(batch))
-
-
-class IntegerNames(NameStore):
+class _IntegerNames(NameType):
     """Names that are int64."""
 
     oov_name = -1
 
-    def __init__(self) -> None:
-        self._values = GrowingArray(np.int64)
-
-    def __len__(self) -> int:
-        """Return one more than the highest number."""
-        return len(self._values)
-
     def batch(self, names: Iterable[Any]) -> _Integers:
-        """Return the integers of an iterable."""
         given = list(names)
         for name in given:
             if isinstance(name, bool) or not isinstance(name, int | np.integer) or not -(2**63) <= name < 2**63:
@@ -190,7 +121,6 @@ class IntegerNames(NameStore):
         return np.array(given, np.int64)
 
     def flat(self, names: Any) -> tuple[tuple[int, ...], _Integers]:
-        """Return the shape and the values of an array, or of nested lists, of integers."""
         array = np.asarray(names)
         if array.size and array.dtype.kind not in "iu":
             raise ConfigError(f"vocabulary: names must be integers, got an array of {array.dtype}.")
@@ -198,53 +128,29 @@ class IntegerNames(NameStore):
             raise ConfigError(f"vocabulary: names must be int64, got {array.max()}, a uint64.")
         return array.shape, array.astype(np.int64).ravel()
 
+    def items(self, names: Any) -> list[int]:
+        found: list[int] = self.flat(names)[1].tolist()
+        return found
+
+    def kept(self, batch: _Integers) -> _Integers:
+        return batch
+
     def take(self, batch: _Integers, indices: _Integers) -> _Integers:
-        """Return the integers at `indices`."""
         return batch[indices]
 
-    def is_padding(self, batch: _Integers) -> npt.NDArray[np.bool_]:
-        """Return which integers are -1."""
-        return batch == -1
-
     def keys(self, batch: _Integers, salt: bytes) -> _Integers:  # noqa: ARG002 - integers are their own keys
-        """Return the integers themselves."""
         return batch
 
     def buckets(self, batch: _Integers, count: int) -> _Integers:
-        """Return the bucket of each integer, itself modulo `count`."""
         return batch % np.int64(count)
 
     def item(self, batch: _Integers, index: int) -> int:
-        """Return one integer of a batch."""
         return int(batch[index])
 
-    def get(self, numbers: _Integers | slice) -> _Integers:
-        """Return the integers of `numbers`."""
-        return self._values.values[numbers]
-
     def equal(self, batch: _Integers, other: _Integers) -> npt.NDArray[np.bool_]:
-        """Return which integers are equal."""
         return batch == other
 
-    def put(self, numbers: _Integers, batch: _Integers, size: int = 0) -> None:
-        """Give integers to `numbers`."""
-        self._values.extend(max(size, int(numbers.max(initial=-1)) + 1), 0)
-        self._values.values[numbers] = batch
 
-    def drop(self, numbers: _Integers) -> None:
-        """Leave `numbers` without an integer, which is 0 then."""
-        self._values.values[numbers] = 0
-
-    def replace(self, batch: _Integers) -> None:
-        """Take the integers of a batch in the place of all. The array is kept."""
-        self._values.replace(batch, len(batch))
-
-
-def names_of(dtype: DType) -> NameStore:
-    """Return no names yet, of this type."""
-    return TextNames() if dtype == "string" else IntegerNames()
-
-
-def _check_lengths(lengths: npt.NDArray[Any]) -> None:
-    if lengths.dtype != np.uint32 and len(lengths) and lengths.max() > _MOST_BYTES:
-        raise ConfigError(f"vocabulary: a name has {lengths.max()} bytes. {_MOST_BYTES} are the most. Shorten it.")
+def name_type(dtype: DType) -> NameType:
+    """Return the type of names that `dtype` says."""
+    return _TextNames() if dtype == "string" else _IntegerNames()

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["SLACK", "GrowingArray", "Texts"]
+__all__ = ["SLACK", "Texts", "encoded"]
 
 _Bytes = npt.NDArray[np.uint8]
 _Integers = npt.NDArray[np.int64]
@@ -42,19 +42,7 @@ class Texts:
         Raises:
             ConfigError: one is neither, or has no UTF-8.
         """
-        given = names if isinstance(names, list) else list(names)
-        if set(map(type, given)) - {bytes}:
-            try:
-                given = [name.encode() if isinstance(name, str) else name for name in given]
-            except UnicodeEncodeError as error:
-                raise ConfigError(
-                    f"vocabulary: name {error.object!r} cannot be saved in UTF-8. Give its bytes."
-                ) from None
-            for name in given:
-                if not isinstance(name, bytes):
-                    raise ConfigError(
-                        f"vocabulary: a name must be str or bytes, got {name!r}, a {type(name).__name__}."
-                    )
+        given = encoded(names)
         lengths = np.fromiter(map(len, given), np.int64, len(given))
         return cls(np.frombuffer(b"".join([*given, bytes(SLACK)]), np.uint8), _starts_of(lengths), lengths)
 
@@ -120,51 +108,25 @@ class Texts:
         return same
 
 
+def encoded(names: Iterable[Any]) -> list[bytes]:
+    """Return names, bytes or str, as bytes: str in UTF-8.
+
+    Raises:
+        ConfigError: one is neither, or has no UTF-8.
+    """
+    given = names if isinstance(names, list) else list(names)
+    if not set(map(type, given)) - {bytes}:
+        return given
+    try:
+        given = [name.encode() if isinstance(name, str) else name for name in given]
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"vocabulary: name {error.object!r} cannot be saved in UTF-8. Give its bytes.") from None
+    for name in given:
+        if not isinstance(name, bytes):
+            raise ConfigError(f"vocabulary: a name must be str or bytes, got {name!r}, a {type(name).__name__}.")
+    return given
+
+
 def _starts_of(lengths: _Integers) -> _Integers:
     """Return where each name begins, if they follow each other."""
     return np.cumsum(lengths) - lengths
-
-
-class GrowingArray:
-    """An array that values are appended to. Its room doubles, so that an append seldom copies what is there."""
-
-    def __init__(self, dtype: npt.DTypeLike) -> None:
-        self._array, self._size = np.zeros(SLACK, dtype), 0
-
-    def __len__(self) -> int:
-        """Return the number of values."""
-        return self._size
-
-    @property
-    def values(self) -> npt.NDArray[Any]:
-        """Return the values up to now, not a copy of them."""
-        return self._array[: self._size]
-
-    @property
-    def padded(self) -> npt.NDArray[Any]:
-        """Return the values and SLACK more, whose values are any. An array that was `replace`d must have them. It is no copy."""
-        return self._array[: self._size + SLACK]
-
-    def append(self, values: npt.NDArray[Any]) -> None:
-        """Append `values`, [n]."""
-        self._make_room(self._size + len(values))
-        self._array[self._size : self._size + len(values)] = values
-        self._size += len(values)
-
-    def extend(self, size: int, value: int) -> None:
-        """Make it `size` values long: new ones are `value`."""
-        if size > self._size:
-            self._make_room(size)
-            self._array[self._size : size] = value
-            self._size = size
-
-    def replace(self, array: npt.NDArray[Any], size: int) -> None:
-        """Take the first `size` of `array` in the place of all values. What follows them is room. It is kept if it can be."""
-        own = array.astype(self._array.dtype, copy=False)
-        self._array, self._size = own if own.flags.writeable else own.copy(), size
-
-    def _make_room(self, size: int) -> None:
-        if size + SLACK > len(self._array):
-            array = np.empty(max(size, 2 * self._size) + SLACK, self._array.dtype)
-            array[: self._size] = self.values
-            self._array = array

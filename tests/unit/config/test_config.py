@@ -20,7 +20,6 @@ from tpuembed import (
     QuantizationConfig,
     ServingConfig,
     TableConfig,
-    Vocabulary,
 )
 from tpuembed.config import (
     Optimizer,
@@ -304,14 +303,6 @@ def test_a_feature_takes_its_tables_out_of_vocabulary() -> None:
     assert FeatureConfig(table).out_of_vocabulary == 3
     assert FeatureConfig(table, out_of_vocabulary="error").out_of_vocabulary == "error"
     assert FeatureConfig(TableConfig(10, 4, "u")).out_of_vocabulary == "error"
-
-
-def test_a_growing_vocabulary_has_no_row_for_unknown_names_but_its_buckets() -> None:
-    table = TableConfig(10, 4, "t", out_of_vocabulary=3)
-    with refused(ConfigError):
-        FeatureConfig(table, vocabulary=Vocabulary(["a"], grows=True, oov_buckets=3))
-    FeatureConfig(table, vocabulary=Vocabulary(["a"], grows=True, oov_buckets=4))
-    FeatureConfig(table, vocabulary=Vocabulary(["a"]))
 
 
 def test_out_of_vocabulary_survives_its_dict() -> None:

@@ -1,8 +1,7 @@
 """Features of names: the layer against Keras' own lookups in front of a layer of ids, and against a dictionary of rows."""
 
 import gc
-import threading
-import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import tensorflow as tf
 
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_model
-from tpuembed.errors import CheckpointMismatchError, ConfigError, TrainingError
+from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.testing import simulated_tpu
 
 ROWS, DIM = 40, 3
@@ -58,7 +57,7 @@ def batch(pool: list[Any], dtype: str, seed: int, size: int = 8) -> dict[str, An
 
 def step(layer: TPUEmbedding, inputs: Any) -> Any:
     with tf.GradientTape() as tape:
-        activations = layer(inputs, training=True)
+        activations = layer(inputs)
         loss = tf.add_n([tf.reduce_sum(rows * tf.cast(tf.range(1, 4), tf.float32)) for rows in activations.values()])
     tape.gradient(loss, layer.trainable_variables)
     return activations
@@ -91,70 +90,16 @@ def as_ids(inputs: dict[str, Any], lookup: Any) -> dict[str, Any]:
 
 
 def test_a_graph_reads_the_index_at_once() -> None:
-    """Between two reads, another thread's training may assign a larger index. A known name was unknown in it."""
-    layer = make(Vocabulary(STRINGS, grows=True), takes_rows=True)
+    """Between two reads, another thread's restore may assign a larger index. A known name was unknown in it."""
+    layer = make(Vocabulary(STRINGS), takes_rows=True)
     assert layer._vocabularies is not None
-    cells = layer._vocabularies.copies["named"].variables["cells"]
+    cells = layer._vocabularies.copies["named"].cells
     function = tf.function(
         lambda names: layer.names_to_rows({"one": names, "bag": names[:, None], "ids": tf.size(names)})
     )
     graph = function.get_concrete_function(tf.TensorSpec([None], tf.string)).graph
     [handle] = [inside for outside, inside in graph.captures if outside is cells.handle]
     assert [reader.type for reader in handle.consumers()] == ["ReadVariableOp"] * 2  # of `one` and of `bag`
-
-
-@pytest.mark.nightly
-def test_known_names_keep_their_rows_while_another_thread_trains() -> None:
-    known = [b"k%d" % number for number in range(200)]
-    wanted, ends = np.arange(1, 201), time.monotonic() + 60
-    while time.monotonic() < ends:
-        vocabulary = Vocabulary(known, oov_buckets=1, grows=True)
-        feature = FeatureConfig(TableConfig(50_001, 1, "t"), vocabulary=vocabulary)
-        layer = TPUEmbedding({"f": feature}, "sgd", takes_rows=True)
-        new = tf.data.Dataset.range(24).map(
-            lambda i: {"f": tf.strings.as_string(i * 2000 + tf.range(2000, dtype=tf.int64))}
-        )
-        old = tf.data.Dataset.from_tensors({"f": tf.constant(known)}).repeat()
-        training = new.map(lambda names, layer=layer: layer.names_to_rows(names, training=True)).prefetch(4)
-        validation = iter(old.map(layer.names_to_rows, num_parallel_calls=2).prefetch(2))
-        thread = threading.Thread(target=lambda batches=training: [None for _ in batches])
-        thread.start()
-        while thread.is_alive():
-            np.testing.assert_array_equal(next(validation)["f"], wanted)
-        thread.join()
-
-
-def test_names_get_no_row_of_unknown_names() -> None:
-    vocabulary = Vocabulary(["ann", "bob"])
-    layer = make(vocabulary, policy=2)
-    with refused(ConfigError):
-        vocabulary.add(["ann", "cid"])
-    assert len(vocabulary) == 2
-    assert vocabulary.add(["bob"]).tolist() == [1]
-    del layer
-
-
-@pytest.mark.parametrize("count", [4, ROWS + 1])
-def test_no_assigned_name_has_the_row_of_unknown_names(count: int) -> None:
-    vocabulary = Vocabulary(["a", "b"])
-    layer = make(vocabulary, policy=3)
-    other = Vocabulary([*"ab", *(f"n{number}" for number in range(2, count))])
-    with refused(ConfigError):
-        vocabulary.assign(other)
-    vocabulary.assign(Vocabulary([*"abc"]))
-    assert len(layer.vocabularies["named"]) == 3
-
-
-def test_names_of_a_layer_do_not_move_under_it() -> None:
-    vocabulary = Vocabulary(STRINGS)
-    layer = make(vocabulary)
-    vocabulary.assign(Vocabulary([*STRINGS, "more"]))
-    with refused(ConfigError):
-        vocabulary.assign(Vocabulary([*STRINGS[::-1], "more"]))
-    assert vocabulary.lookup(["more"]).tolist() == [len(STRINGS)]
-    del layer
-    gc.collect()
-    vocabulary.assign(Vocabulary(STRINGS[::-1]))
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -172,120 +117,6 @@ def test_trains_the_rows_that_keras_lookups_number(dtype: str, in_graph: bool) -
             np.testing.assert_array_equal(found[feature], activations)
     for name, values in tables(plain).items():
         np.testing.assert_array_equal(tables(named)[name], values)
-
-
-@pytest.mark.parametrize("in_graph", [False, True])
-@pytest.mark.parametrize("dtype", ["string", "int64"])
-@pytest.mark.nightly
-def test_growth_keeps_each_name_on_its_own_row(dtype: str, in_graph: bool) -> None:
-    vocabulary, plain = Vocabulary(dtype=dtype, oov_buckets=1, grows=True), make(None)  # type: ignore[arg-type]
-    named = make(vocabulary)
-    rows: dict[Any, int] = {}
-    run = tf.function(step) if in_graph else step
-    for seed in range(8):
-        inputs = batch(NAMES[dtype][: 3 * (seed + 1)], dtype, seed)
-
-        def number(given: Any) -> Any:
-            return tf.constant([rows.setdefault(name, len(rows) + 1) for name in given.numpy().tolist()], tf.int64)
-
-        found, truth = run(named, inputs), run(plain, as_ids(inputs, number))
-        for feature, activations in truth.items():
-            np.testing.assert_array_equal(found[feature], activations)
-        assert vocabulary.lookup(list(rows)).min() > 0
-    assert len(vocabulary) == len(rows)
-    order = vocabulary.lookup(list(rows))
-    for name, values in tables(plain).items():
-        if name.startswith("named"):
-            np.testing.assert_array_equal(tables(named)[name][order], values[list(rows.values())])
-
-
-def test_a_full_table_leaves_new_names_to_their_buckets() -> None:
-    vocabulary = Vocabulary(oov_buckets=2, grows=True)
-    layer = make(vocabulary)
-    inputs = batch([b"name %d" % i for i in range(100)], "string", 0, size=100)
-    for _ in range(2):
-        step(layer, inputs)
-    assert vocabulary.rows == ROWS
-    seen = inputs["one"].numpy()
-    unknown = seen[vocabulary.lookup(seen) < 2]
-    assert len(unknown)
-    truth = keras_lookup("string", vocabulary.get_vocabulary()[2:], 2)(tensor(seen.tolist(), "string")).numpy()
-    np.testing.assert_array_equal(vocabulary.lookup(seen), truth)
-
-
-@pytest.mark.nightly
-def test_names_grow_in_training_only() -> None:
-    vocabulary = Vocabulary([b"a"], oov_buckets=1, grows=True)
-    layer = make(vocabulary)
-    inputs = {"bag": tf.ragged.constant([["b"], []]), "one": tf.constant(["c", "a"]), "ids": tf.constant([0, 1])}
-    for training in (False, None):
-        layer(inputs, training=training)
-    tf.function(layer)(inputs, training=False)
-    assert len(vocabulary) == 1
-    layer.trainable = False
-    layer(inputs, training=True)
-    assert len(vocabulary) == 1
-    layer.trainable = True
-    layer(inputs, training=True)
-    assert vocabulary.get_vocabulary() == ["[UNK]", "a", "b", "c"]
-
-
-class SilentModel(keras.Model):
-    """What users write: its `call` has no argument `training`, so Keras' fit does not tell the layers that they train."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        super().__init__()
-        table = TableConfig(ROWS, DIM, "named", optimizer="adagrad")
-        self.embedding = TPUEmbedding({"one": FeatureConfig(table, vocabulary=vocabulary)}, name="embedding")
-
-    def call(self, inputs: Any) -> Any:
-        return tf.reduce_sum(self.embedding(inputs)["one"], 1)
-
-
-class TellingModel(SilentModel):
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        return tf.reduce_sum(self.embedding(inputs, training=training)["one"], 1)
-
-
-@pytest.mark.nightly
-def test_training_that_would_leave_new_names_out_is_refused() -> None:
-    data = tf.data.Dataset.from_tensors(({"one": tf.constant(["a", "b"])}, tf.ones([2])))
-    model = SilentModel(Vocabulary(oov_buckets=1, grows=True))
-    model.compile("adam", "mse")
-    with refused(TrainingError, match="named"):
-        model.fit(data, verbose=0, shuffle=False)
-    assert not len(model.embedding.vocabularies["named"])
-    model.evaluate(data, verbose=0)
-    telling = TellingModel(Vocabulary(oov_buckets=1, grows=True))
-    telling.compile("adam", "mse")
-    telling.fit(data, verbose=0, shuffle=False)
-    assert telling.embedding.vocabularies["named"].get_vocabulary() == ["[UNK]", "a", "b"]
-    layer = telling.embedding
-    for training in (False, None):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(layer({"one": tf.constant(["a", "c"])}, training=training)["one"])
-        if training is None:
-            with pytest.raises(TrainingError, match="training=True"):
-                tape.gradient(loss, layer.trainable_variables)
-        else:
-            tape.gradient(loss, layer.trainable_variables)
-    assert int(layer.updates) == 2
-    assert not layer.vocabularies["named"].has("c")
-    fixed = SilentModel(Vocabulary(["a", "b"]))  # names that do not grow need no argument
-    fixed.compile("adam", "mse")
-    fixed.fit(data, verbose=0, shuffle=False)
-
-
-def test_a_graph_finds_names_that_grew_after_it_was_traced() -> None:
-    vocabulary = Vocabulary(dtype="int64", grows=True)
-    table = TableConfig(3000, DIM, "named", out_of_vocabulary="zeros")
-    layer = TPUEmbedding({"one": FeatureConfig(table, vocabulary=vocabulary)}, "sgd")
-    look_up = tf.function(lambda names: layer({"one": names})["one"])
-    for start in range(0, 3000, 500):
-        names = tf.range(start, start + 500, dtype=tf.int64) * 7
-        assert not look_up(names).numpy().any()
-        layer({"one": names}, training=True)
-        np.testing.assert_array_equal(look_up(names), layer.embedding_tables[table].numpy()[start : start + 500])
 
 
 def model(vocabulary: Vocabulary) -> tuple[keras.Model, TPUEmbedding]:
@@ -318,19 +149,18 @@ def write(made: keras.Model, kind: str, folder: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("dtype", ["string", "int64"])
 @pytest.mark.parametrize("kind", SAVES)
 @pytest.mark.sampled(2)
-def test_names_are_saved_and_restored_with_their_rows(kind: str, dtype: str, grows: bool, tmp_path: Path) -> None:
+def test_names_are_saved_and_restored_with_their_rows(kind: str, dtype: str, tmp_path: Path) -> None:
     names = NAMES[dtype]
-    vocabulary = Vocabulary(() if grows else names, dtype=dtype, oov_buckets=2, grows=grows)  # type: ignore[arg-type]
+    vocabulary = Vocabulary(names, dtype=dtype, oov_buckets=2)  # type: ignore[arg-type]
     made, layer = model(vocabulary)
     for seed in range(0, 6, 2):
         made.train_on_batch(batch(names[: 5 * (seed + 1)], dtype, seed), tf.zeros((8, 1)))
     inputs = batch(names, dtype, 8)
     truth, path = made.predict(inputs, verbose=0), write(made, kind, tmp_path)
-    empty = Vocabulary(dtype=dtype, oov_buckets=2, grows=grows)  # type: ignore[arg-type]
+    empty = Vocabulary(dtype=dtype, oov_buckets=2)  # type: ignore[arg-type]
     if kind == "keras":
         other = keras.models.load_model(path)
         layer = other.get_layer("embedding")
@@ -363,79 +193,6 @@ def test_a_save_of_another_vocabulary_is_refused(kind: str, other: Vocabulary, t
             changed.load_weights(path)
     for name, values in tables(layer).items():
         np.testing.assert_array_equal(values, before[name])
-
-
-@pytest.mark.parametrize("track_rows", [False, True])
-@pytest.mark.parametrize("dtype", ["string", "int64"])
-@pytest.mark.nightly
-def test_evicted_names_leave_fresh_rows_to_new_ones(dtype: str, track_rows: bool, tmp_path: Path) -> None:
-    """A layer of ids, whose rows are set to their initial values by hand, says what the rows are."""
-    names = NAMES[dtype]
-    vocabulary, plain = Vocabulary(dtype=dtype, oov_buckets=1, grows=True), make(None)  # type: ignore[arg-type]
-    named = make(vocabulary, track_rows=track_rows)
-    rows: dict[Any, int] = {}
-
-    def number(given: Any) -> Any:
-        found = [
-            rows.setdefault(name, 1 + min(set(range(ROWS)) - {row - 1 for row in rows.values()})) for name in given
-        ]
-        return tf.constant(found, tf.int64)
-
-    def train(pool: list[Any], seed: int) -> None:
-        inputs = batch(pool, dtype, seed)
-        found, truth = step(named, inputs), step(plain, as_ids(inputs, lambda given: number(given.numpy().tolist())))
-        for feature, activations in truth.items():
-            np.testing.assert_array_equal(found[feature], activations)
-
-    for seed in range(3):
-        train(names[:10], seed)
-    for seed in range(3, 6):
-        train(names[5:15], seed)
-    freed = vocabulary.evict(not_seen_for=3)
-    old = [name for name in rows if vocabulary.lookup([name])[0] == 0]
-    assert len(old) == len(freed) > 2
-    for name in old:
-        row = rows.pop(name)
-        for slot, initial in ((None, 1.0), ("accumulators", 0.1)):
-            plain.assign_rows("named", row, np.full((1, DIM), initial, np.float32), slot)
-    named(batch(names[10:], dtype, 6))  # looks up, and gives no rows
-    for seed in range(6, 10):
-        train(names[10:], seed)
-    assert set(freed.tolist()) & set(vocabulary.lookup(list(rows)).tolist())
-    order = vocabulary.lookup(list(rows))
-    for name, values in tables(plain).items():
-        if name.startswith("named"):
-            np.testing.assert_array_equal(tables(named)[name][order], values[list(rows.values())])
-    path = tf.train.Checkpoint(layer=named).save(str(tmp_path / "ckpt"))
-    other = Vocabulary(dtype=dtype, oov_buckets=1, grows=True)  # type: ignore[arg-type]
-    restored = make(other, track_rows=track_rows)
-    tf.train.Checkpoint(layer=restored).restore(path)
-    np.testing.assert_array_equal(other.lookup(list(rows)), order)
-    np.testing.assert_array_equal(other.counts, vocabulary.counts)
-    for name, values in tables(named).items():
-        np.testing.assert_array_equal(tables(restored)[name], values)
-
-
-def test_names_that_are_added_by_hand_are_found() -> None:
-    vocabulary = Vocabulary(["a"])
-    layer = make(vocabulary, "zeros")
-    look_up = tf.function(layer)
-    inputs = {"bag": tf.ragged.constant([["a"]]), "one": tf.constant(["b"]), "ids": tf.constant([0])}
-    assert not look_up(inputs)["one"].numpy().any()
-    vocabulary.add(["b"])
-    assert look_up(inputs)["one"].numpy().all()
-
-
-def test_a_second_layer_sees_what_the_first_one_added() -> None:
-    vocabulary = Vocabulary(grows=True)
-    one, other = make(vocabulary, "zeros"), make(vocabulary, "zeros")
-    inputs = {"bag": tf.ragged.constant([["a"]]), "one": tf.constant(["b"]), "ids": tf.constant([0])}
-    look_up = tf.function(other)
-    assert not look_up(inputs)["one"].numpy().any()
-    step(one, inputs)
-    assert look_up(inputs)["one"].numpy().all()
-    vocabulary.grow(["c"], room=ROWS, update=2)
-    assert other(inputs | {"one": tf.constant(["c"])})["one"].numpy().all()
 
 
 def test_a_layer_without_names_is_refused() -> None:
@@ -505,9 +262,7 @@ def test_the_names_of_one_of_two_tables_do_not_rename_the_other(kind: str, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["ckpt", "model.weights.h5", "tables"])
-@pytest.mark.parametrize("grows", [False, True])
-@pytest.mark.sampled(2)
-def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, grows: bool, tmp_path: Path) -> None:
+def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, tmp_path: Path) -> None:
     """Two models of one vocabulary object, as of a module's features. The rows of the second are not restored."""
 
     class Model(keras.Model):
@@ -517,8 +272,8 @@ def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, grows: b
             self.layer, self.built = TPUEmbedding(features, "sgd", name="embedding"), True
             self.layer.update_embedding_table("t", np.arange(9, dtype=np.float32)[:, None])
 
-        def call(self, names: Any, training: bool = False) -> Any:
-            return self.layer({"f": names}, training=training)["f"]
+        def call(self, names: Any) -> Any:
+            return self.layer({"f": names})["f"]
 
     def save(model: Model, name: str) -> str:
         folder = tmp_path / name
@@ -537,9 +292,9 @@ def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, grows: b
             model.load_weights(path)
 
     names = tf.constant(["ann", "bob"])
-    first = save(Model(Vocabulary(["ann", "bob"], grows=grows)), "first")
-    other = save(Model(Vocabulary(["bob", "ann"], grows=grows)), "other")
-    shared = Vocabulary(grows=grows)
+    first = save(Model(Vocabulary(["ann", "bob"])), "first")
+    other = save(Model(Vocabulary(["bob", "ann"])), "other")
+    shared = Vocabulary()
     model, second = Model(shared), Model(shared)
     restore(model, first)
     in_graph = tf.function(second.call)
@@ -554,7 +309,6 @@ def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, grows: b
     assert in_graph(names)[:, 0].numpy().tolist() == [0, 1], "a graph has the names of the rows"
     for use in (
         lambda: second(names),
-        lambda: second(names, training=True),
         lambda: second.layer.names_to_rows({"f": names}),
         lambda: export_model(second, tmp_path / "export"),
     ):
@@ -565,31 +319,12 @@ def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, grows: b
     restore(model, other)
     with refused(ConfigError):
         second(names)
-    again = Model(Vocabulary(grows=grows))
+    again = Model(Vocabulary())
     restore(again, save(second, "again"))
     assert again(names)[:, 0].numpy().tolist() == [0, 1], "a save has the names of the rows"
     restore(second, other)
     assert second(names)[:, 0].numpy().tolist() == [1, 0]
     assert model(names)[:, 0].numpy().tolist() == [1, 0]
-
-
-def test_names_that_another_layer_learns_do_not_rename_the_rows_of_a_graph(tmp_path: Path) -> None:
-    """The second layer has names of before a restore of the first, which then trains more names than a copy may lack."""
-
-    def make_one(vocabulary: Vocabulary) -> TPUEmbedding:
-        layer = TPUEmbedding({"f": FeatureConfig(TableConfig(3000, 1, "t"), vocabulary=vocabulary)}, "sgd")
-        layer.update_embedding_table("t", np.arange(3000, dtype=np.float32)[:, None])
-        return layer
-
-    path = tf.train.Checkpoint(layer=make_one(Vocabulary(["bob", "ann"], grows=True))).write(str(tmp_path / "ckpt"))
-    shared = Vocabulary(["ann", "bob"], grows=True)
-    first, second = make_one(shared), make_one(shared)
-    in_graph, names = tf.function(lambda names: second({"f": names})["f"][:, 0]), tf.constant(["ann", "bob"])
-    assert in_graph(names).numpy().tolist() == [0, 1]
-    tf.train.Checkpoint(layer=first).restore(path)
-    step(first, {"f": tf.constant([f"new {number}" for number in range(2000)])})
-    assert len(shared) == 2002
-    assert in_graph(names).numpy().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("by", ["name", "number"])
@@ -619,6 +354,27 @@ def test_restore_tables_refuses_a_layer_whose_names_are_those_of_another(by: str
     assert second({"f": tf.constant(["ann", "bob", "eve"])})["f"][:, 0].numpy().tolist() == [1, 0, 2]
 
 
+def test_a_graph_of_a_second_layer_finds_the_names_that_a_restore_of_the_first_brings(tmp_path: Path) -> None:
+    path = tf.train.Checkpoint(layer=make(Vocabulary(["a", "b"]))).write(str(tmp_path / "ckpt"))
+    shared = Vocabulary(["a"])
+    first, second = make(shared, "zeros"), make(shared, "zeros")
+    inputs = {"bag": tf.ragged.constant([["a"]]), "one": tf.constant(["b"]), "ids": tf.constant([0])}
+    look_up = tf.function(second)
+    assert not look_up(inputs)["one"].numpy().any()
+    tf.train.Checkpoint(layer=first).restore(path)
+    assert look_up(inputs)["one"].numpy().all()
+
+
+def test_a_vocabulary_does_not_keep_its_layers(tmp_path: Path) -> None:
+    path = tf.train.Checkpoint(layer=make(Vocabulary(["b", "a"]))).write(str(tmp_path / "ckpt"))
+    shared = Vocabulary(["a", "b"])
+    first, second = make(shared), weakref.ref(make(shared))
+    gc.collect()
+    assert second() is None
+    tf.train.Checkpoint(layer=first).restore(path)
+    assert shared.get_vocabulary() == ["b", "a"]
+
+
 def test_a_restore_that_is_refused_too_late_says_so(tmp_path: Path) -> None:
     """Only TensorFlow knows which of two layers with a table of one name is whose, and it restores rows first."""
 
@@ -635,18 +391,6 @@ def test_a_restore_that_is_refused_too_late_says_so(tmp_path: Path) -> None:
     path = tf.train.Checkpoint(model=Two(1)).write(str(tmp_path / "ckpt"))
     with refused(CheckpointMismatchError, match="already"):
         tf.train.Checkpoint(model=Two(2)).restore(path)
-
-
-def test_names_that_are_added_by_hand_fit_into_the_table() -> None:
-    vocabulary = Vocabulary(["a"], oov_buckets=1, grows=True)
-    layers = [make(vocabulary), make(vocabulary)]
-    vocabulary.add(["b", "a", "b"])
-    with refused(ConfigError):
-        vocabulary.add([str(number) for number in range(ROWS)])
-    assert vocabulary.get_vocabulary() == ["[UNK]", "a", "b"]
-    vocabulary.grow([str(number) for number in range(ROWS)], room=10 * ROWS, update=1)
-    assert vocabulary.rows == ROWS
-    assert layers
 
 
 def test_a_refused_file_changes_no_names(tmp_path: Path) -> None:
@@ -669,31 +413,10 @@ def test_a_refused_file_changes_no_names(tmp_path: Path) -> None:
         assert vocabulary.get_vocabulary()[-2:] == ["x", "y"]
 
 
-def test_rare_names_wait_in_their_buckets() -> None:
-    vocabulary = Vocabulary(oov_buckets=1, grows=True, min_count=3)
-    layer = make(vocabulary)
-    inputs = {"bag": tf.ragged.constant([["a"]]), "one": tf.constant(["b"]), "ids": tf.constant([0])}
-    for count in range(1, 4):
-        step(layer, inputs)
-        assert len(vocabulary) == (2 if count == 3 else 0)
-
-
 def test_refusals() -> None:
-    table, other = TableConfig(ROWS, DIM, "named"), TableConfig(ROWS, DIM, "other")
-    growing = Vocabulary(grows=True)
-    features: dict[str, dict[str, Any]] = {
-        "two vocabularies of one table": {
-            "a": FeatureConfig(table, vocabulary=["x"]),
-            "b": FeatureConfig(table, vocabulary=["x"]),
-        },
-        "one that grows for two tables": {
-            "a": FeatureConfig(table, vocabulary=growing),
-            "b": FeatureConfig(other, vocabulary=growing),
-        },
-    }
-    for each in features.values():
-        with refused(ConfigError):
-            TPUEmbedding(each, "sgd")
+    table = TableConfig(ROWS, DIM, "named")
+    with refused(ConfigError):
+        TPUEmbedding({name: FeatureConfig(table, vocabulary=["x"]) for name in ("a", "b")}, "sgd")
     with refused(ConfigError):
         FeatureConfig(TableConfig(2, DIM, "small"), vocabulary=["x", "y"], oov_buckets=1)
     layer = make(Vocabulary(["x", ""]))
@@ -721,17 +444,16 @@ def test_an_unknown_name_follows_out_of_vocabulary(policy: str | int) -> None:
 
 
 def test_the_input_pipeline_makes_rows_for_a_layer_that_takes_them() -> None:
-    vocabulary = Vocabulary(oov_buckets=1, grows=True)
-    layer, direct = make(vocabulary, takes_rows=True), make(Vocabulary(oov_buckets=1, grows=True))
+    vocabulary = Vocabulary(STRINGS[::2], oov_buckets=1)
+    layer, direct = make(vocabulary, takes_rows=True), make(vocabulary)
     names = [batch(STRINGS, "string", seed) for seed in range(0, 8, 2)]
     spec = tf.nest.map_structure(tf.type_spec_from_value, names[0])
     spec = {**spec, "bag": tf.RaggedTensorSpec([8, None], tf.string)}
     data = tf.data.Dataset.from_generator(lambda: iter(names), output_signature=spec)
-    for given, inputs in zip(data.map(lambda each: layer.names_to_rows(each, training=True)), names, strict=True):
+    for given, inputs in zip(data.map(layer.names_to_rows), names, strict=True):
         found, truth = step(layer, given), step(direct, inputs)
         for feature, activations in truth.items():
             np.testing.assert_array_equal(found[feature], activations)
-    assert len(vocabulary) > 10
     with refused(ConfigError):
         layer(names[0])
 

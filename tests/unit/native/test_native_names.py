@@ -196,7 +196,7 @@ class Case:
         # The first two buckets, and the last names, are left out.
         rows = {} if is_overlay else {"rows": {"tags": (2, 60)}}
         report = self._export(folder, 80, **rows)
-        if is_overlay:  # of vocabularies that grew
+        if is_overlay:  # of vocabularies with more names
             write_checkpoint(folder / "ckpt", {name: random_table(300, 5, seed=len(name)) for name in NAMES})
             report = self._export(folder, 1000, base="latest", max_overlay=3)
             assert report.base is not None

@@ -262,42 +262,6 @@ def test_rows_count_as_changed(tmp_path: Path, slots: bool) -> None:
         assert (stamps < UNKNOWN).all()
 
 
-@pytest.mark.parametrize("by", ["number", "name"])
-@pytest.mark.parametrize("slots", [True, False])
-@pytest.mark.parametrize("own_updates", [0, 6])
-def test_the_age_of_names_goes_on_with_the_layer_s_count_of_updates(
-    tmp_path: Path, by: str, slots: bool, own_updates: int
-) -> None:
-    """In training of 12 updates, "old" was seen in the first alone, and "new" in the last."""
-
-    def train(layer: TPUEmbedding, *names: str) -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(layer({"f": tf.constant(names)}, training=True)["f"])
-        tape.gradient(loss, layer.trainable_variables)
-
-    trained = _layer(Vocabulary(grows=True), 9)
-    train(trained, "old", "always")
-    for _ in range(10):
-        train(trained, "always")
-    train(trained, "always", "new")
-    path = tf.train.Checkpoint(layer=trained).write(str(tmp_path / "ckpt"))
-    layer = _layer(Vocabulary(["old", "always", "new"], grows=True), 9)
-    for _ in range(own_updates):
-        train(layer, "always")
-    layer.restore_tables(path, slots=slots, by=by)
-    vocabulary, latest = layer.vocabularies["films"], 12 if slots else own_updates
-    assert int(layer.updates) == latest
-    assert dict(zip(vocabulary.names(range(3)), vocabulary.last_seen, strict=True)) == {
-        b"old": max(0, latest - 11),
-        b"always": latest,
-        b"new": latest,
-    }
-    for _ in range(12):
-        train(layer, "always")
-    vocabulary.evict(not_seen_for=12)
-    assert vocabulary.get_vocabulary() == [None, "always", None]
-
-
 class _Runs:
     """An accelerator's table, which is written by ranges."""
 

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.messages import refused
 from tpuembed.errors import CheckpointCorruptError, ConfigError
-from tpuembed.vocabulary import PADDING, UNKNOWN, Vocabulary, files, name_arrays
+from tpuembed.vocabulary import UNKNOWN, Vocabulary, files, name_arrays
 from tpuembed.vocabulary.fingerprint import BUCKETS, fingerprints
 from tpuembed.vocabulary.index import NONE, Index
 from tpuembed.vocabulary.text import Texts
@@ -50,19 +49,16 @@ def test_fingerprints_of_every_length() -> None:
     np.testing.assert_array_equal(fingerprints(Texts.of(names)), expected)
 
 
+INTEGERS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-20, 20))
+
+
 @settings(deadline=None)
-@given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60), max_size=8))
-def test_an_index_is_a_dictionary(batches: list[list[int]]) -> None:
-    index, expected = Index(), dict[int, int]()
-    for batch in batches:
-        keys = [key for key in dict.fromkeys(batch) if key not in expected]
-        rows = np.arange(len(expected), len(expected) + len(keys), dtype=np.int32)
-        index.add(np.array(keys, np.int64), rows)
-        expected |= dict(zip(keys, rows.tolist(), strict=True))
+@given(st.lists(INTEGERS, max_size=400, unique=True))
+def test_an_index_is_a_dictionary(keys: list[int]) -> None:
+    index, expected = Index(np.array(keys, np.int64)), {key: row for row, key in enumerate(keys)}
     asked = [*expected, *(key ^ 1 for key in expected), -1, 0]
     found = index.find(np.array(asked, np.int64)).tolist()
     assert found == [expected.get(key, NONE) for key in asked]
-    assert len(index) == len(expected)
 
 
 def test_an_index_of_many_keys() -> None:
@@ -72,6 +68,23 @@ def test_an_index_of_many_keys() -> None:
     np.testing.assert_array_equal(index.find(keys), np.arange(len(keys)))
     assert index.keys.size < 1.2 * len(keys)
     assert (index.find(keys + 1)[~np.isin(keys + 1, keys)] == NONE).all()
+
+
+@pytest.mark.parametrize("factor", [2, 1024, 2**40, 3 * 5 * 7, -1, 6151])
+def test_keys_that_are_multiples_fill_a_table(factor: int) -> None:
+    keys = np.arange(20_000) * np.int64(factor)
+    index = Index(keys)
+    np.testing.assert_array_equal(index.find(keys), np.arange(len(keys)))
+    assert len(keys) > 0.7 * index.keys.size
+
+
+def test_keys_that_were_made_to_collide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = np.arange(40) * np.int64(np.lcm.reduce(np.arange(8, 24)))
+    assert (Index(keys).find(keys) == np.arange(40)).all()
+    monkeypatch.setattr(Index, "_first", lambda _, keys: np.zeros(len(keys), np.int64))
+    monkeypatch.setattr(Index, "_second", lambda _, keys: np.ones(len(keys), np.int64))
+    with refused(ConfigError):
+        Index(np.arange(40) * np.int64(2**55))
 
 
 @pytest.mark.parametrize("oov_buckets", [1, 3])
@@ -95,36 +108,21 @@ def test_rows_of_integers_are_those_of_keras(oov_buckets: int) -> None:
     assert mine.get_vocabulary() == lookup.get_vocabulary()
 
 
-class Reference:
-    """What a dictionary says."""
-
-    def __init__(self, oov_buckets: int) -> None:
-        self.rows: dict[Any, int] = {}
-        self.oov_buckets = oov_buckets
-
-    def add(self, names: list[Any]) -> list[int]:
-        return [self.rows.setdefault(name, self.oov_buckets + len(self.rows)) for name in names]
-
-    def lookup(self, names: list[Any]) -> list[int]:
-        return [self.rows.get(name, UNKNOWN) for name in names]
-
-
 @pytest.mark.parametrize("dtype", ["string", "int64"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_growth_keeps_each_name_on_its_row(dtype: Any, data: st.DataObject) -> None:
-    one = NAMES if dtype == "string" else st.integers(-(2**63), 2**63 - 1)
-    mine, expected = Vocabulary(dtype=dtype), Reference(0)
-    for names in data.draw(st.lists(st.lists(one, max_size=30), max_size=6)):
-        given_names = np.array(names, object if dtype == "string" else np.int64)
-        assert mine.add(given_names).tolist() == expected.add(names)
-        if data.draw(st.booleans()):
-            mine = Vocabulary.from_bytes(mine.to_bytes())
-        asked = [*names, *data.draw(st.lists(one, max_size=5))]
-        array = np.array(asked, object if dtype == "string" else np.int64)
-        assert mine.lookup(array).tolist() == expected.lookup(asked)
-    assert mine.names(list(expected.rows.values())) == list(expected.rows)
-    assert len(mine) == mine.rows == len(expected.rows)
+def test_each_name_has_its_own_row(dtype: Any, data: st.DataObject) -> None:
+    one = NAMES if dtype == "string" else INTEGERS
+    names = data.draw(st.lists(one, max_size=100, unique=True))
+    expected = {name: row for row, name in enumerate(names)}
+    mine = Vocabulary(names, dtype=dtype)
+    if data.draw(st.booleans()):
+        mine = Vocabulary.from_bytes(mine.to_bytes())
+    asked = [*names, *data.draw(st.lists(one, max_size=5))]
+    array = np.array(asked, object if dtype == "string" else np.int64)
+    assert mine.lookup(array).tolist() == [expected.get(name, UNKNOWN) for name in asked]
+    assert mine.names(range(len(names))) == names
+    assert len(mine) == mine.rows == len(names)
 
 
 def test_hostile_names() -> None:
@@ -136,28 +134,25 @@ def test_hostile_names() -> None:
 
 def test_names_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(name_arrays, "fingerprints", lambda batch, salt: fingerprints(batch, salt) % 500)
-    mine, expected = Vocabulary(), Reference(0)
     words = [f"{index}" for index in range(60)]
-    for start in range(0, 60, 7):
-        names = words[start : start + 7] * 2
-        assert mine.add(names).tolist() == expected.add(names)
-    assert mine._names.salt > 0
-    assert mine.lookup(words).tolist() == expected.lookup(words)
+    mine = Vocabulary(words)
+    assert mine.snapshot()[0] > 0
+    assert mine.lookup(words).tolist() == list(range(60))
     others = [f"other {index}" for index in range(2000)]
     assert mine.lookup(others).tolist() == [UNKNOWN] * 2000
+    with refused(ConfigError):
+        Vocabulary([*words, "7"])
 
 
-def test_shapes_and_padding() -> None:
+def test_shapes() -> None:
     mine = Vocabulary(["a", "b"], oov_buckets=2)
     assert mine.lookup([["a", "b"], ["b", "a"]]).tolist() == [[2, 3], [3, 2]]
     assert mine.lookup("b").shape == ()
     assert mine.lookup(np.zeros((0, 3), object)).shape == (0, 3)
-    assert mine.lookup([["a", ""]], padded=True).tolist() == [[2, PADDING]]
     assert mine.lookup(np.array([b"a", b"b"])).tolist() == [2, 3]
     assert mine.names([0, 1, 2, 3]) == [None, None, b"a", b"b"]
     numbers = Vocabulary([7, -1], dtype="int64")
     assert numbers.lookup([7, -1, 8]).tolist() == [0, 1, UNKNOWN]
-    assert numbers.lookup([7, -1, 8], padded=True).tolist() == [0, PADDING, UNKNOWN]
 
 
 def test_adapt_takes_tensors_of_all_kinds() -> None:
@@ -205,8 +200,10 @@ def test_refusals(tmp_path: Path) -> None:
         lambda: Vocabulary([2**63], dtype="int64"),
         lambda: Vocabulary(dtype="float"),  # type: ignore[arg-type]
         lambda: Vocabulary(oov_buckets=-1),
+        lambda: Vocabulary(oov_buckets=2**31),
         lambda: Vocabulary(["a"]).lookup([3]),
         lambda: Vocabulary([3], dtype="int64").lookup(["a"]),
+        lambda: Vocabulary(dtype="int64").lookup(np.array([2**63], np.uint64)),
         lambda: Vocabulary(["a"]).names([1]),
         lambda: Vocabulary([b"\xff"]).get_vocabulary(),
         lambda: Vocabulary.from_file(tmp_path / "missing"),
@@ -249,31 +246,27 @@ def test_lines_that_end_with_crlf_are_refused(tmp_path: Path) -> None:
     assert Vocabulary.from_file(path, dtype="int64").get_vocabulary()[-2:] == [5, 7]
 
 
-@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_copy_is_of_one_moment_while_another_thread_adds_names(take: Any) -> None:
-    vocabulary = Vocabulary(["a", "b"], grows=True, min_count=2)
-    vocabulary.grow(["c"], room=9, update=0)  # which makes its sketch
-    others = list[threading.Thread]()
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, lambda mine: pickle.loads(pickle.dumps(mine))])
+def test_a_copy_keeps_its_names(take: Callable[[Vocabulary], Vocabulary]) -> None:
+    mine = Vocabulary(["a", "b"])
+    copied = take(mine)
+    mine.assign(Vocabulary(["b", "c", "a"]), by=None)  # type: ignore[arg-type]
+    assert mine.get_vocabulary() == ["b", "c", "a"]
+    assert copied.get_vocabulary() == ["a", "b"]
 
-    class Sketched:
-        """Another thread adds a name in the middle of the copy."""
 
-        def __deepcopy__(self, memo: Any) -> "Sketched":
-            others.append(threading.Thread(target=vocabulary.add, args=(["d"],)))
-            others[0].start()
-            others[0].join(0.3)
-            return self
-
-        def __reduce__(self) -> Any:
-            if not others:
-                self.__deepcopy__({})
-            return int, ()
-
-    vocabulary.__dict__["_first"] = Sketched()
-    vocabulary.__dict__ = {"_first": vocabulary.__dict__.pop("_first"), **vocabulary.__dict__}
-    found = take(vocabulary)
-    others[0].join()
-    copied = pickle.loads(found) if isinstance(found, bytes) else found
-    assert copied.names(range(copied.rows)) == [b"a", b"b"]
-    assert copied.lookup(["a", "b", "d"]).tolist() == [0, 1, UNKNOWN]
-    assert vocabulary.lookup(["d"]).tolist() == [2]
+@pytest.mark.parametrize("dtype", ["string", "int64"])
+def test_the_same_names_have_the_same_rows(dtype: Any) -> None:
+    """Against the lists of both."""
+    random, seen = np.random.default_rng(1), set[bool]()
+    known: list[Any] = [b"", b"x" * 5000, b"a", b"b"] if dtype == "string" else [0, 2**60, 1, 2]
+    for _ in range(200):
+        made = []
+        for _ in range(2):
+            names = [known[at] for at in random.permutation(4)] if random.random() < 0.4 else known
+            made.append(Vocabulary(names[: random.integers(3, 5)], dtype=dtype, oov_buckets=1))
+        mine, other = made
+        wanted = mine.names(np.arange(mine.rows)) == other.names(np.arange(other.rows))
+        assert mine.same_names(other) is wanted
+        seen.add(wanted)
+    assert seen == {True, False}

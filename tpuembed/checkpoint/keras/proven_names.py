@@ -118,7 +118,7 @@ def _take_all(dtypes: frozenset[str], names: Sequence[Any]) -> bool:
     if dtypes == {"string"}:
         return True
     limits = _LIMITS.get(next(iter(dtypes))) if len(dtypes) == 1 else None
-    return limits is not None and all(limits.min <= name <= limits.max for name in names if name is not None)
+    return limits is not None and all(limits.min <= name <= limits.max for name in names)
 
 
 def _difference(lookup: LayerVocabulary, given: Vocabulary) -> str:
@@ -263,13 +263,13 @@ def _of_lookup(layer: Mapping[str, Any], saved: Sequence[LayerVocabulary]) -> La
 
 
 def _has_names(saved: LayerVocabulary, buckets: int, names: Sequence[Any]) -> bool:
-    """Return True if `saved` has `names`, in this order, after its buckets. None is a free row, which it does not have."""
+    """Return True if `saved` has `names`, in this order, after its buckets."""
     assert saved.entries is not None
     if saved.buckets != buckets or saved.described.size != buckets + len(names):
         return False
     return all(map(operator.eq, islice(saved.entries(), buckets, None), map(_as_entry, names)))
 
 
-def _as_entry(name: bytes | int | None) -> bytes | None:
+def _as_entry(name: bytes | int) -> bytes:
     """Return a name of a vocabulary as entries of lookups are."""
     return str(name).encode() if isinstance(name, int) else name

@@ -23,7 +23,7 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointNotFoundError, Con
 from tpuembed.files import FilePath
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["CLASSES", "add_pairs", "of_file", "of_layer", "words_of"]
+__all__ = ["CLASSES", "of_file", "of_layer", "of_pairs", "words_of"]
 
 CLASSES: Final = ("StringLookup", "IntegerLookup")
 """The lookup layers that can be read."""
@@ -31,44 +31,42 @@ _VOCABULARY: Final = "vocabulary.txt"
 _LONGEST_TOKEN: Final = 1 << 16
 
 
-def of_layer(layer: Any, options: Mapping[str, Any]) -> Vocabulary:
-    """Return the vocabulary of a live layer, with other `options` of it. Raises ConfigError as `read_vocabulary` does."""
+def of_layer(layer: Any) -> Vocabulary:
+    """Return the vocabulary of a live layer. Raises ConfigError as `read_vocabulary` does."""
     where = f"layer {layer.name!r}"
-    found = _without_names(where, vars(layer), layer.vocabulary_dtype, options)
+    empty = _without_names(where, vars(layer), layer.vocabulary_dtype)
     if not int(layer.lookup_table.size()):
         raise ConfigError(f"{where}: has no vocabulary. Adapt it, or set its vocabulary, first.")
     keys, values = (tensor.numpy() for tensor in layer.lookup_table.export())
-    add_pairs(where, *((values, keys) if layer.invert else (keys, values)), found)
-    return found
+    return of_pairs(where, *((values, keys) if layer.invert else (keys, values)), empty)
 
 
-def add_pairs(where: str, names: Any, numbers: Any, found: Vocabulary) -> None:
-    """Give `found` the names, which must have the rows after its buckets as their numbers."""
-    first, last = found.oov_buckets, found.oov_buckets + len(names) - 1
+def of_pairs(where: str, names: Any, numbers: Any, empty: Vocabulary) -> Vocabulary:
+    """Return `empty` with the names, which must have the rows after its buckets as their numbers."""
+    first, last = empty.oov_buckets, empty.oov_buckets + len(names) - 1
     if not np.array_equal(np.sort(numbers), np.arange(first, last + 1)):
         raise ConfigError(
             f"{where}: its {len(names)} names have numbers from {numbers.min()} to {numbers.max()}, and not each from {first} to "
             f"{last}, as with {first} rows for unknown names. Pass oov_buckets={numbers.min()}, if that is how many it has. If it "
             "has a mask_token, that has row 0, and no number is right: make a Vocabulary of its names."
         )
-    found.add(names[np.argsort(numbers)])
+    return Vocabulary(names[np.argsort(numbers)].tolist(), **empty.options())
 
 
-def _without_names(where: str, settings: Mapping[str, Any], dtype: str, options: Mapping[str, Any]) -> Vocabulary:
+def _without_names(where: str, settings: Mapping[str, Any], dtype: str) -> Vocabulary:
     """Return a Vocabulary with the buckets of a layer.
 
     Args:
         where: the layer, for messages.
         settings: what Keras calls the layer's config.
         dtype: of its names.
-        options: others of the Vocabulary.
 
     Raises:
         ConfigError: the layer gives other numbers than a Vocabulary.
     """
     buckets = settings.get("num_oov_indices", 1)
     method, salt = settings.get("oov_method", "floormod"), settings.get("salt")
-    found = Vocabulary(dtype="string" if dtype == "string" else "int64", oov_buckets=buckets, **options)
+    found = Vocabulary(dtype="string" if dtype == "string" else "int64", oov_buckets=buckets)
     if settings.get("mask_token") is not None:
         raise ConfigError(
             f"{where}: its mask_token {settings['mask_token']!r} has row 0, and a Vocabulary has no such row. Leave row 0 out of "
@@ -85,7 +83,7 @@ def _without_names(where: str, settings: Mapping[str, Any], dtype: str, options:
     return found
 
 
-def of_file(path: FilePath, layer: str, options: Mapping[str, Any]) -> Vocabulary:
+def of_file(path: FilePath, layer: str) -> Vocabulary:
     """Return the vocabulary of a layer in a `.keras` file. Raises the errors of `read_vocabulary`."""
     if path.suffix != ".keras":
         raise ConfigError(f"vocabulary: {path} is no .keras file and no SavedModel. Pass one, or the lookup layer.")
@@ -97,12 +95,12 @@ def of_file(path: FilePath, layer: str, options: Mapping[str, Any]) -> Vocabular
         name = str(settings.get("name", ""))
         where = f"model file {path}: layer {name!r}"
         dtype = "string" if class_name == "StringLookup" else str(settings.get("vocabulary_dtype") or "int64")
-        found = _without_names(where, settings, dtype, options)
+        empty = _without_names(where, settings, dtype)
         words, size = words_of(settings), settings.get("vocabulary_size")
         if words is not None:
-            special = words[: found.oov_buckets]
-            has_special = special == [settings.get("oov_token")] * len(special) and len(special) == found.oov_buckets
-            if size == found.oov_buckets + len(words):  # Keras does not take bytes for its token
+            special = words[: empty.oov_buckets]
+            has_special = special == [settings.get("oov_token")] * len(special) and len(special) == empty.oov_buckets
+            if size == empty.oov_buckets + len(words):  # Keras does not take bytes for its token
                 has_special = False
             given = words[len(special) :] if has_special else words
             if wrong := [word for word in given if isinstance(word, str) and word.endswith("\0")]:
@@ -110,13 +108,13 @@ def of_file(path: FilePath, layer: str, options: Mapping[str, Any]) -> Vocabular
                     f"{where}: its name {wrong[0]!r} ends with NUL, and Keras looks it up without. Pass the layer."
                 )
             try:
-                found.add(np.array(given, object if found.dtype == "string" else None))
+                found = Vocabulary(given, **empty.options())
             except ConfigError as error:
                 raise CheckpointCorruptError(
                     f"{where}: its vocabulary cannot be read: {reason(error)} Save it again."
                 ) from None
         else:
-            _add_asset(where, path, _asset(where, name, path, weights), settings, found)
+            found = _of_asset(where, path, _asset(where, name, path, weights), settings, empty)
     has = found.rows
     if size is not None and size != has:
         raise ConfigError(
@@ -192,28 +190,27 @@ def _no_vocabulary(where: str) -> ConfigError:
     return ConfigError(f"{where}: has no vocabulary in the file. Adapt the layer before the model is saved.")
 
 
-def _add_asset(where: str, path: FilePath, member: str, settings: Mapping[str, Any], found: Vocabulary) -> None:
-    """Add the names in a file of the archive, one a line, to `found`. The first lines are those of its buckets."""
+def _of_asset(where: str, path: FilePath, member: str, settings: Mapping[str, Any], empty: Vocabulary) -> Vocabulary:
+    """Return `empty` with the names in a file of the archive, one a line. The first lines are those of its buckets."""
     window = open_window(path)
     with contextlib.closing(window.file), tempfile.NamedTemporaryFile() as lines:
         with opened_member(window, member) as file:
             read = iter(lambda: file.readline(_LONGEST_TOKEN), b"")
-            special = list(itertools.islice(read, found.oov_buckets))
+            special = list(itertools.islice(read, empty.oov_buckets))
             shutil.copyfileobj(file, lines)
             lines.write(b"\n")  # the file ends without one
         lines.flush()
         token = str(settings.get("oov_token"))
         others = {line.removesuffix(b"\n") for line in special} - {token.encode()}
-        if others or len(special) < found.oov_buckets:
+        if others or len(special) < empty.oov_buckets:
             raise CheckpointCorruptError(
-                f"{where}: the first {found.oov_buckets} lines of {member} are not its oov_token {token!r}. Restore it from "
+                f"{where}: the first {empty.oov_buckets} lines of {member} are not its oov_token {token!r}. Restore it from "
                 "another copy."
             )
         if special and not special[-1].endswith(b"\n"):
             raise _no_vocabulary(where)
         try:
-            read_back = Vocabulary.from_file(lines.name, dtype=found.dtype, oov_buckets=found.oov_buckets)
-            found.assign(read_back)
+            return Vocabulary.from_file(lines.name, **empty.options())
         except ConfigError as error:
             why = str(error).replace(f"vocabulary {lines.name}: cannot be read: ", "")
             why = why.removeprefix("vocabulary: ").partition(". ")[0]

@@ -136,7 +136,7 @@ def stream_named_rows(
 
 
 def _names_of(vocabulary: Vocabulary | None, numbers: Array) -> tuple[Name, ...] | None:
-    """Return the names of rows. Rows after those of the vocabulary have none yet."""
+    """Return the names of rows. Rows after those of the vocabulary have none."""
     if vocabulary is None:
         return None
     named = numbers[numbers < vocabulary.rows]

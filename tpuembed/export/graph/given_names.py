@@ -29,8 +29,7 @@ def with_names(
         trained_with_rows: name and table of the layer's features that took row numbers.
 
     Raises:
-        ConfigError: a vocabulary is none of its table, or two of one table differ, or out_of_vocabulary is a row that a name may
-            get.
+        ConfigError: a vocabulary is none of its table, two of one table differ, or a list's padding is a name.
     """
     saved = functools.cache(saved)
     found: dict[str, Vocabulary] = {}
@@ -43,17 +42,11 @@ def with_names(
             continue
         chosen = vocabulary_of(where, given, table, feature.rows, found.get if table in found else saved)
         found[table] = chosen
-        policy = feature.spec.out_of_vocabulary
-        if chosen.grows and isinstance(policy, int) and policy >= chosen.oov_buckets:
-            raise ConfigError(
-                f"{where}: out_of_vocabulary={policy} is a row that training may give to a name of table {table!r}, because its "
-                "vocabulary grows. Train with oov_buckets=1, or use zeros or error."
-            )
         padding = b"" if chosen.dtype == "string" else -1
         if feature.spec.input == "ids" and chosen.has(padding):
             raise ConfigError(
                 f"{where}: the vocabulary of table {table!r} has the name {padding!r}, which is the padding of lists. Serve "
-                'one name per row with input "id", or remove the name with Vocabulary.remove.'
+                'one name per row with input "id", or train without that name.'
             )
         named[feature.name] = dataclasses.replace(feature, spec=dataclasses.replace(feature.spec, vocabulary=chosen))
     return tuple(named.get(feature.name, feature) for feature in features)
@@ -83,8 +76,8 @@ def vocabulary_of(where: str, given: Vocabulary, table: str, rows: int, saved: S
     found = given if found is None else found
     if not len(found):
         raise ConfigError(
-            f"{where}: the vocabulary of table {table!r} in the checkpoint has no names yet. Train it, or serve row numbers with "
-            "takes_rows: true."
+            f"{where}: the vocabulary of table {table!r} in the checkpoint has no names. Train with names, or serve row numbers "
+            "with takes_rows: true."
         )
     if found.rows > rows:
         raise ConfigError(

@@ -234,8 +234,7 @@ class KerasModel(ExportableModel):
 
     def _names_to_try(self, vocabularies: Mapping[str, Vocabulary]) -> Iterator[dict[str, Any]]:
         """Yield names by input: none, and then each combination of one name of each vocabulary that an input may take."""
-        rows = [(each, each.first_row(0, each.rows)) for each in vocabularies.values()]
-        first = [(each.dtype, each.names([row])[0]) for each, row in rows if row is not None]
+        first = [(each.dtype, each.names([each.oov_buckets])[0]) for each in vocabularies.values() if len(each)]
         named = {
             name: [value for dtype, value in first if dtype == spec.dtype.name] for name, spec in self._specs.items()
         }

@@ -95,9 +95,8 @@ class LookupModel(ExportableModel):
         place, vocabulary = self._tables.place(feature.table)[1], feature.spec.vocabulary
         if vocabulary is None:
             return place.first_row, place.first_row
-        stop = place.first_row + place.rows
-        row = vocabulary.first_row(place.first_row, stop)
-        if row is None:
+        row, stop = max(place.first_row, vocabulary.oov_buckets), place.first_row + place.rows
+        if row >= min(stop, vocabulary.rows):
             raise ConfigError(
                 f"feature {feature.name!r}: rows [{place.first_row}, {stop}) of table {feature.table!r} are exported, and none "
                 "of them has a name. Export rows with names, or leave vocabulary out."

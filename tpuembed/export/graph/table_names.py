@@ -31,7 +31,7 @@ def make_names(
     arrays: dict[str, TableNames] = {}
     entries = []
     for number, (table, vocabulary) in enumerate(sorted(vocabularies.items())):
-        salt, of_index, numbers_of_index = vocabulary.snapshot()  # of a live layer, it may grow meanwhile
+        salt, of_index, numbers_of_index = vocabulary.snapshot()
         stored = [
             store_array(value, f"names_{number}_{what}", folder, f"{NAMES_FOLDER}/{number}.{what}", layout)
             for what, value in (("keys", of_index), ("numbers", numbers_of_index.reshape(-1)))
@@ -53,12 +53,8 @@ def make_names(
 
 def constant_names(vocabulary: Vocabulary) -> TableNames:
     """Return the names as constants, for a model that runs while it is exported."""
-    return TableNames(
-        tf.constant(vocabulary.keys),
-        tf.constant(vocabulary.numbers.reshape(-1)),
-        len(vocabulary.keys),
-        vocabulary.salt,
-    )
+    salt, keys, numbers = vocabulary.snapshot()
+    return TableNames(tf.constant(keys), tf.constant(numbers.reshape(-1)), len(keys), salt_text(salt))
 
 
 def stand_in_names() -> TableNames:

@@ -62,7 +62,7 @@ def test_describe(prefix: str) -> None:
     said = CliRunner().invoke(cli, ["describe", prefix]).output
     assert "9 names, string, 1 oov_buckets" in said
     tables = json.loads(CliRunner().invoke(cli, ["describe", prefix, "--json"]).output)["tables"]
-    assert tables[0]["vocabulary"] == {"names": 9, "dtype": "string", "oov_buckets": 1, "free": 0}
+    assert tables[0]["vocabulary"] == {"names": 9, "dtype": "string", "oov_buckets": 1}
     assert "vocabulary" not in tables[1]
 
 

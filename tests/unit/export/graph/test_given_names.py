@@ -66,15 +66,6 @@ def test_a_feature_that_was_trained_with_rows_takes_rows() -> None:
     assert vocabularies(moved) == {"numbered": None}
 
 
-def test_unknown_names_get_no_row_that_training_may_give_to_a_name() -> None:
-    growing = Vocabulary(["a", "b"], oov_buckets=1, grows=True)
-    for row in (2, 3):
-        with refused(ConfigError):
-            served({"f": {**user(None), "out_of_vocabulary": row}}, {"users": growing})
-    assert served({"f": {**user(None), "out_of_vocabulary": 0}}, {"users": growing}) == {"f": growing}
-    assert served({"f": {**user(None), "out_of_vocabulary": 3}}, {"users": NAMES}) == {"f": NAMES}
-
-
 def test_features_of_a_table_share_its_names() -> None:
     empty = Vocabulary(oov_buckets=1)
     found = served({"f": user(empty), "g": user(NAMES, "ids"), "h": user(None), "i": user(empty)})
