@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from tpuembed.checkpoint.tools import Rows
 
-__all__ = ["RowRange", "head"]
+__all__ = ["head"]
 
 _SHOWN = 8
 
 
-class RowRange(click.ParamType[tuple[int, int]]):
+class _RowRange(click.ParamType[tuple[int, int]]):
     """Rows START:STOP."""
 
     name = "range"
@@ -47,7 +47,7 @@ class RowRange(click.ParamType[tuple[int, int]]):
 @click.argument("path", type=PATH)
 @click.argument("table", shell_complete=complete_tables)
 @click.option(
-    "--rows", "row_range", type=RowRange(), metavar="START:STOP", help="Default: the first five existing rows."
+    "--rows", "row_range", type=_RowRange(), metavar="START:STOP", help="Default: the first five existing rows."
 )
 @click.option("--slot", help="Rows of this optimizer slot, such as accumulators, instead.")
 @click.option("--names", is_flag=True, help="Print the names of the rows too, of a table with a vocabulary.")

@@ -24,7 +24,6 @@ _COMMANDS = {
     "diff": "tpuembed_cli.diff:diff",
     "export": "tpuembed_cli.export:export",
     "head": "tpuembed_cli.head:head",
-    "projector": "tpuembed_cli.stats:projector",
     "prune": "tpuembed_cli.versions:prune",
     "publish": "tpuembed_cli.publish:publish",
     "recall": "tpuembed_cli.retrieval.recall:recall",

@@ -1,8 +1,7 @@
-"""`tpuembed stats` and `tpuembed projector`: what the rows of tables look like, in figures and in TensorBoard."""
+"""`tpuembed stats`: what the rows of tables look like, in figures."""
 
 import os
 import secrets
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ import click
 
 from tpuembed.errors import printable
 from tpuembed_cli.command import Command
-from tpuembed_cli.head import RowRange
 from tpuembed_cli.options import PATH, complete_tables
 from tpuembed_cli.options import checkpoint_options as options
 from tpuembed_cli.output import byte_progress, print_json, table_of, to_terminal, with_unit
@@ -18,7 +16,7 @@ from tpuembed_cli.output import byte_progress, print_json, table_of, to_terminal
 if TYPE_CHECKING:
     from tpuembed.stats import BadRows, Norms, StorageError, TableStats
 
-__all__ = ["projector", "stats"]
+__all__ = ["stats"]
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -126,45 +124,3 @@ def _write(page: Path, text: str) -> None:
         temporary.replace(page)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@click.command(
-    cls=Command,
-    short_help="Write rows of a table for TensorBoard's projector.",
-    examples=(
-        "tpuembed projector checkpoints/ckpt-1 videos projector",
-        "tpuembed projector models/rec videos projector --rows 0:100000",
-        "tpuembed projector models/rec videos projector --sample 20000",
-    ),
-)
-@click.argument("path", type=PATH)
-@click.argument("table", shell_complete=complete_tables)
-@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
-@click.option(
-    "--rows", "row_range", type=RowRange(), metavar="START:STOP", help="Default: the first 10,000 existing rows."
-)
-@click.option(
-    "--sample", type=click.IntRange(min=1), metavar="N", help="Write N random rows of the table, or of --rows."
-)
-@options
-def projector(
-    path: str,
-    table: str,
-    out: Path,
-    row_range: tuple[int, int] | None,
-    sample: int | None,
-    checkpoint_options: dict[str, Any],
-) -> None:
-    """Write rows of TABLE in the checkpoint or the export at PATH to the folder OUT, for `tensorboard --logdir OUT`.
-
-    The points have their row number and norm as labels. TensorBoard shows up to 100,000 points.
-    """
-    from tpuembed.stats import write_projector
-
-    start, stop = row_range or (None, None)
-    written = write_projector(path, table, out, start, stop, sample=sample, checkpoint_options=checkpoint_options)
-    rows = (
-        f"{written.rows} random rows" if sample else f"rows {written.first_row} to {written.first_row + written.rows}"
-    )
-    click.echo(f"{written.folder}: {rows} of {table}")
-    click.echo(f"Show them with: tensorboard --logdir {shlex.quote(str(written.folder))}")

@@ -1,7 +1,6 @@
-"""Statistics of tables: what tells a healthy one from a broken one, as figures, as a page, and as files for TensorBoard."""
+"""Statistics of tables: what tells a healthy one from a broken one, as figures and as a page."""
 
 from tpuembed.stats.page import stats_page
-from tpuembed.stats.projector import ProjectorFiles, write_projector
 from tpuembed.stats.table import (
     BadRows,
     LargeRow,
@@ -22,11 +21,9 @@ __all__ = [
     "NormBin",
     "Norms",
     "PathStats",
-    "ProjectorFiles",
     "StorageError",
     "TableStats",
     "UntouchedRows",
     "read_stats",
     "stats_page",
-    "write_projector",
 ]

@@ -1,4 +1,4 @@
-"""`tpuembed stats` and `tpuembed projector` as a user sees them."""
+"""`tpuembed stats` as a user sees it."""
 
 import json
 import os
@@ -52,7 +52,6 @@ def test_refusals(folder: Path) -> None:
         (("stats", folder / "ckpt", "video"), 1),
         (("stats", folder / "missing"), 1),
         (("stats", folder / "ckpt", "--html", folder / "no" / "page.html"), 2),
-        (("projector", folder / "ckpt", "video", folder / "out"), 1),
     ):
         done = run_command(*arguments)
         assert (done.returncode, done.stdout) == (code, "")
@@ -77,15 +76,3 @@ def test_files_that_are_there(folder: Path, tmp_path: Path) -> None:
     assert link.is_symlink()
     assert target.read_text().startswith("<!doctype html>")
     assert target.stat().st_mode & 0o777 == 0o600
-
-
-def test_projector(folder: Path) -> None:
-    done = run_command("projector", folder / "ckpt", "videos", folder / "out", "--rows", "10:20")
-    assert done.stdout.splitlines() == [
-        f"{folder}/out: rows 10 to 20 of videos",
-        f"Show them with: tensorboard --logdir {folder}/out",
-    ]
-    assert (folder / "out" / "tensors.bytes").stat().st_size == 10 * 8 * 4
-    done = run_command("projector", folder / "ckpt", "videos", folder / "random", "--sample", "30")
-    assert done.stdout.splitlines()[0] == f"{folder}/random: 30 random rows of videos"
-    assert (folder / "random" / "tensors.bytes").stat().st_size == 30 * 8 * 4
