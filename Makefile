@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := $(VENV)/.demo
 RATINGS := .data/ml-100k.inter
-EXTRAS := tf,serve,hdf5,jax,cloud,parquet,ray,redis,dev
+EXTRAS := tf,serve,hdf5,jax,cloud,ray,redis,dev
 # Without --no-compile, pip compiles each module of TensorFlow and Ray, of which tests import a tenth: Python compiles those itself.
 INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 # The lowest versions that pyproject.toml allows, and the highest Python that it names.

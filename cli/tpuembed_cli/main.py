@@ -32,7 +32,6 @@ _COMMANDS = {
     "serve": "tpuembed_cli.serve:serve",
     "sparsecore-limits": "tpuembed_cli.sparsecore_limits:sparsecore_limits",
     "stats": "tpuembed_cli.stats:stats",
-    "vectors": "tpuembed_cli.retrieval.vectors:vectors",
     "verify": "tpuembed_cli.verify:verify",
     "versions": "tpuembed_cli.versions:versions",
 }

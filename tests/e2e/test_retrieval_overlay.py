@@ -17,7 +17,7 @@ from tpuembed import apply_package, compact_version, export_retrieval
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import ExportError
 from tpuembed.manifest import Manifest
-from tpuembed.retrieval import measure_recall, write_vectors
+from tpuembed.retrieval import measure_recall
 from tpuembed.tensor_bundle import Bundle
 from tpuembed_serving.tensorflow import session as runtime
 
@@ -140,8 +140,6 @@ def test_a_life_of_candidates(tmp_path: Path, index: str, layout: str, names: bo
         assert manifest.retrieval.candidates == len(life.candidates)
         assert not verify_files(version).damaged
         life.check(version, is_exact=index == "exact")
-    report = write_vectors(version, tmp_path / "v.npy")
-    assert report.count == len(life.candidates)
     compacted = compact_version(model_dir).path
     assert not verify_files(compacted).damaged
     life.check(compacted, is_exact=index == "exact")

@@ -1,4 +1,4 @@
-"""`recall`, `vectors` and `describe` of retrieval exports, against numpy."""
+"""`recall` and `describe` of retrieval exports, against numpy."""
 
 import json
 from pathlib import Path
@@ -6,19 +6,17 @@ from typing import Any
 
 import keras
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
 
 from tests.support import capi
 from tests.support.export.retrieval import user_tower
 from tests.support.serving.process import run_command
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_retrieval
+from tpuembed import export_retrieval
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
 from tpuembed.retrieval.recall import measure_recall
-from tpuembed.retrieval.vectors import write_vectors
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("exports_in_this_process")]
 
@@ -119,55 +117,6 @@ def test_what_has_no_recall_is_refused(exports: Exports, tmp_path: Path) -> None
         measure_recall(version, min_recall=2)
     with pytest.raises(ConfigError, match="cannot answer them"):
         measure_recall(version, queries=np.array([USERS]))
-
-
-@pytest.mark.parametrize("names", [False, True])
-def test_candidates_are_written_with_their_ids(exports: Exports, tmp_path: Path, names: bool) -> None:
-    ids = np.arange(FILMS) * 3 - 7000
-    version = exports.export(tmp_path / "m", ids=NAMES if names else np.where(ids < 0, ids - 2, ids), layout="mmap")
-    given = np.where(ids < 0, ids - 2, ids).tolist()
-    report = write_vectors(version, tmp_path / "v.npy")
-    assert (report.count, report.dim, report.table) == (FILMS, DIM, None)
-    vectors = np.load(tmp_path / "v.npy")
-    if names:
-        found = [NAMES.index(line) for line in (tmp_path / "v.ids.txt").read_bytes().splitlines()]
-    else:
-        found = [given.index(one) for one in np.load(tmp_path / "v.ids.npy").tolist()]
-    assert sorted(found) == list(range(FILMS))
-    np.testing.assert_array_equal(vectors, exports.films[found])
-    assert {path.name for path in tmp_path.iterdir()} == {"m", "v.npy", "v.ids.txt" if names else "v.ids.npy"}
-    done = run_command("vectors", str(tmp_path / "m"), "--out", str(tmp_path / "v.parquet"))
-    assert f"{FILMS:,} vectors of width {DIM}" in done.stdout
-    table = pq.read_table(tmp_path / "v.parquet").to_pydict()
-    np.testing.assert_array_equal(np.array(table["vector"], np.float32), vectors)
-    assert table["id"] == [NAMES[one].decode() if names else given[one] for one in found]
-    again = export_retrieval(  # the files are candidates themselves
-        exports.prefix, tmp_path / "again", query=query, candidates=tmp_path / "v.npy", ids=report.ids_path, k=K
-    )
-    assert exports.recall_of_answers(again.path, names=names) == 1 if names else again.path.exists()
-
-
-def test_rows_of_tables_are_written_with_their_names(exports: Exports, tmp_path: Path) -> None:
-    names = Vocabulary(["a\nb", "ann", "eve"], oov_buckets=1)
-    layer = TPUEmbedding(
-        {"name": FeatureConfig(TableConfig(6, DIM, "named"), vocabulary=names)}, optimizer="sgd", name="named_layer"
-    )
-    layer({"name": tf.constant(["ann"])})
-    prefix = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
-    write_vectors(prefix, tmp_path / "v.parquet")
-    assert pq.read_table(tmp_path / "v.parquet")["id"].to_pylist() == ["a\nb", "ann", "eve"]
-    with pytest.raises(ConfigError, match="has a line break"):
-        write_vectors(prefix, tmp_path / "v.npy")
-    assert not list(tmp_path.glob("*v.*npy*"))
-    write_vectors(exports.prefix, tmp_path / "u.npy", table="users")
-    np.testing.assert_array_equal(np.load(tmp_path / "u.npy"), exports.users)
-    np.testing.assert_array_equal(np.load(tmp_path / "u.ids.npy"), np.arange(USERS))
-    (tmp_path / "u.ids.txt").write_text("of an earlier dump")
-    write_vectors(exports.prefix, tmp_path / "u.npy", table="users")
-    assert sorted(path.name for path in tmp_path.glob("u.*")) == ["u.ids.npy", "u.npy"]
-    for out, table, says in (("u.csv", None, "must end in"), ("no/u.npy", None, "cannot be written")):
-        with pytest.raises(ConfigError, match=says):
-            write_vectors(exports.prefix, tmp_path / out, table=table)
 
 
 def test_options_of_a_retrieval_need_one(exports: Exports, tmp_path: Path) -> None:

@@ -5,6 +5,5 @@ finds the best ones with stock operations of TensorFlow. Importing this module i
 """
 
 from tpuembed.retrieval.recall import RecallReport, measure_recall
-from tpuembed.retrieval.vectors import VectorsReport, write_vectors
 
-__all__ = ["RecallReport", "VectorsReport", "measure_recall", "write_vectors"]
+__all__ = ["RecallReport", "measure_recall"]

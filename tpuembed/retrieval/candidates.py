@@ -13,14 +13,13 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.checkpoint.tools.exports import ReadableTables
+from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ConfigError, reason
 from tpuembed.retrieval.made_vectors import MadeVectors
 from tpuembed.retrieval.partitions import Floats
 
 __all__ = ["CandidateBatch", "Candidates", "RunsTower", "array_of", "collect", "of_array", "of_table", "of_tower"]
 
-_TABLE: Final = "table:"
 _BATCH_BYTES: Final = 8 << 20
 _IDS_AT_ONCE: Final = 1 << 18
 _REMEDY: Final = "Give each candidate an id of its own."
@@ -207,12 +206,11 @@ def _check_new(ids: Ids, seen: dict[Any, int], first: int) -> None:
 # ---- sources
 
 
-def of_table(checkpoint: ReadableTables, given: str, ids: Ids | None, tags: Any) -> Iterator[CandidateBatch]:
-    """Yield the rows of a table, "table:NAME", with their numbers or their names as ids.
+def of_table(checkpoint: Checkpoint, name: str, ids: Ids | None, tags: Any) -> Iterator[CandidateBatch]:
+    """Yield the rows of a table, with their numbers or their names as ids.
 
     Rows of a table with a vocabulary that have no name are no candidates.
     """
-    name = given.removeprefix(_TABLE)
     info = checkpoint.tables().get(name)
     if info is None:
         checkpoint.read(name, 0, 0)  # raises the reader's error

@@ -224,7 +224,7 @@ def _batches(
     """Return the candidates that `candidates` names. The file `made` keeps what a tower makes."""
     given_ids, given_tags = array_of("ids", ids), array_of("tags", tags)
     if isinstance(candidates, str) and candidates.startswith(_TABLE):
-        return of_table(checkpoint, candidates, given_ids, given_tags)
+        return of_table(checkpoint, candidates.removeprefix(_TABLE), given_ids, given_tags)
     if isinstance(candidates, str | Path) and Path(candidates).suffix == ".npy":
         try:
             vectors = np.load(candidates, mmap_mode="r", allow_pickle=False)

@@ -1,1 +1,1 @@
-"""Exports of retrieval: their options, recall and vectors."""
+"""Exports of retrieval: their options and recall."""
