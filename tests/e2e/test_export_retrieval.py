@@ -1,8 +1,11 @@
 """Exports of candidates and their index, against a brute force in numpy."""
 
 import contextlib
+import importlib.util
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import tensorflow as tf
 from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_retrieval
 from tpuembed.checkpoint.tools import verify_files
-from tpuembed.errors import ConfigError, UnknownTableError
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, UnknownTableError
 from tpuembed.manifest import Manifest, RetrievalEntry
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.tensorflow import session as runtime
@@ -403,3 +406,104 @@ def test_wrong_arguments_are_refused_and_nothing_is_left(
 def test_an_unknown_table_is_named(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UnknownTableError, match="film"):
         export_retrieval(trained.prefix, tmp_path / "m", query=query, candidates="table:film", k=2)
+
+
+@pytest.mark.nightly
+def test_what_a_killed_export_left_is_removed(trained: Trained, tmp_path: Path) -> None:
+    left = tmp_path / "m" / ".staging-candidates-1-dead"
+    left.mkdir(parents=True)
+    (left / "vectors").touch()
+    export_retrieval(trained.prefix, tmp_path / "m", query=query, candidates=films, k=3)
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["1"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("moment", ["candidates", "query"])
+def test_a_checkpoint_that_is_replaced_meanwhile_is_an_error(trained: Trained, tmp_path: Path, moment: str) -> None:
+    shutil.copytree(Path(trained.prefix).parent, tmp_path / "ckpt")
+    other = tmp_path / "other"
+    tf.train.Checkpoint(query=query(), film=tower("films", FILMS, "film")).write(str(other / "ckpt"))
+
+    def replace() -> None:
+        for file in other.iterdir():
+            shutil.copy(file, tmp_path / "ckpt")
+
+    def replaced_films() -> Any:
+        def batches() -> Iterator[dict[str, Any]]:
+            for number, batch in enumerate(films()[1]):
+                if number == 3 and moment == "candidates":
+                    replace()
+                yield batch
+
+        return films()[0], batches()
+
+    def replaced_query() -> keras.Model:
+        if moment == "query":
+            replace()
+        return query()
+
+    error = CheckpointMismatchError if moment == "candidates" else CheckpointCorruptError  # weights have checksums
+    with pytest.raises(error, match="changed during its export" if moment == "candidates" else "Restore it from"):
+        export_retrieval(
+            tmp_path / "ckpt" / "ckpt", tmp_path / "m", query=replaced_query, candidates=replaced_films, k=3
+        )
+    assert not [*(tmp_path / "m").glob("[0-9]*")]
+
+
+@pytest.mark.nightly
+def test_an_id_outside_of_its_table_is_named(trained: Trained, tmp_path: Path) -> None:
+    batch = {"film": np.array([3, FILMS]), "id": np.arange(2)}
+    with pytest.raises(ConfigError, match=f"id {FILMS} of row 1"):
+        export_retrieval(
+            trained.prefix, tmp_path, query=query, candidates=lambda: (tower("films", FILMS, "film"), [batch]), k=2
+        )
+
+
+@pytest.mark.nightly
+def test_ragged_and_sparse_inputs_reach_the_tower(tmp_path: Path) -> None:
+    def items() -> keras.Model:
+        inputs = {
+            "ragged": keras.Input((None,), dtype="int64", ragged=True, name="ragged"),
+            "sparse": keras.Input((None,), dtype="int64", sparse=True, name="sparse"),
+        }
+        table = TableConfig(FILMS, DIM, "films", combiner="sum")
+        rows = TPUEmbedding({name: FeatureConfig(table) for name in inputs}, name="of_film")(inputs)
+        return keras.Model(inputs, keras.layers.Add()([rows["ragged"], rows["sparse"]]))
+
+    random, count = np.random.default_rng(0), 40
+    lists = [random.integers(0, FILMS, number % 4).tolist() for number in range(count)]
+    dense = random.integers(0, 2, (count, 3)) * random.integers(1, FILMS, (count, 3))
+    batch = {
+        "ragged": tf.ragged.constant(lists, dtype=tf.int64),
+        "sparse": tf.sparse.from_dense(dense),
+        "id": np.arange(count),
+    }
+    model, asked = items(), query()
+    (table,) = model.get_layer("of_film").embedding_tables.values()
+    rows = tf.random.stateless_normal(table.shape, [5, 5]).numpy()
+    table.assign(rows)
+    prefix = tf.train.Checkpoint(query=asked, items=model).write(str(tmp_path / "ckpt"))
+    version = export_retrieval(prefix, tmp_path / "m", query=query, candidates=lambda: (items(), [batch]), k=count).path
+    vectors = [rows[some].sum(0) + rows[more[more > 0]].sum(0) for some, more in zip(lists, dense, strict=True)]
+    users = np.arange(9)
+    found = capi.predict(version, {"user": users})
+    wanted, scores = best(asked.predict({"user": users}, verbose=0), np.stack(vectors), count)
+    np.testing.assert_allclose(found["scores"], scores, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(found["ids"][:, :5], wanted[:, :5])
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray, of the extra [ray]")
+def test_a_cluster_streams_the_same_index(trained: Trained, tmp_path: Path) -> None:
+    """The tower runs on this machine."""
+    versions = [
+        export_retrieval(
+            trained.prefix, tmp_path / engine, query=query, candidates=films, k=20, layout="mmap", engine=engine
+        ).path
+        for engine in ("local", "ray")
+    ]
+    manifests = [Manifest.read(version) for version in versions]
+    stacks = [[stack.crc32c for stack in manifest.stacks] for manifest in manifests if manifest is not None]
+    assert stacks[0] == stacks[1]
+    answers = [capi.predict(version, {"user": np.arange(USERS)}) for version in versions]
+    np.testing.assert_array_equal(answers[0]["ids"], answers[1]["ids"])

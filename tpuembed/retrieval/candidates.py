@@ -1,28 +1,26 @@
 """Collects candidates: their vectors, ids and tags go into files of a folder, batch by batch."""
 
-import collections
-import contextlib
 import dataclasses
-import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ConfigError, reason
-from tpuembed.retrieval.made_vectors import MadeVectors
 from tpuembed.retrieval.partitions import Floats
 
-__all__ = ["CandidateBatch", "Candidates", "RunsTower", "array_of", "collect", "of_array", "of_table", "of_tower"]
+if TYPE_CHECKING:  # that module imports TensorFlow
+    from tpuembed.retrieval.towers import Tower
+
+__all__ = ["CandidateBatch", "Candidates", "array_of", "collect", "of_array", "of_table", "of_tower"]
 
 _BATCH_BYTES: Final = 8 << 20
 _IDS_AT_ONCE: Final = 1 << 18
-_REMEDY: Final = "Give each candidate an id of its own."
 
 Ids = Any
 """int64 [n], or a list of n bytes."""
@@ -200,7 +198,9 @@ def _check_new(ids: Ids, seen: dict[Any, int], first: int) -> None:
         )
     for number, one in enumerate(ids.tolist() if isinstance(ids, np.ndarray) else ids, first):
         if (other := seen.setdefault(one, number)) != number:
-            raise ConfigError(f"candidates: the id {one!r} is that of candidates {other} and {number}. {_REMEDY}")
+            raise ConfigError(
+                f"candidates: the id {one!r} is that of candidates {other} and {number}. Give each candidate an id of its own."
+            )
 
 
 # ---- sources
@@ -260,64 +260,20 @@ def of_array(vectors: Any, ids: Ids | None, tags: Any) -> Iterator[CandidateBatc
         )
 
 
-class RunsTower(Protocol):
-    """Runs a tower on batches, here or on a cluster.
-
-    Attributes:
-        at_once: how many batches to start before the first one is waited for.
-    """
-
-    at_once: int
-
-    def start(self, inputs: Mapping[str, Any]) -> Callable[[], Floats]:
-        """Return what waits for the vectors of a batch, float32 [n, dim], and returns them."""
-
-
-def of_tower(
-    tower: Any, dataset: Iterable[Any], made: Path | None = None, runs: RunsTower | None = None
-) -> Iterator[CandidateBatch]:
+def of_tower(tower: "Tower", dataset: Iterable[Any]) -> Iterator[CandidateBatch]:
     """Yield what `tower` makes of the elements of `dataset`: dicts of its inputs, and `id`, and perhaps `tags`.
 
     If the tower has inputs of these names, the keys of candidates are `candidate_id` and `candidate_tags`. Without a
     `candidate_id`, an input `id` is the id too.
-
-    Args:
-        tower: a `Tower`.
-        dataset: the elements.
-        made: a file that keeps the vectors, see `MadeVectors`.
-        runs: runs the tower. None runs it here.
     """
-    kept: MadeVectors | None = None
-    started: collections.deque[tuple[Mapping[str, Any], bytes, Callable[[], Floats], bool]] = collections.deque()
-
-    def oldest() -> CandidateBatch:
-        element, digest, vectors_of, is_new = started.popleft()
-        vectors = vectors_of()
-        if kept is not None and is_new:
-            kept.add(digest, vectors)
+    for number, element in enumerate(dataset):
+        if not isinstance(element, Mapping) or not element.keys() & {"id", "candidate_id"}:
+            raise ConfigError(
+                f"candidates: element {number} of the dataset must be a dict with the model's inputs and 'id', got "
+                f"{sorted(element) if isinstance(element, Mapping) else type(element).__name__}. Add the ids of the batch."
+            )
         tags = element.get("candidate_tags", None if "tags" in tower.input_names else element.get("tags"))
-        return CandidateBatch(vectors, _ids("id", element.get("candidate_id", element.get("id"))), _tags(tags))
-
-    with contextlib.ExitStack() as stack:
-        for number, element in enumerate(dataset):
-            if not isinstance(element, Mapping) or not element.keys() & {"id", "candidate_id"}:
-                raise ConfigError(
-                    f"candidates: element {number} of the dataset must be a dict with the model's inputs and 'id', got "
-                    f"{sorted(element) if isinstance(element, Mapping) else type(element).__name__}. Add the ids of the batch."
-                )
-            if not number and made is not None and (identity := tower.identity(element)):
-                kept = stack.enter_context(MadeVectors(made, identity))
-            digest = b"" if kept is None else tower.digest(element)
-            found = None if kept is None else kept.found(digest)
-            if found is not None:
-                started.append((element, digest, functools.partial(np.asarray, found), False))
-            else:
-                make = functools.partial(tower, element) if runs is None else runs.start(element)
-                started.append((element, digest, make, True))
-            if len(started) >= (1 if runs is None else runs.at_once):
-                yield oldest()
-        while started:
-            yield oldest()
+        yield CandidateBatch(tower(element), _ids("id", element.get("candidate_id", element.get("id"))), _tags(tags))
 
 
 def _check_count(what: str, given: Any, rows: int, of: str) -> None:

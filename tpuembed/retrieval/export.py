@@ -27,7 +27,6 @@ from tpuembed.export.stream.shard import Source, check_unchanged
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import RetrievalEntry
 from tpuembed.retrieval.candidates import CandidateBatch, Candidates, array_of, collect, of_array, of_table, of_tower
-from tpuembed.retrieval.made_vectors import FILE
 from tpuembed.retrieval.opened import OpenedRetrieval, open_retrieval
 from tpuembed.retrieval.partitions import (
     BLOCK_ROWS,
@@ -123,7 +122,7 @@ def export_retrieval(
         _working_folder(model_dir) as folder,
     ):
         source = source_of(opened)  # before anything is read
-        batches = _batches(opened, candidates, ids, tags, folder / FILE, chosen, checkpoint_options or {})
+        batches = _batches(opened, candidates, ids, tags)
         found = collect(batches, folder, is_cosine=metric == "cosine")
         check_unchanged(opened, source)
         table = "candidates" if "candidates" not in opened.tables() else "candidates_index"
@@ -191,10 +190,7 @@ def _unlike(entry: RetrievalEntry, found: Candidates, k: int, index: str, metric
 
 @contextlib.contextmanager
 def _working_folder(model_dir: str | FilePath) -> Iterator[Path]:
-    """Yield a folder for the candidates: on the disk of `model_dir`, or of temporary files if that is a store.
-
-    On a disk it has the vectors that a tower made in an export that was interrupted.
-    """
+    """Yield a folder for the candidates: on the disk of `model_dir`, or of temporary files if that is a store."""
     path = as_path(model_dir)
     if not isinstance(path, Path):
         with tempfile.TemporaryDirectory(prefix="tpuembed-candidates-") as folder:
@@ -204,7 +200,7 @@ def _working_folder(model_dir: str | FilePath) -> Iterator[Path]:
     try:
         with naming_model_dir(path):
             path.mkdir(parents=True, exist_ok=True)
-            with temporary_staging(path, "candidates", str(os.getpid()), kept=FILE) as staging:
+            with temporary_staging(path, "candidates", str(os.getpid())) as staging:
                 yield staging
     finally:
         if not existed:
@@ -212,16 +208,8 @@ def _working_folder(model_dir: str | FilePath) -> Iterator[Path]:
                 path.rmdir()
 
 
-def _batches(
-    checkpoint: Checkpoint,
-    candidates: Any,
-    ids: Any,
-    tags: Any,
-    made: Path,
-    options: ExportOptions,
-    checkpoint_options: Mapping[str, Any],
-) -> Iterator[CandidateBatch]:
-    """Return the candidates that `candidates` names. The file `made` keeps what a tower makes."""
+def _batches(checkpoint: Checkpoint, candidates: Any, ids: Any, tags: Any) -> Iterator[CandidateBatch]:
+    """Return the candidates that `candidates` names."""
     given_ids, given_tags = array_of("ids", ids), array_of("tags", tags)
     if isinstance(candidates, str) and candidates.startswith(_TABLE):
         return of_table(checkpoint, candidates.removeprefix(_TABLE), given_ids, given_tags)
@@ -256,11 +244,7 @@ def _batches(
         return made[0]
 
     built = Tower(checkpoint, tower)
-    if options.engine != "ray":
-        return of_tower(built, parts[0], made)
-    from tpuembed.retrieval.ray_towers import on_ray
-
-    return on_ray(built, candidates, checkpoint_options, parts[0], made, options)
+    return of_tower(built, parts[0])
 
 
 @dataclasses.dataclass(frozen=True)

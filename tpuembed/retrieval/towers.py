@@ -1,10 +1,6 @@
 """Runs a tower of a checkpoint: its model looks up rows in the checkpoint's files, and no table is in memory."""
 
-import hashlib
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -27,13 +23,6 @@ from tpuembed.vocabulary import Vocabulary
 __all__ = ["Tower", "only_output"]
 
 _MOST_WHOLE_BYTES: Final = 256 << 20
-_ROWS: Final = "tpuembed_rows_of_table_"
-_PY_FUNC: Final = "PyFuncStateless"
-_READS_FILES: Final = frozenset({"MatchingFiles", "ReadFile"})
-_READS_VARIABLES: Final = frozenset(
-    {"Assert", "Case", "If", "ReadVariableOp", "ResourceGather", "ResourceGatherNd", "StatefulPartitionedCall", "While"}
-)
-"""Operations with a state whose results follow from their inputs and from variables."""
 
 
 class _CheckpointTables(StackedTables):
@@ -60,8 +49,7 @@ class _CheckpointTables(StackedTables):
     def gather(self, stack: str, ids: Any) -> Any:
         """Return float32 [*shape, dim] for int64 `ids` of that shape, rows of the table `stack`."""
         info = self._available[stack]
-        with tf.name_scope(f"{_ROWS}{sorted(self._available).index(stack)}"):
-            rows = tf.numpy_function(lambda ids: self._rows(stack, ids), [ids], tf.float32, stateful=False)
+        rows = tf.numpy_function(lambda ids: self._rows(stack, ids), [ids], tf.float32, stateful=False)
         rows.set_shape([*ids.shape, info.dim] if ids.shape.rank is not None else None)
         return rows
 
@@ -92,11 +80,7 @@ class _CheckpointTables(StackedTables):
 
 
 class Tower:
-    """A model of the checkpoint with one output, a vector for each row.
-
-    Attributes:
-        checkpoint: whose rows and weights it has.
-    """
+    """A model of a checkpoint with one output, a vector for each row."""
 
     def __init__(self, checkpoint: Checkpoint, factory: str | Factory) -> None:
         """Build the model, and restore its dense weights by name. Weights of other parts of the saved model are left out.
@@ -109,7 +93,7 @@ class Tower:
         self._model.compare_vocabularies(checkpoint.path, tables.given_names(checkpoint))
         restore_dense_weights(self._model.model, checkpoint, tables.required, allow_unused_weights=True, made=made)
         tables.open(quantization_of(checkpoint.layer_config, tables.quantization))
-        self._tables, self.checkpoint = tables, checkpoint
+        self._tables, self._checkpoint = tables, checkpoint
 
     @property
     def input_names(self) -> frozenset[str]:
@@ -122,74 +106,25 @@ class Tower:
         Raises:
             ConfigError: an input is missing, or the model does not make one vector of each row.
         """
-        try:
-            found: npt.NDArray[np.float32] = self._run(self.tensors(inputs)).numpy()
-        except tf.errors.InvalidArgumentError as error:
-            raise ConfigError(f"the tower failed: {' '.join(error.message.split())}") from None
-        return found
-
-    def tensors(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model's inputs among `inputs`, as tensors of its types.
-
-        Raises:
-            ConfigError: one is missing.
-        """
         specs, special = self._model.input_specs(), tf.RaggedTensor | tf.SparseTensor
         if missing := sorted(specs.keys() - inputs.keys()):
             raise ConfigError(
                 f"inputs: the model takes {missing[0]!r}, which is not among {', '.join(sorted(inputs))}. Add it."
             )
-        return {
-            name: inputs[name]
-            if isinstance(inputs[name], special)
-            else tf.convert_to_tensor(inputs[name])
-            if spec.dtype == tf.string
-            else tf.cast(inputs[name], spec.dtype)
-            for name, spec in specs.items()
-        }
-
-    def _run(self, inputs: Mapping[str, Any]) -> Any:
-        special = tf.RaggedTensor | tf.SparseTensor
-        others = {name: value for name, value in inputs.items() if isinstance(value, special)}
-        plain = {name: value for name, value in inputs.items() if name not in others}
-        return only_output(self._model.outputs(self._model.decode(plain, others)))
-
-    def digest(self, inputs: Mapping[str, Any]) -> bytes:
-        """Return a digest of all that the vectors of these `inputs` depend on but for the tower, 32 bytes."""
-        found = hashlib.sha256()
-        for name, value in sorted(self.tensors(inputs).items()):
-            for part in (name, *tf.nest.flatten(value, expand_composites=True)):
-                found.update(tf.io.serialize_tensor(part).numpy())
-        return found.digest()
-
-    def identity(self, inputs: Mapping[str, Any]) -> str:
-        """Return what two towers share only if they make the same vectors: graph, weights, checkpoint. "" if it cannot be proven.
-
-        Args:
-            inputs: some, for the graph's trace.
-        """
+        others = {name: inputs[name] for name in specs if isinstance(inputs[name], special)}
         try:
-            traced = tf.function(self._run).get_concrete_function(self.tensors(inputs))
-        except Exception:  # a model may run where it cannot be traced
-            return ""
-        graph = traced.graph.as_graph_def()
-        functions = {function.signature.name: function for function in graph.library.function}
-        nodes = [*graph.node, *(node for function in functions.values() for node in function.node_def)]
-        if not all(_is_known(traced.graph, node) for node in nodes):
-            return ""
-        results = [each.name for each in traced.graph.outputs]
-        found = hashlib.sha256(_structure(graph.node, [], results, functions))
-        variables = {id(variable.handle): variable for variable in traced.graph.variables}
-        for tensor, _ in traced.graph.captures:
-            value = variables.get(id(tensor), tensor)
-            if value.dtype in (tf.resource, tf.variant):  # a hash table, for one
-                return ""
-            found.update(tf.io.serialize_tensor(tf.convert_to_tensor(value)).numpy())
-        quantized = {name: repr(config) for name, config in sorted(self._tables.quantization.items())}
-        options = json.dumps(dict(self.checkpoint.options), sort_keys=True)
-        tables = sorted(self.checkpoint.tables())
-        read = [self.checkpoint.fingerprint(), options, tables, quantized]
-        return json.dumps([*read, found.hexdigest(), tf.__version__, version("tpuembed")])
+            plain = {
+                name: tf.convert_to_tensor(inputs[name])
+                if spec.dtype == tf.string
+                else tf.cast(inputs[name], spec.dtype)
+                for name, spec in specs.items()
+                if name not in others
+            }
+            outputs = self._model.outputs(self._model.decode(plain, others))
+            found: npt.NDArray[np.float32] = only_output(outputs).numpy()
+        except tf.errors.InvalidArgumentError as error:
+            raise ConfigError(f"the tower failed: {' '.join(error.message.split())}") from None
+        return found
 
     def own_rows(self, count: int) -> dict[str, Any] | None:
         """Return inputs for `count` rows of the table that the model looks up in, if it has one input and one table."""
@@ -198,65 +133,13 @@ class Tower:
             return None
         ((name, spec),), table = specs.items(), tables[0]
         vocabulary = self._tables.vocabularies.get(table)
-        rows = self.checkpoint.tables()[table].rows if vocabulary is None else vocabulary.rows
+        rows = self._checkpoint.tables()[table].rows if vocabulary is None else vocabulary.rows
         chosen = np.random.default_rng(1).choice(rows, min(rows, count), replace=False)
         values = list(chosen) if vocabulary is None else [one for one in vocabulary.names(chosen) if one is not None]
         if not values or spec.shape.rank not in (1, 2) or isinstance(values[0], bytes) != (spec.dtype == tf.string):
             return None
         array = np.array(values, object if isinstance(values[0], bytes) else None)  # NULs at the ends of names stay
         return {name: array.reshape([-1, 1] if spec.shape.rank == 2 else [-1])}
-
-
-def _structure(nodes: Any, arguments: Sequence[str], results: Iterable[str], functions: Mapping[str, Any]) -> bytes:
-    """Return what graphs have in common if they compute the same, whatever the names of their nodes.
-
-    Args:
-        nodes: NodeDefs, in order.
-        arguments: names of a function's arguments.
-        results: what a function returns, in order.
-        functions: FunctionDefs by name, which nodes call.
-    """
-    numbers = {name: number for number, name in enumerate([*arguments, *(node.name for node in nodes)])}
-
-    def place(given: str) -> str:
-        name, colon, output = given.lstrip("^").partition(":")
-        return f"{'^' * given.startswith('^')}{numbers[name]}{colon}{output}"
-
-    def called(name: str) -> str:
-        function = functions.get(name)
-        if function is None:
-            return name
-        own = [each.name for each in function.signature.input_arg]
-        out = [function.ret[each.name] for each in function.signature.output_arg]
-        return _structure(function.node_def, own, out, functions).hex()
-
-    parts: list[Any] = []
-    for node in nodes:
-        parts.append([node.op, [place(each) for each in node.input], _table_of(node)])
-        for key, value in sorted(node.attr.items()):
-            if key.startswith("_") or (node.op, key) == (_PY_FUNC, "token"):
-                continue  # a hint, or a number that is another one in each process
-            if value.HasField("func"):
-                parts.append([key, called(value.func.name)])
-            elif value.list.func:
-                parts.append([key, [called(each.name) for each in value.list.func]])
-            else:
-                parts.append([key, value.SerializeToString(deterministic=True).hex()])
-    return hashlib.sha256(json.dumps([len(arguments), parts, [place(each) for each in results]]).encode()).digest()
-
-
-def _is_known(graph: Any, node: Any) -> bool:
-    """Return True if what a node returns follows from its inputs, variables and the checkpoint."""
-    if "PyFunc" in node.op:
-        return _table_of(node) is not None
-    definition = graph.op_def_for_type(node.op)
-    return node.op not in _READS_FILES and (not definition.is_stateful or node.op in _READS_VARIABLES)
-
-
-def _table_of(node: Any) -> int | None:
-    """Return the number of the table whose rows a node reads; None for another node."""
-    found = re.search(rf"(?:^|/){_ROWS}(\d+)(?:_\d+)?/", node.name) if node.op == _PY_FUNC else None
-    return int(found[1]) if found else None
 
 
 def only_output(outputs: Mapping[str, Any]) -> Any:

@@ -352,11 +352,10 @@ def abandoned(model_dir: Path, kind: str = "[0-9]") -> Iterator[tuple[Path, int]
 
 
 @contextlib.contextmanager
-def temporary_staging(folder: Path, kind: str, name: str, *, kept: str = "") -> Iterator[Path]:
+def temporary_staging(folder: Path, kind: str, name: str) -> Iterator[Path]:
     """Yield a new staging folder in `folder` that no other process removes. It is removed at the end.
 
-    Those of this `kind` whose processes were killed are removed now. Their newest file of the name `kept` moves into the new
-    folder. It stays in this folder if the context ends with an error.
+    Those of this `kind` whose processes were killed are removed now.
     """
     with locked(folder):
         left = dict(abandoned(folder, f"{kind}-"))
@@ -364,24 +363,12 @@ def temporary_staging(folder: Path, kind: str, name: str, *, kept: str = "") -> 
         staging.mkdir()
         lock = lock_folder(staging)
     try:
-        files = [path / kept for path in left if kept and (path / kept).is_file()]
-        if files:
-            max(files, key=lambda path: path.stat().st_mtime).rename(staging / kept)
         for path, its_lock in left.items():
             shutil.rmtree(path, ignore_errors=True)
             os.close(its_lock)
         yield staging
-    except BaseException:
-        if kept and (staging / kept).is_file():
-            for path in staging.iterdir():
-                if path.name != kept:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-        else:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
-    else:
-        shutil.rmtree(staging, ignore_errors=True)
     finally:
+        shutil.rmtree(staging, ignore_errors=True)
         os.close(lock)
 
 

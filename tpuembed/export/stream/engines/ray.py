@@ -26,10 +26,12 @@ from tpuembed.export.stream.batch import Failure, flush_batch, run_batch
 from tpuembed.export.stream.engines.protocol import Engine
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target, ignore
 
-__all__ = ["RETRIES", "Head", "MayPassError", "RayEngine", "connected", "reply_of"]
+__all__ = ["RayEngine"]
 
-RETRIES: Final = 3
+_RETRIES: Final = 3
 _CONNECT_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 5.0
+"""How long to wait for a task before the head is checked."""
 _SILENT_SECONDS: Final = 30.0
 """Half of the time that Ray allows for a head to come back."""
 _QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "error"}
@@ -54,8 +56,8 @@ class RayEngine(Engine):
         on_progress: Callable[[int], None] = ignore,
     ) -> list[ShardResult]:
         """See Engine.run. Progress is reported per batch."""
-        with connected(self._address) as ray:
-            run = ray.remote(num_cpus=1, max_retries=RETRIES, retry_exceptions=[MayPassError])(_run)
+        with _connected(self._address) as ray:
+            run = ray.remote(num_cpus=1, max_retries=_RETRIES, retry_exceptions=[_MayPassError])(_run)
             results = list[ShardResult]()
             for result in _results(ray, run, tasks, source, writer, self._workers):
                 results.append(result)
@@ -64,7 +66,7 @@ class RayEngine(Engine):
         return sorted(results, key=lambda result: result.index)
 
 
-class MayPassError(Exception):
+class _MayPassError(Exception):
     """Raised in a worker to make Ray retry the task."""
 
 
@@ -77,7 +79,7 @@ def _run(fields: Sequence[Mapping[str, Any]], target: Mapping[str, Any], source:
     except Exception as error:
         failure = Failure.of(error)
         if failure.may_pass:
-            raise MayPassError(failure.message) from None
+            raise _MayPassError(failure.message) from None
         return {"failure": dataclasses.asdict(failure)}
     return {"results": [dataclasses.asdict(result) for result in results]}
 
@@ -94,11 +96,11 @@ def _results(
             for batch in islice(waiting, count)
         }
 
-    head = Head(ray.get_runtime_context().gcs_address)
+    head = _Head(ray.get_runtime_context().gcs_address)
     running = submit(at_once)
     try:
         while running:
-            done, _ = ray.wait(list(running), num_returns=1, timeout=Head.LOOK_SECONDS)
+            done, _ = ray.wait(list(running), num_returns=1, timeout=_LOOK_SECONDS)
             if not done:
                 head.check()
             for reference in done:
@@ -109,11 +111,8 @@ def _results(
             ray.cancel(reference, force=True)
 
 
-class Head:
+class _Head:
     """Watches the cluster's head. Without this, Ray ends this process after the head has been gone for a minute."""
-
-    LOOK_SECONDS: Final = 5.0
-    """How long to wait for a task before the next `check`."""
 
     def __init__(self, address: str) -> None:
         self._address, self._silent_since = address, 0.0
@@ -133,24 +132,20 @@ class Head:
 
     def _answers(self) -> bool:
         try:
-            _reach(self._address, self.LOOK_SECONDS)
+            _reach(self._address, _LOOK_SECONDS)
         except OSError:
             return False
         return True
 
 
 def _result(ray: Any, reference: Any, task: Batch, hint: str) -> list[ShardResult]:
-    return [ShardResult(**result) for result in reply_of(ray, reference, task, hint)["results"]]
-
-
-def reply_of(ray: Any, reference: Any, task: object, hint: str = "") -> dict[str, Any]:
-    """Return what the task behind `reference` returned.
+    """Return the results of the task behind `reference`.
 
     Args:
         ray: the module.
-        reference: of a dict. It has the key "failure" if the task failed, see `Failure`.
+        reference: of what `_run` returned.
         task: begins the messages of errors.
-        hint: ends that of a file that a node cannot find.
+        hint: ends the message about a file that a node cannot find; may be empty.
 
     Raises:
         WorkerError: Ray lost the task's workers too often.
@@ -159,22 +154,22 @@ def reply_of(ray: Any, reference: Any, task: object, hint: str = "") -> dict[str
     try:
         reply: dict[str, Any] = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        said = str(error.cause) if isinstance(error.cause, MayPassError) else f"{task}: {one_line(error.cause)}"
-        raise ExportError(f"{said.removesuffix('.')}. It failed {RETRIES + 1} times.") from None
+        said = str(error.cause) if isinstance(error.cause, _MayPassError) else f"{task}: {one_line(error.cause)}"
+        raise ExportError(f"{said.removesuffix('.')}. It failed {_RETRIES + 1} times.") from None
     except ray.exceptions.RayError as error:
         raise WorkerError(
-            f"{task}: Ray lost it {RETRIES + 1} times: {one_line(error)}. Check the cluster's nodes."
+            f"{task}: Ray lost it {_RETRIES + 1} times: {one_line(error)}. Check the cluster's nodes."
         ) from None
     if "failure" in reply:
         failed = Failure(**reply["failure"]).error(task)
         if hint and isinstance(failed, ExportError) and "No such file" in str(failed):
             failed.args = (f"{str(failed).removesuffix('.')}. {hint}",)
         raise failed
-    return reply
+    return [ShardResult(**result) for result in reply["results"]]
 
 
 @contextlib.contextmanager
-def connected(address: str | None) -> Iterator[Any]:
+def _connected(address: str | None) -> Iterator[Any]:
     """Connect to Ray. At the end, stop what was started here, and leave an existing connection open.
 
     Raises:
