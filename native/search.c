@@ -20,11 +20,9 @@ typedef float quarter __attribute__((vector_size(4 * sizeof(float))));
 /* All fields have 8 bytes, so that every compiler and ctypes agree on the layout. */
 
 struct index {
-    const unsigned char *rows; /* stored rows of row_bytes each */
-    const int64_t *places;     /* of each row; NULL if row n is place n */
+    const unsigned char *rows; /* stored rows of row_bytes each: row n is the candidate at place n */
     const int64_t *ids;        /* by place; -1 is a place without a candidate */
     const uint64_t *tags;      /* by place; NULL if there are none */
-    const uint64_t *replaced;  /* bit n % 32 of word n / 32: row n is not searched; NULL if all are. See OverlayEntry */
     int64_t storage, dim, row_bytes;
 };
 
@@ -95,12 +93,10 @@ INLINE void search_rows(
     int64_t stop) {
     float scores[ROWS];
     for (int64_t row = 0; row < stop - start; row++) scores[row] = dot(values + row * index->dim, query, index->dim);
-    for (int64_t row = start; row < stop; row++) {
-        float score = scores[row - start];
+    for (int64_t place = start; place < stop; place++) {
+        float score = scores[place - start];
         if (best->size == best->most && !(score >= best->scores[0])) continue;
         if (!(score > -INFINITY)) continue;
-        if (index->replaced != NULL && index->replaced[row / 32] >> (row % 32) & 1) continue;
-        int64_t place = index->places == NULL ? row : index->places[row];
         if (index->ids[place] == -1) continue;
         if (wanted && (index->tags == NULL || (index->tags[place] & wanted) != wanted)) continue;
         offer(best, score, place);

@@ -30,7 +30,7 @@ class SearchIndex(ctypes.Structure):
     """`struct index` of search.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("rows", "places", "ids", "tags", "replaced")),
+        *((name, ctypes.c_void_p) for name in ("rows", "ids", "tags")),
         *((name, ctypes.c_int64) for name in ("storage", "dim", "row_bytes")),
     ]
 
@@ -98,18 +98,15 @@ class NativeSearch:
             name: np.asarray(array.view(types.get(name, np.int64))) for name, array in arrays.items()
         }
         whole = next(array for array in manifest.arrays if array.file == stack.file)
-        self._rows = [mapped_array(version_dir, whole)]
-        ids, tags = self._arrays["ids"].ctypes.data, self._arrays["tags"].ctypes.data if entry.has_tags else None
-        form = STORAGE_TYPES.index(stack.storage), stack.dim, stack.row_bytes
-        replaced = None
-        self._count, self._fresh_count = stack.file_rows, 0
-        if stack.overlay is not None:
-            self._rows += [mapped_array(version_dir, array) for array in (stack.overlay.rows, stack.overlay.words)]
-            replaced, self._fresh_count = self._rows[2].ctypes.data, stack.overlay.rows.rows
-        self._index = SearchIndex(self._rows[0].ctypes.data, None, ids, tags, replaced, *form)
-        if self._fresh_count:
-            fresh = self._arrays["fresh"].ctypes.data
-            self._fresh = SearchIndex(self._rows[1].ctypes.data, fresh, ids, tags, None, *form)
+        self._rows, self._count = mapped_array(version_dir, whole), stack.rows
+        self._index = SearchIndex(
+            self._rows.ctypes.data,
+            self._arrays["ids"].ctypes.data,
+            self._arrays["tags"].ctypes.data if entry.has_tags else None,
+            STORAGE_TYPES.index(stack.storage),
+            stack.dim,
+            stack.row_bytes,
+        )
         if entry.index == "ivf":
             self._centroids = np.array(self._arrays["centroids"].reshape(entry.partitions, self.dim))
             first_rows = self._arrays["first_blocks"] * entry.block_rows
@@ -145,13 +142,7 @@ class NativeSearch:
                 search_ranges(self._index, queries[one], some, ranges[number], scores[one], places[one])
                 if places[number, -1] < 0 and self.entry.nprobe < self.entry.partitions:
                     search_ranges(self._index, queries[one], some, everything, scores[one], places[one])
-        if not self._fresh_count:
-            return scores, places
-        others = np.empty_like(scores), np.empty_like(places)
-        search_ranges(self._fresh, queries, wanted, np.array([[0, self._fresh_count]]), *others)
-        scores, places = np.concatenate([scores, others[0]], 1), np.concatenate([places, others[1]], 1)
-        best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-        return np.take_along_axis(scores, best, 1), np.take_along_axis(places, best, 1)
+        return scores, places
 
     def ids(self, places: Array) -> Array:
         """Return the ids of candidates, int64, or bytes in an array of dtype object; -1 or b"" for the place -1."""

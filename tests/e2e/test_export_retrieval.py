@@ -16,7 +16,8 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_retrieval
+from tests.support.messages import refused
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_retrieval, export_saved_model
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, UnknownTableError
 from tpuembed.manifest import Manifest, RetrievalEntry
@@ -392,6 +393,7 @@ def wrong(**changed: Any) -> dict[str, Any]:
         (wrong(min_recall=1.5), "at most 1"),
         (wrong(index="exact", queries={"user": [1]}), "this one is exact"),
         (wrong(rows={"users": (0, 9)}), "Leave rows out"),
+        (wrong(base="latest"), "export_retrieval: unknown key 'base'"),
     ],
 )
 def test_wrong_arguments_are_refused_and_nothing_is_left(
@@ -406,6 +408,15 @@ def test_wrong_arguments_are_refused_and_nothing_is_left(
 def test_an_unknown_table_is_named(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UnknownTableError, match="film"):
         export_retrieval(trained.prefix, tmp_path / "m", query=query, candidates="table:film", k=2)
+
+
+def test_a_retrieval_is_no_base(trained: Trained, tmp_path: Path) -> None:
+    export_retrieval(trained.prefix, tmp_path / "m", query=query, candidates=trained.films, k=3)
+    with refused(ConfigError):
+        export_saved_model(
+            trained.prefix, tmp_path / "m", model=query, base="latest", allow_unused_weights=True, layout="mmap"
+        )
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["1"]
 
 
 @pytest.mark.nightly

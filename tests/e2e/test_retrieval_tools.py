@@ -117,20 +117,3 @@ def test_what_has_no_recall_is_refused(exports: Exports, tmp_path: Path) -> None
         measure_recall(version, min_recall=2)
     with pytest.raises(ConfigError, match="cannot answer them"):
         measure_recall(version, queries=np.array([USERS]))
-
-
-def test_options_of_a_retrieval_need_one(exports: Exports, tmp_path: Path) -> None:
-    end = ["--model", f"{__name__}:query", "--retrieve-from", "table:users"]
-    for arguments, says in (
-        (["--k", "5"], "--k needs --retrieve-from"),
-        (["--retrieve-from", "table:users"], "--retrieve-from needs --model"),
-        ([*end, "--table", "users"], "--table: an export with --retrieve-from does not have it"),
-        ([*end, "--dry-run"], "has no plan before it has read the candidates"),
-        ([*end, "--rows", "users=0:9"], "Leave rows out"),
-        ([*end, "--index", "exact", "--queries", "no.npy"], "this one is exact"),
-    ):
-        done = run_command("export", exports.prefix, str(tmp_path / "m"), *arguments)
-        assert says in done.stderr
-        assert not (tmp_path / "m").exists()
-    done = run_command("export", exports.prefix, str(tmp_path / "m"), *end, "--k", "3", "--metric", "cosine")
-    assert f"{USERS} candidates, the best 3 by cosine, index exact" in done.stdout

@@ -11,10 +11,12 @@ from tpuembed.export.plan.planner import DEFAULT_MAX_MEMORY_BYTES, RowRanges
 from tpuembed.export.storage.formats import Storage
 from tpuembed.files import FilePath
 
-__all__ = ["DEFAULT_MAX_OVERLAY", "LATEST", "BaseOption", "ExportOptions"]
+__all__ = ["DEFAULT_MAX_OVERLAY", "LATEST", "OVERLAY_OPTIONS", "BaseOption", "ExportOptions"]
 
 DEFAULT_MAX_OVERLAY: Final = 0.15
 LATEST: Final = "latest"
+OVERLAY_OPTIONS: Final = ("base", "max_overlay", "delta_to", "sign_key")
+"""Names of the options that an export without overlays does not take."""
 
 BaseOption = Literal["latest"] | int
 """The base of an overlay: the newest complete version, or a number."""

@@ -36,7 +36,7 @@ from tpuembed.manifest import HistoryEntry
 if TYPE_CHECKING:  # that module imports TensorFlow
     from tpuembed.export.graph.saved_model import SavedGraph
 
-__all__ = ["Progress", "check_needs_version", "check_target", "make_plan", "run_export", "source_of"]
+__all__ = ["Progress", "check_target", "make_plan", "run_export", "source_of"]
 
 Progress = Callable[[int, int], None]
 
@@ -120,14 +120,12 @@ def run_export(
     source: Source | None = None,
     engine: Engine | None = None,
     on_progress: Progress | None = None,
-    instead: "Callable[[], tuple[Checkpoint, ExportRequest, Source]] | None" = None,
     facts: Mapping[str, str] | None = None,
 ) -> ExportReport:
     """Export `request` of `checkpoint` into `model_dir`.
 
     Args:
         source: the source that the engine's tasks open; None for the checkpoint's own path.
-        instead: returns what to export if a full version has to be written in place of an overlay; None for the same.
         engine: None for the one that `options` names.
         facts: more of the manifest's `source`.
 
@@ -146,12 +144,6 @@ def run_export(
     done = None
     if options.base is not None:
         done = _overlay(checkpoint, request, plan, model_dir, options, source, bound, facts, histories, on_progress)
-        if done is None and instead is not None:
-            checkpoint, request, source = instead()
-            full = dataclasses.replace(options, base=None, max_overlay=None)
-            return run_export(
-                checkpoint, request, model_dir, full, source=source, engine=engine, on_progress=on_progress
-            )
     if done is None:
         writer = choose_writer(model_dir, plan, options, source)
         writer.check()
@@ -248,7 +240,7 @@ def _overlay(
                 check_unchanged(checkpoint, source)
                 path = assemble(writer, streamed, graph, facts, histories)
                 return _Done(path, streamed, graph, found.rows, found.rows_compared)
-    check_needs_version(options, reason)
+    _check_needs_version(options, reason)
     warn(f"base {options.base}: {reason}. Writing a full version.")
     return None
 
@@ -288,12 +280,12 @@ def check_target(
         if base is not None and not reason:
             OverlayWriter(folder, plan, options, source, base).check()
             return dataclasses.replace(plan, base=base.number)
-        check_needs_version(options, reason)
+        _check_needs_version(options, reason)
     choose_writer(model_dir, plan, options, source).check()
     return plan
 
 
-def check_needs_version(options: ExportOptions, reason: str) -> None:
+def _check_needs_version(options: ExportOptions, reason: str) -> None:
     """Raise ExportError if the export, which can be no overlay for `reason`, was to write a package."""
     if options.delta_to is not None:
         raise ExportError(
@@ -320,6 +312,10 @@ def _find_base(
     base = find_base(folder, options.base)
     if isinstance(base, str):
         return folder, None, base
+    if base.manifest.retrieval is not None:
+        raise ConfigError(
+            f"base {options.base}: version {base.path} is a retrieval, which has no overlays. Leave base out for a full version."
+        )
     if request.is_model == bool(base.manifest.features):
         mine, other = ("a whole model", "lookups only") if request.is_model else ("lookups only", "a whole model")
         raise ConfigError(

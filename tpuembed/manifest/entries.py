@@ -316,9 +316,7 @@ class RetrievalEntry:
             padding. Of strings it has numbers n, and string n is the bytes from offsets[n] to offsets[n + 1] of `names`: `offsets`,
             int64 [candidates + 1], and `names`, uint8. With tags `tags`, int64 [places], the bits of a uint64. Of an index "ivf"
             `centroids`, float32 [partitions, dim], and `first_blocks`, int64 [partitions + 1]: the blocks of partition p are those
-            from first_blocks[p] to before first_blocks[p + 1]; of an overlay, perhaps fewer than it has, because new candidates
-            are in no partition. And of an overlay `fresh`, int64 [rows of the overlay]: their places. These rows are searched
-            too, all of them. In layout variables they are variables, and this is empty.
+            from first_blocks[p] to before first_blocks[p + 1]. In layout variables they are variables, and this is empty.
     """
 
     table: str

@@ -351,7 +351,7 @@ def _check_retrieval(entry: RetrievalEntry, tables: Iterable[TableEntry], stacks
     """Raise ConfigError unless the candidates are all rows of a stack, and each array of the index has its size."""
     table = next((table for table in tables if table.name == entry.table), None)
     stack = next((stack for stack in stacks if table is not None and stack.name == table.stack), None)
-    if table is None or stack is None or table.rows != stack.rows or stack.rows % entry.block_rows:
+    if table is None or stack is None or stack.overlay or table.rows != stack.rows or stack.rows % entry.block_rows:
         raise ConfigError(
             f"retrieval: table {entry.table!r} does not have a stack of its own, of whole blocks of {entry.block_rows} rows."
         )
@@ -361,8 +361,6 @@ def _check_retrieval(entry: RetrievalEntry, tables: Iterable[TableEntry], stacks
     shapes |= {"tags": (stack.rows, 8)} if entry.has_tags else {}
     if entry.index == "ivf":
         shapes |= {"centroids": (entry.partitions, 4 * table.dim), "first_blocks": (entry.partitions + 1, 8)}
-    if stack.overlay is not None:
-        shapes["fresh"] = (stack.overlay.rows.rows, 8)
     if entry.ids == "string":
         shapes |= {"offsets": (entry.candidates + 1, 8), "names": (entry.arrays["names"].rows, 1)}
     if shapes.keys() != entry.arrays.keys():

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:  # that module imports TensorFlow
 __all__ = ["CandidateBatch", "Candidates", "array_of", "collect", "of_array", "of_table", "of_tower"]
 
 _BATCH_BYTES: Final = 8 << 20
-_IDS_AT_ONCE: Final = 1 << 18
 
 Ids = Any
 """int64 [n], or a list of n bytes."""
@@ -78,17 +76,6 @@ class Candidates:
         path = self.folder / "ids"
         kind = np.int64 if self.dtype == "int64" else np.uint8
         return np.memmap(path, kind, "r") if path.stat().st_size else np.empty(0, kind)
-
-    def batches_of_ids(self) -> Iterator[Ids]:
-        """Yield the ids: int64 [n], or bytes."""
-        for start in range(0, self.count, _IDS_AT_ONCE):
-            stop = min(start + _IDS_AT_ONCE, self.count)
-            if self.dtype == "int64":
-                yield np.array(self.ids[start:stop])
-            else:
-                ends = self.offsets[start : stop + 1] - self.offsets[start]
-                text = self.ids[self.offsets[start] : self.offsets[stop]].tobytes()
-                yield [text[one:end] for one, end in pairwise(ends)]
 
     @property
     def offsets(self) -> npt.NDArray[np.int64]:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,20 +14,18 @@ import numpy.typing as npt
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
-from tpuembed.errors import ConfigError, reason, warn
+from tpuembed.errors import ConfigError, reason
 from tpuembed.export.graph.roots import naming_roots
-from tpuembed.export.options import BaseOption, ExportOptions
-from tpuembed.export.overlay.base import find_base
+from tpuembed.export.options import OVERLAY_OPTIONS, ExportOptions
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import temporary_staging
 from tpuembed.export.publish.version_writer import naming_model_dir
 from tpuembed.export.report import ExportReport
-from tpuembed.export.run import Progress, check_needs_version, run_export, source_of
-from tpuembed.export.stream.shard import Source, check_unchanged
+from tpuembed.export.run import Progress, run_export, source_of
+from tpuembed.export.stream.shard import check_unchanged
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import RetrievalEntry
 from tpuembed.retrieval.candidates import CandidateBatch, Candidates, array_of, collect, of_array, of_table, of_tower
-from tpuembed.retrieval.opened import OpenedRetrieval, open_retrieval
 from tpuembed.retrieval.partitions import (
     BLOCK_ROWS,
     CENTROID_ROWS,
@@ -38,7 +36,7 @@ from tpuembed.retrieval.partitions import (
     in_order,
 )
 from tpuembed.retrieval.reader import ORDER, WithCandidates
-from tpuembed.retrieval.recall import QUERIES, check_recall, inputs_of, measured, sample_of
+from tpuembed.retrieval.recall import QUERIES, check_recall, inputs_of, measured
 
 if TYPE_CHECKING:
     from tpuembed.export.graph.keras_model import Factory
@@ -102,9 +100,8 @@ def export_retrieval(
             1. The number of partitions to search is chosen for it. None is 0.95.
         on_progress: called with (bytes done, bytes in total) of the tables and the candidates.
         checkpoint_options: further arguments of `open_checkpoint`.
-        options: as `export_saved_model` takes them. The candidates are the table "candidates" in `storage`. With `base`, candidates
-            of its ids keep their places, and those that are new or have another vector are searched one by one, beside the
-            partitions. The partitions and their recall are the base's: `queries` and another `min_recall` are for full versions.
+        options: as `export_saved_model` takes them, but for those of overlays: each version has a full index. The candidates are
+            the table "candidates" in `storage`.
 
     Raises:
         TpuEmbedError: the export failed, and nothing was published.
@@ -113,7 +110,7 @@ def export_retrieval(
     check_choice("index", index, _INDEXES)
     check_choice("metric", metric, _METRICS)
     check_recall(min_recall)
-    chosen = ExportOptions.of("export_retrieval", options, others=_OWN_OPTIONS)
+    chosen = ExportOptions.of("export_retrieval", options, without=OVERLAY_OPTIONS, others=_OWN_OPTIONS)
     if chosen.rows:
         raise ConfigError("rows: a retrieval has the whole tables of its query. Leave rows out.")
     with (
@@ -122,70 +119,21 @@ def export_retrieval(
         _working_folder(model_dir) as folder,
     ):
         source = source_of(opened)  # before anything is read
-        batches = _batches(opened, candidates, ids, tags)
-        found = collect(batches, folder, is_cosine=metric == "cosine")
+        found = collect(_batches(opened, candidates, ids, tags), folder, is_cosine=metric == "cosine")
         check_unchanged(opened, source)
         table = "candidates" if "candidates" not in opened.tables() else "candidates_index"
-        recall = _MIN_RECALL if min_recall is None else min_recall
-
-        def joined(made: _Index) -> tuple[WithCandidates, _Request, Source]:
-            made = dataclasses.replace(made, entry=dataclasses.replace(made.entry, table=table, metric=metric))
-            what = f"{found.digest} {made.entry.index} {made.entry.partitions}"
-            tables = WithCandidates(opened, table, folder, found.dim, what)
-            return tables, _Request(tables, query, made), tables.source(source.fingerprint)
-
-        def anew() -> tuple[WithCandidates, _Request, Source]:
-            made = _Index.of(found, index, k, chosen.max_memory_bytes)
-            if made.entry.index == "ivf":
-                made = made.tuned(opened, query, queries, metric, recall)
-            elif queries is not None:
-                raise ConfigError(
-                    'queries: they measure the recall of an index "ivf", and this one is exact. Leave them out.'
-                )
-            return joined(made)
-
-        base = _base_of(model_dir, chosen.base, lambda entry: _unlike(entry, found, k, index, metric, min_recall))
-        if isinstance(base, str):
-            check_needs_version(chosen, base)
-            warn(f"base {chosen.base}: {base}. Writing a full version.")
-            chosen, base = dataclasses.replace(chosen, base=None, max_overlay=None), None
-        tables, request, streamed = anew() if base is None else joined(_Index.on(base, found, k))
-        return run_export(
-            tables,
-            request,
-            model_dir,
-            chosen,
-            source=streamed,
-            on_progress=on_progress,
-            instead=None if base is None else anew,
-        )
-
-
-def _base_of(
-    model_dir: str | FilePath, base: BaseOption | None, unlike: Callable[[RetrievalEntry], str]
-) -> OpenedRetrieval | str | None:
-    """Return the retrieval that the export is an overlay of, or why it cannot be one. None if there is no base with candidates."""
-    path = as_path(model_dir)
-    found = find_base(path, base) if base is not None and isinstance(path, Path) else ""
-    if isinstance(found, str) or found.manifest.retrieval is None:
-        return None
-    if reason := unlike(found.manifest.retrieval):
-        return reason
-    with open_retrieval(found.path) as opened:
-        return opened
-
-
-def _unlike(entry: RetrievalEntry, found: Candidates, k: int, index: str, metric: str, min_recall: float | None) -> str:
-    """Return "" if candidates keep their places, and partitions what was measured of them. Else return what differs."""
-    pairs: list[tuple[str, Any, Any]] = [
-        ("metric", entry.metric, metric),
-        ("type of ids", entry.ids, found.dtype),
-        ("index", entry.index, entry.index if index == "auto" else index),
-    ]
-    if entry.index == "ivf":
-        wanted = entry.min_recall if min_recall is None else min_recall
-        pairs += [("k", entry.k, k), ("min_recall", entry.min_recall, wanted)]
-    return next((f"its {what} is {old}, and that of the export is {new}" for what, old, new in pairs if old != new), "")
+        made = _Index.of(found, table, index, k, metric, chosen.max_memory_bytes)
+        if made.entry.index == "ivf":
+            made = made.tuned(opened, query, queries, _MIN_RECALL if min_recall is None else min_recall)
+        elif queries is not None:
+            raise ConfigError(
+                'queries: they measure the recall of an index "ivf", and this one is exact. Leave them out.'
+            )
+        digest = f"{found.digest} {made.entry.index} {made.entry.partitions}"
+        tables = WithCandidates(opened, table, folder, found.dim, digest)
+        request = _Request(tables, query, made)
+        streamed = tables.source(source.fingerprint)
+        return run_export(tables, request, model_dir, chosen, source=streamed, on_progress=on_progress)
 
 
 @contextlib.contextmanager
@@ -257,14 +205,14 @@ class _Index:
     partitions: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, candidates: Candidates, index: str, k: int, max_memory: int) -> "_Index":
+    def of(cls, candidates: Candidates, table: str, index: str, k: int, metric: str, max_memory_bytes: int) -> "_Index":
         """Divide the candidates into partitions, or one for an exact index, and write their order."""
         kind = ("ivf" if candidates.count > _MOST_EXACT else "exact") if index == "auto" else index
         folder, count = candidates.folder, count_for(candidates.count) if kind == "ivf" else 1
         partitions = np.lib.format.open_memmap(folder / "partitions.npy", "w+", np.int32, (candidates.count,))
         arrays: dict[str, npt.NDArray[Any]] = {}
         if kind == "ivf":
-            most = max(count, max_memory // (4 * 4 * candidates.dim))
+            most = max(count, max_memory_bytes // (4 * 4 * candidates.dim))
             arrays["centroids"] = centroids_of(_sample(candidates, min(most, CENTROID_ROWS * count)), count)
             for start, vectors in candidates.batches():
                 partitions[start : start + len(vectors)] = assign(vectors, arrays["centroids"])
@@ -272,12 +220,17 @@ class _Index:
         order = np.memmap(folder / ORDER, np.int64, "r")
         if kind == "ivf":
             arrays["first_blocks"] = first
-        arrays |= _by_place(candidates, order)
+        if candidates.dtype == "int64":
+            arrays["ids"] = _placed(folder / "placed_ids", order, candidates.ids, -1)
+        else:
+            arrays |= {"ids": order, "names": candidates.ids, "offsets": candidates.offsets}
+        if candidates.has_tags:
+            arrays["tags"] = _placed(folder / "placed_tags", order, candidates.tags.view(np.int64), 0)
         entry = RetrievalEntry(
-            table="",
+            table=table,
             candidates=candidates.count,
             k=k,
-            metric="dot",
+            metric=metric,
             index=kind,
             ids=candidates.dtype,
             has_tags=candidates.has_tags,
@@ -287,41 +240,13 @@ class _Index:
         )
         return cls(candidates, entry, arrays, partitions)
 
-    @classmethod
-    def on(cls, base: OpenedRetrieval, candidates: Candidates, k: int) -> "_Index":
-        """Give candidates the places that their ids have in `base`, and new ones the places after its rows."""
-        folder = candidates.folder
-        places = base.places_of(candidates.batches_of_ids())
-        new = np.flatnonzero(places < 0)
-        places[new] = base.rows + np.arange(len(new))
-        rows = base.rows + -(-len(new) // BLOCK_ROWS) * BLOCK_ROWS
-        order = np.memmap(folder / ORDER, np.int64, "w+", shape=(rows,))
-        order[:] = -1
-        order[places] = np.arange(candidates.count)
-        order.flush()
-        kept: dict[str, Any] = {
-            name: base.arrays[name] for name in ("centroids", "first_blocks") if name in base.arrays
-        }
-        entry = dataclasses.replace(
-            base.entry, candidates=candidates.count, k=k, has_tags=candidates.has_tags, arrays={}
-        )
-        return cls(candidates, entry, kept | _by_place(candidates, order), np.empty(0, np.int32))
-
-    def tuned(
-        self,
-        checkpoint: Checkpoint,
-        query: "str | Factory",
-        queries: Any,
-        metric: str,
-        min_recall: float,
-    ) -> "_Index":
+    def tuned(self, checkpoint: Checkpoint, query: "str | Factory", queries: Any, min_recall: float) -> "_Index":
         """Measure the recall by the number of partitions, and choose the least number for `min_recall`."""
         from tpuembed.retrieval.towers import Tower
 
-        tower = Tower(checkpoint, query)
-        vectors, measured_on = _query_vectors(tower, queries, self.candidates)
+        vectors, measured_on = _query_vectors(Tower(checkpoint, query), queries, self.candidates)
         entry = measured(
-            dataclasses.replace(self.entry, metric=metric),
+            self.entry,
             vectors,
             self.candidates.batches(),
             self.arrays["centroids"],
@@ -330,18 +255,6 @@ class _Index:
             min_recall,
         )
         return dataclasses.replace(self, entry=entry)
-
-
-def _by_place(candidates: Candidates, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of the ids and tags; see RetrievalEntry."""
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    if candidates.dtype == "int64":
-        arrays["ids"] = _placed(candidates.folder / "placed_ids", order, candidates.ids, -1)
-    else:
-        arrays |= {"ids": order, "names": candidates.ids, "offsets": candidates.offsets}
-    if candidates.has_tags:
-        arrays["tags"] = _placed(candidates.folder / "placed_tags", order, candidates.tags.view(np.int64), 0)
-    return arrays
 
 
 def _placed(path: Path, order: npt.NDArray[np.int64], values: npt.NDArray[Any], padding: int) -> npt.NDArray[np.int64]:
@@ -356,7 +269,8 @@ def _placed(path: Path, order: npt.NDArray[np.int64], values: npt.NDArray[Any], 
 
 def _sample(candidates: Candidates, most: int) -> Floats:
     """Return `most` of the vectors, or all if there are fewer."""
-    return np.array(candidates.vectors[sample_of(candidates.count, most)])
+    chosen = np.random.default_rng(0).choice(candidates.count, min(candidates.count, most), replace=False)
+    return np.array(candidates.vectors[np.sort(chosen)])
 
 
 def _query_vectors(tower: "Tower", queries: Any, candidates: Candidates) -> tuple[Floats, str]:

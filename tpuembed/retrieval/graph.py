@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
@@ -15,7 +14,6 @@ from tpuembed.export.graph.keras_model import KerasModel
 from tpuembed.export.graph.mapped_table import store_array
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.stacked_tables import StackedTables
-from tpuembed.export.overlay.changes import rows_of_words
 from tpuembed.export.storage.formats import STORAGES
 from tpuembed.manifest import ArrayEntry, Packing, RetrievalEntry, VocabularyEntry
 from tpuembed.native_search import EXCLUDE, REQUIRE
@@ -86,9 +84,7 @@ class RetrievalModel(ExportableModel):
     def write_index(self, folder: Path, layout: str) -> tuple[Mapping[str, Any], RetrievalEntry | None]:
         """Write the arrays: with layout mmap into files, else into variables."""
         written: dict[str, ArrayEntry] = {}
-        overlay = self._tables.stack_of(self._entry.table)[0].overlay
-        fresh = {} if overlay is None else {"fresh": np.concatenate([*rows_of_words(overlay.words_file)])}
-        for name, array in {**self._index, **fresh}.items():
+        for name, array in self._index.items():
             self._arrays[name], entry = store_array(array, f"index_{name}", folder, f"{INDEX_FOLDER}/{name}", layout)
             if entry is not None:
                 written[name] = entry
@@ -158,12 +154,10 @@ class RetrievalModel(ExportableModel):
 
     def _search(self, vectors: Tensor, require: Tensor | None, k: Tensor) -> tuple[Tensor, Tensor]:
         entry = self._entry
-        plan, variables = self._tables.stack_of(entry.table)
+        plan, variable = self._tables.stack_of(entry.table)
         codec = STORAGES[plan.storage]
         columns = codec.columns(plan.dim)
-        stored, *replaced = (variable.read_value() for variable in variables)
-        count = plan.rows if plan.overlay is None else plan.overlay.base_rows
-        ids = self._arrays["ids"].read_value()
+        stored, ids = variable.read_value(), self._arrays["ids"].read_value()
         tags = self._arrays["tags"].read_value() if entry.has_tags and require is not None else None
 
         def have(some: Tensor, wanted: Tensor) -> Tensor:
@@ -171,68 +165,40 @@ class RetrievalModel(ExportableModel):
             wanted = tf.bitcast(wanted, tf.int64)
             return tf.bitwise.bitwise_and(some, wanted) == wanted
 
-        def pass_at(places: Tensor, wanted: Tensor | None) -> Tensor:
-            found = tf.gather(ids, places) != -1
-            if wanted is None:
-                return found
-            return found & have(tf.gather(tags, places) if tags is not None else tf.zeros([1], tf.int64), wanted)
-
         def all_pass(first: Tensor, size: Tensor, wanted: Tensor | None = require) -> Tensor:
-            """Return whether the rows from `first` on, a multiple of 32, may be found."""
+            """Return whether the rows from `first` on may be found."""
             found = (tf.slice(ids, [first], [size]) != -1)[None]
-            if replaced:
-                words = tf.slice(replaced[1], [first // 32], [size // 32])
-                bits = tf.bitwise.right_shift(words[:, None], tf.range(32, dtype=tf.int64))
-                found &= tf.reshape(tf.bitwise.bitwise_and(bits, 1) == 0, [1, size])
             if wanted is None:
                 return found
             some = tf.zeros([1], tf.int64) if tags is None else tf.slice(tags, [first], [size])
             return found & have(some[None], wanted[:, None])
 
         def some_pass(places: Tensor, number: Tensor) -> Tensor:
-            found = pass_at(places, None if require is None else require[number])
-            if replaced:
-                words = tf.gather(replaced[1], tf.bitwise.right_shift(places, 5))
-                bits = tf.bitwise.right_shift(words, tf.bitwise.bitwise_and(places, 31))
-                found &= tf.bitwise.bitwise_and(bits, 1) == 0
-            return found
+            """Return whether the rows `places` may be found for the query `number`."""
+            found = tf.gather(ids, places) != -1
+            if require is None:
+                return found
+            return found & have(tf.zeros([1], tf.int64) if tags is None else tf.gather(tags, places), require[number])
 
         rows = lambda first, size: codec.decode_in_graph(tf.slice(stored, [first, 0], [size, columns]), plan.dim)  # noqa: E731
         if entry.index == "exact":
-            scores, places = search_all(vectors, rows, count, all_pass, k)
-        else:
-            in_blocks = tf.reshape(stored, [count // BLOCK_ROWS, BLOCK_ROWS * columns])
-            blocks = lambda chosen: codec.decode_in_graph(  # noqa: E731
-                tf.reshape(tf.gather(in_blocks, chosen), [-1, columns]), plan.dim
-            )
-
-            def search_all_for(number: Tensor) -> tuple[Tensor, Tensor]:
-                wanted = None if require is None else require[number][None]
-                found, at = search_all(
-                    vectors[number][None], rows, count, functools.partial(all_pass, wanted=wanted), k
-                )
-                return found[0], at[0]
-
-            # `recall` and `compact` change the constant, so no shape in the graph may be inferred from it.
-            probes = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(entry.nprobe, tf.int32, name=PROBES), shape=[])
-            centroids, first_blocks = (self._arrays[name].read_value() for name in ("centroids", "first_blocks"))
-            scores, places = search_partitions(
-                vectors, centroids, first_blocks, blocks, some_pass, probes, k, search_all_for
-            )
-        if plan.overlay is None:
-            return scores, places
-        fresh = self._arrays["fresh"].read_value()
-        found, at = search_all(
-            vectors,
-            lambda first, size: codec.decode_in_graph(tf.slice(replaced[0], [first, 0], [size, columns]), plan.dim),
-            plan.overlay.rows,
-            lambda first, size: pass_at(
-                tf.slice(fresh, [first], [size])[None], None if require is None else require[:, None]
-            ),
-            k,
+            return search_all(vectors, rows, plan.rows, all_pass, k)
+        in_blocks = tf.reshape(stored, [plan.rows // BLOCK_ROWS, BLOCK_ROWS * columns])
+        blocks = lambda chosen: codec.decode_in_graph(  # noqa: E731
+            tf.reshape(tf.gather(in_blocks, chosen), [-1, columns]), plan.dim
         )
-        scores, order = tf.math.top_k(tf.concat([scores, found], 1), k)
-        return scores, tf.gather(tf.concat([places, tf.gather(fresh, at)], 1), order, batch_dims=1)
+
+        def search_all_for(number: Tensor) -> tuple[Tensor, Tensor]:
+            wanted = None if require is None else require[number][None]
+            found, at = search_all(
+                vectors[number][None], rows, plan.rows, functools.partial(all_pass, wanted=wanted), k
+            )
+            return found[0], at[0]
+
+        centroids, first_blocks = (self._arrays[name].read_value() for name in ("centroids", "first_blocks"))
+        # `recall` changes the constant, so no shape in the graph may be inferred from it.
+        probes = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(entry.nprobe, tf.int32, name=PROBES), shape=[])
+        return search_partitions(vectors, centroids, first_blocks, blocks, some_pass, probes, k, search_all_for)
 
     def _names(self, numbers: Tensor) -> Tensor:
         """Return the strings of `numbers`, int64 [batch, n]; "" for -1."""

@@ -12,7 +12,6 @@ from tpuembed.checkpoint.tools.exports import ReadableTables, open_tables
 from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath
 from tpuembed.manifest import Manifest
-from tpuembed.retrieval.candidates import Ids
 from tpuembed.retrieval.partitions import BLOCK_ROWS, Floats
 from tpuembed.tensor_bundle.reader import Bundle
 
@@ -57,16 +56,6 @@ class OpenedRetrieval:
         """Return the width of the vectors."""
         return self._tables.tables()[self.entry.table].dim
 
-    @property
-    def rows(self) -> int:
-        """Return the number of places, those of padding included."""
-        return len(self.arrays["ids"])
-
-    def places_of(self, batches: Iterator[Ids]) -> Integers:
-        """Return the place of each id, int64 [n]; -1 for one that is not there."""
-        known = dict(zip(self.ids(0, len(self.places)), self.places.tolist(), strict=True))
-        return np.array([known.get(one, -1) for ids in batches for one in ids], np.int64)
-
     def batches(self) -> Iterator[tuple[int, Floats]]:
         """Yield the number of the first candidate, and the vectors from there on, [n, dim]."""
         rows, step, first = self._tables.tables()[self.entry.table].rows, max(1, _BATCH_BYTES // (4 * self.dim)), 0
@@ -77,19 +66,9 @@ class OpenedRetrieval:
             yield first, read[there]
             first += int(there.sum())
 
-    def ids(self, start: int, stop: int) -> Ids:
-        """Return the ids of the candidates [start, stop): int64 [n], or bytes."""
-        numbers = self.arrays["ids"][self.places[start:stop]]
-        if self.entry.ids == "int64":
-            return numbers
-        names, offsets = self.arrays["names"], self.arrays["offsets"]
-        return [names[offsets[number] : offsets[number + 1]].tobytes() for number in numbers]
-
     def partitions(self) -> npt.NDArray[np.int32]:
-        """Return the partition of each candidate, int32 [candidates]; -1 for one that every search finds."""
+        """Return the partition of each candidate, int32 [candidates]."""
         found = np.searchsorted(self.arrays["first_blocks"], self.places // BLOCK_ROWS, side="right") - 1
-        if "fresh" in self.arrays:
-            found[np.isin(self.places, self.arrays["fresh"])] = -1
         return found.astype(np.int32)
 
 

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
-from tpuembed.export.options import ExportOptions
+from tpuembed.export.options import OVERLAY_OPTIONS, ExportOptions
 from tpuembed_cli.options import PATH, option_group
 from tpuembed_cli.output import table_of
 
@@ -88,9 +89,10 @@ def retrieval_request(request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         return rest, None
     if rest["model"] is None:
         raise click.UsageError("--retrieve-from needs --model, the tower of the query. Give --model MODULE:FACTORY.")
-    own = ExportOptions.__dataclass_fields__.keys() | {"model", "model_dir", "checkpoint_options"}
+    own = ExportOptions.__dataclass_fields__.keys() - {*OVERLAY_OPTIONS} | {"model", "model_dir", "checkpoint_options"}
+    context = click.get_current_context()
     for name in rest.keys() - own:
-        if rest[name]:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:  # 0 is a value too
             raise click.UsageError(f"{_flag(name)}: an export with --retrieve-from does not have it. Leave it out.")
     arguments = {name: value for name, value in rest.items() if name in own and name != "model"}
     return rest, {**arguments, "query": rest["model"], "candidates": source, **given}

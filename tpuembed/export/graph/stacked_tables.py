@@ -170,10 +170,10 @@ class StackedTables:
         """Return True inside of `rows_of_zeros`."""
         return self._are_zeros
 
-    def stack_of(self, table: str) -> tuple[StackPlan, list[Any]]:
-        """Return the stack of a table, and the variables of its arrays."""
+    def stack_of(self, table: str) -> tuple[StackPlan, Any]:
+        """Return the stack of a table, and the variable with its stored rows."""
         stack, _ = self._places[table]
-        return stack, [self._variables[array.name] for array in stack.arrays]
+        return stack, self._variables[stack.name]
 
     def place(self, table: str) -> tuple[str, Placement]:
         """Return the stack of a table, and its placement there."""

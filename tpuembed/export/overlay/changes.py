@@ -417,11 +417,9 @@ class _StackFiles:
             raise TooManyRowsError
         rows = next(entry.rows for entry in base.stacks if entry.name == stack.name)
         tables = {table.name: (table.row_offset, table.rows) for table in base.tables if table.stack == stack.name}
-        words_file = self._folder / f"{stack.name}_words.data"
-        overlay = OverlayPlan(rows=self._rows, base_rows=rows, base_tables=tables, words_file=words_file)
+        overlay = OverlayPlan(rows=self._rows, base_rows=rows, base_tables=tables)
         overlaid = dataclasses.replace(stack, overlay=overlay)
         _, own, words = overlaid.arrays
-        assert words.file == words_file.name
         (self._folder / words.file).write_bytes(_words(self._bits).data)
         return overlaid, {array.name: file_crc32c(self._folder / array.file) for array in (own, words)}
 

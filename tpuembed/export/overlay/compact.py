@@ -3,12 +3,11 @@
 import contextlib
 import dataclasses
 import fcntl
-import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.shard import ignore
 from tpuembed.files import FilePath, flush
 from tpuembed.files.links import clone
-from tpuembed.manifest import Manifest, RetrievalEntry, StackEntry
+from tpuembed.manifest import Manifest, StackEntry
 from tpuembed.saved_model import GRAPH_FILE, file_crc32c, mapped_folders
 from tpuembed.saved_model.stack_rows import StackRows
 from tpuembed.tensor_bundle import crc
@@ -35,29 +34,12 @@ from tpuembed.tensor_bundle import crc
 if TYPE_CHECKING:
     from tpuembed.export.graph.saved_model import SavedGraph
 
-__all__ = ["CompactReport", "MovedRows", "compact_version", "write_full"]
+__all__ = ["CompactReport", "compact_version", "write_full"]
 
 _Bytes = npt.NDArray[np.uint8]
 
-_REPARTITION: Final = "tpuembed.retrieval.repartition:repartition"
-"""Of a room above this one."""
 _CHUNK_BYTES: Final = 8 << 20
 _BLOCK_BYTES: Final = 4096
-
-
-class MovedRows(Protocol):
-    """New places of the rows of a table, of an index whose partitions are made anew.
-
-    Attributes:
-        table: its name.
-        places: int64 [rows], the new place of each row; -1 for one that is left out.
-    """
-
-    table: str
-    places: npt.NDArray[np.int64]
-
-    def write(self, version: Path) -> RetrievalEntry:
-        """Write the index into the files of a full version, and return its entry."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,9 +77,6 @@ def compact_version(
     of the same rows has. A run that is interrupted is resumed by the next one. Later exports with `base="latest"` are
     overlays of the new version.
 
-    The candidates of an index "ivf" are divided into new partitions. Their recall is measured on candidates, and the number of
-    partitions to search is chosen anew.
-
     Args:
         model_dir: a folder of a disk.
         version: an overlay in it; None for the newest version.
@@ -134,11 +113,7 @@ def compact_version(
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
         root = _root(source, manifest)
-        moved = None
-        if manifest.retrieval is not None and manifest.retrieval.index == "ivf":
-            module, _, function = _REPARTITION.partition(":")
-            moved = getattr(importlib.import_module(module), function)(source)
-        path, reused = write_full(source, manifest, staging, folder, root, None, on_progress, moved=moved)
+        path, reused = write_full(source, manifest, staging, folder, root, None, on_progress)
         shutil.rmtree(staging, ignore_errors=True)
     return CompactReport(
         path=path,
@@ -159,7 +134,6 @@ def write_full(
     on_progress: Callable[[int, int], None] = ignore,
     *,
     subject: str | None = None,
-    moved: MovedRows | None = None,
 ) -> tuple[Path, int]:
     """Publish the overlay in the folder `source` as a full version of `model_dir`.
 
@@ -172,7 +146,6 @@ def write_full(
         version: the number to publish; None for the next one.
         on_progress: called with (bytes done, bytes in total).
         subject: what an error about damaged rows is about; None for the version `source`.
-        moved: the rows of an index "ivf", which needs new partitions.
 
     Returns:
         The path of the new version, and the bytes of tables that were there already, or are shared with the base.
@@ -180,23 +153,11 @@ def write_full(
     Raises:
         ExportError: a file is damaged, or there is no room. Nothing was published.
     """
-    if manifest.retrieval is not None and manifest.retrieval.index == "ivf" and moved is None:
-        raise ConfigError(
-            f"{subject or f'version {source}'}: its new candidates are in no partition of the index. Export the retrieval again, "
-            "without base, or apply the package to its base, and compact that version."
-        )
     check_free(model_dir, version)
     total = sum(stack.rows * stack.row_bytes for stack in manifest.stacks)
     tables = staging / "tables"
     tables.mkdir(exist_ok=True)
-    moved_stack = next((one.stack for one in manifest.tables if moved is not None and one.name == moved.table), None)
-    needed = 0
-    for stack in manifest.stacks:
-        if stack.name != moved_stack:
-            needed += _begin_stack(source, stack, tables)
-        else:
-            (tables / f"{stack.name}.data").unlink(missing_ok=True)
-            needed += stack.rows * stack.row_bytes
+    needed = sum(_begin_stack(source, stack, tables) for stack in manifest.stacks)
     free = shutil.disk_usage(staging).free
     if free < needed:
         raise ExportError(
@@ -211,10 +172,7 @@ def write_full(
 
     crc32c = {}
     for stack in manifest.stacks:
-        if moved is not None and stack.name == moved_stack:
-            crc32c[stack.name], kept = _move(source, subject, stack, manifest, tables, moved.places, count), 0
-        else:
-            crc32c[stack.name], kept = _write_stack(source, subject, stack, manifest, tables, count)
+        crc32c[stack.name], kept = _write_stack(source, subject, stack, manifest, tables, count)
         done += stack.rows * stack.row_bytes
         reused += kept
     writer = _FullWriter(source, manifest, staging, model_dir, root, version)
@@ -227,7 +185,7 @@ def write_full(
         seconds=0.0,
         worker_peak_rss_bytes=0,
     )
-    graph = _graph_of(manifest, manifest.retrieval if moved is None else moved.write(writer.path))
+    graph = _graph_of(manifest)
     return assemble(writer, streamed, graph, manifest.source, manifest.histories), reused  # type: ignore[arg-type, return-value]
 
 
@@ -310,31 +268,6 @@ def _merge(
             on_written(written)
         file.truncate(written)
     return reused, merged if expected is None else expected
-
-
-def _move(
-    source: Path,
-    subject: str,
-    stack: StackEntry,
-    manifest: Manifest,
-    folder: Path,
-    places: npt.NDArray[np.int64],
-    on_written: Callable[[int], None],
-) -> int:
-    """Write the rows of a stack into its file in `folder`, each at its place in `places`. Return the file's CRC32C."""
-    for array in stack.arrays:
-        _check_file(subject, source / array.file, array.crc32c)
-    path, rows = folder / f"{stack.name}.data", StackRows(source, manifest, stack)
-    out = np.memmap(path, np.uint8, "w+", shape=(stack.rows, stack.row_bytes))
-    step = max(1, _CHUNK_BYTES // stack.row_bytes)
-    for first in range(0, stack.rows, step):
-        some = places[first : first + step]
-        out[some[some >= 0]] = rows.read(first, len(some))[some >= 0]
-        on_written((first + len(some)) * stack.row_bytes)
-    out.flush()
-    del out
-    flush(path)
-    return file_crc32c(path)
 
 
 def _runs_of_blocks(there: _Bytes, wanted: _Bytes, offset: int) -> Iterator[tuple[int, int]]:
@@ -449,10 +382,7 @@ class _Graph:
     front: Any
 
 
-def _graph_of(manifest: Manifest, retrieval: RetrievalEntry | None) -> "SavedGraph":
-    if retrieval is not None:
-        arrays = {name: array for name, array in retrieval.arrays.items() if name != "fresh"}
-        retrieval = dataclasses.replace(retrieval, arrays=arrays)
+def _graph_of(manifest: Manifest) -> "SavedGraph":
     graph: Any = _Graph(
         array_keys={stack.name: stack.key for stack in manifest.stacks},
         signatures=manifest.signatures,
@@ -462,7 +392,7 @@ def _graph_of(manifest: Manifest, retrieval: RetrievalEntry | None) -> "SavedGra
         packing=manifest.packing,
         from_activations=manifest.from_activations,
         names=manifest.names,
-        retrieval=retrieval,
+        retrieval=None,
         front=manifest.front,
     )
     return graph

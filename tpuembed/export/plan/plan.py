@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from tpuembed.export.formatting import format_bytes, format_seconds
@@ -81,13 +80,11 @@ class OverlayPlan:
         rows: how many.
         base_rows: rows of the base's stack.
         base_tables: by table: the first row of the base's stack that is its row, and how many it has there.
-        words_file: the words, while the version is written; see OverlayEntry.
     """
 
     rows: int
     base_rows: int
     base_tables: Mapping[str, tuple[int, int]]
-    words_file: Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
