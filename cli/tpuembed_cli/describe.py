@@ -10,7 +10,6 @@ from tpuembed_cli.command import Command
 from tpuembed_cli.options import PATH
 from tpuembed_cli.options import checkpoint_options as options
 from tpuembed_cli.output import print_json, table_of, to_terminal, with_unit
-from tpuembed_cli.retrieval.options import recall_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -108,7 +107,9 @@ def _export_tables(found: dict[str, Any]) -> list["Table"]:
         entry = {name: value for name, value in found["retrieval"].items() if name not in ("arrays", "recall")}
         tables.append(table_of("retrieval", [entry]))
         if recall := found["retrieval"]["recall"]:
-            tables.append(recall_table(recall, f"recall of {entry['k']}, measured on {entry['measured_on']}"))
+            title = f"recall of {entry['k']}, measured on {entry['measured_on']}"
+            rows = [{"partitions searched": nprobe, "recall": f"{share:.4f}"} for nprobe, share in recall]
+            tables.append(table_of(title, rows))
     if found["vocabularies"]:
         tables.append(table_of("vocabularies", found["vocabularies"]))
     return tables

@@ -20,7 +20,7 @@ from tpuembed_cli.options import (
 )
 from tpuembed_cli.output import byte_progress, with_unit
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
-from tpuembed_cli.retrieval.options import SECTION, report_line, retrieval_options, retrieval_request
+from tpuembed_cli.retrieval import SECTION, report_line, retrieval_options, retrieval_request
 from tpuembed_cli.shards import SECTION as SHARDS
 from tpuembed_cli.shards import run_shards, shards_options, shards_request
 

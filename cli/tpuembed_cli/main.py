@@ -26,7 +26,6 @@ _COMMANDS = {
     "head": "tpuembed_cli.head:head",
     "prune": "tpuembed_cli.versions:prune",
     "publish": "tpuembed_cli.publish:publish",
-    "recall": "tpuembed_cli.retrieval.recall:recall",
     "relocate": "tpuembed_cli.relocate:relocate",
     "rollback": "tpuembed_cli.versions:rollback",
     "serve": "tpuembed_cli.serve:serve",

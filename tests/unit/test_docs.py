@@ -35,7 +35,6 @@ def _public_names(module: str) -> list[str]:
         "tpuembed/__init__.py",
         "tpuembed/checkpoint/tools/__init__.py",
         "tpuembed/export/__init__.py",
-        "tpuembed/retrieval/__init__.py",
         "tpuembed/sizing/__init__.py",
         "tpuembed/testing/__init__.py",
         "serving/tpuembed_serving/__init__.py",

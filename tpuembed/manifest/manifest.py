@@ -173,15 +173,12 @@ class Manifest:
         """Write the manifest into `version_dir`, and create its folder."""
         path = version_dir / MANIFEST_PATH
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json(), encoding="utf-8")
-
-    def to_json(self) -> str:
-        """Return the text of the file."""
         number = FORMAT if self.base is None else OVERLAY_FORMAT
         number = NAMES_FORMAT if self.names else number
         number = RETRIEVAL_FORMAT if self.retrieval is not None else number
         number = FRONT_FORMAT if self.front else number
-        return json.dumps({"format": number, **dataclasses.asdict(self)}, indent=1) + "\n"
+        text = json.dumps({"format": number, **dataclasses.asdict(self)}, indent=1)
+        path.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, version_dir: Folder) -> "Manifest | None":

@@ -3,7 +3,3 @@
 `tpuembed.export_retrieval` writes the index and its graph: `candidates` collects the vectors, `partitions` divides them, `search`
 finds the best ones with stock operations of TensorFlow. Importing this module imports no TensorFlow.
 """
-
-from tpuembed.retrieval.recall import RecallReport, measure_recall
-
-__all__ = ["RecallReport", "measure_recall"]

@@ -18,7 +18,7 @@ from tpuembed.export.storage.formats import STORAGES
 from tpuembed.manifest import ArrayEntry, Packing, RetrievalEntry, VocabularyEntry
 from tpuembed.native_search import EXCLUDE, REQUIRE
 from tpuembed.retrieval.partitions import BLOCK_ROWS
-from tpuembed.retrieval.recall import PROBES, check_width
+from tpuembed.retrieval.recall import check_width
 from tpuembed.retrieval.search import search_all, search_partitions
 from tpuembed.retrieval.towers import only_output
 from tpuembed.vocabulary import Vocabulary
@@ -196,8 +196,7 @@ class RetrievalModel(ExportableModel):
             return found[0], at[0]
 
         centroids, first_blocks = (self._arrays[name].read_value() for name in ("centroids", "first_blocks"))
-        # `recall` changes the constant, so no shape in the graph may be inferred from it.
-        probes = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(entry.nprobe, tf.int32, name=PROBES), shape=[])
+        probes = tf.constant(entry.nprobe, tf.int32)
         return search_partitions(vectors, centroids, first_blocks, blocks, some_pass, probes, k, search_all_for)
 
     def _names(self, numbers: Tensor) -> Tensor:

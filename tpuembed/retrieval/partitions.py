@@ -115,12 +115,12 @@ def in_order(partitions: npt.NDArray[np.int32], count: int, out: Callable[[int],
 def true_neighbours(queries: Floats, batches: Iterator[tuple[int, Floats]], k: int) -> Integers:
     """Return the numbers of the `k` vectors with the largest products for each query, int64 [queries, k].
 
-    Of equal products the lower number comes first. Places without a vector are -1.
+    Of equal products the lower number comes first.
 
     Args:
         queries: [queries, dim].
         batches: the number of the first vector, and the vectors, in order.
-        k: how many.
+        k: how many, at most as many as there are vectors.
     """
     best = np.full((len(queries), 0), -1, np.int64)
     scores = np.empty((len(queries), 0), np.float32)
@@ -135,8 +135,7 @@ def true_neighbours(queries: Floats, batches: Iterator[tuple[int, Floats]], k: i
         scores = np.concatenate([scores, np.take_along_axis(found, for_all, 1)], 1)
         order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         best, scores = np.take_along_axis(best, order, 1), np.take_along_axis(scores, order, 1)
-    missing = k - best.shape[1]
-    return np.pad(best, ((0, 0), (0, missing)), constant_values=-1) if missing > 0 else best
+    return best
 
 
 def _positions_of_best(scores: Floats, least: Floats, count: int) -> Integers:
@@ -150,16 +149,14 @@ def _positions_of_best(scores: Floats, least: Floats, count: int) -> Integers:
 def ranks(queries: Floats, centroids: Floats, partitions: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """Return at which place each partition of `partitions` [queries, k] is searched for its query: 0 is the first.
 
-    A search of n partitions finds those below n. A partition of -1 stands for no vector, and gets -1.
+    A search of n partitions finds those below n.
     """
-    found = np.full(partitions.shape, -1, np.int64)
+    found = np.empty(partitions.shape, np.int64)
     step = max(1, _SCORES_BYTES // (16 * len(centroids)))
     for start in range(0, len(queries), step):
         some = slice(start, start + step)
         order = np.argsort(-(queries[some] @ centroids.T), axis=1, kind="stable")
         place = np.empty_like(order)
         np.put_along_axis(place, order, np.arange(len(centroids))[None], 1)
-        wanted = partitions[some]
-        got = np.take_along_axis(place, np.maximum(wanted, 0).astype(np.int64), 1)
-        found[some] = np.where(wanted >= 0, got, -1)
+        found[some] = np.take_along_axis(place, partitions[some].astype(np.int64), 1)
     return found

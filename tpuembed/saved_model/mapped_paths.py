@@ -20,15 +20,7 @@ from tpuembed.errors import ConfigError
 from tpuembed.manifest import ArrayEntry, Manifest
 from tpuembed.protobuf import MalformedError, Message, bytes_field, edit_messages
 
-__all__ = [
-    "MappedTensor",
-    "edit_nodes",
-    "graph_crc32c",
-    "mapped_folders",
-    "mapped_from",
-    "mapped_tensors",
-    "replace_paths",
-]
+__all__ = ["MappedTensor", "graph_crc32c", "mapped_folders", "mapped_from", "mapped_tensors", "replace_paths"]
 
 _OP: Final = b"ImmutableConst"
 _PATH: Final = b"memory_region_name"
@@ -68,7 +60,7 @@ def mapped_tensors(graph: bytes) -> set[MappedTensor]:
             found.add(tensor)
         return node
 
-    edit_nodes(graph, _OP, note)
+    _edit_nodes(graph, note)
     return found
 
 
@@ -86,7 +78,7 @@ def replace_paths(graph: bytes, paths: Mapping[str, str]) -> bytes:
         path = paths[tensor.path]
         return edit_messages(node, (_NODE_ATTR,), lambda entry: _with_path(entry, path))
 
-    return edit_nodes(graph, _OP, replace)
+    return _edit_nodes(graph, replace)
 
 
 def mapped_from(graph: bytes, manifest: Manifest, folder: PurePath) -> bytes:
@@ -122,10 +114,10 @@ def mapped_folders(graph: bytes, manifest: Manifest) -> set[str]:
     return {path.removesuffix(f"/{array.file}") for path, array in _places(graph, manifest)}
 
 
-def edit_nodes(graph: bytes, word: bytes, edit: Callable[[bytes], bytes]) -> bytes:
-    """Return saved_model.pb with what `edit` makes of each NodeDef whose bytes have `word` in them."""
+def _edit_nodes(graph: bytes, edit: Callable[[bytes], bytes]) -> bytes:
+    """Return saved_model.pb with what `edit` makes of each NodeDef that may map a tensor."""
     for path in _NODES:
-        graph = edit_messages(graph, path, lambda node: edit(node) if word in node else node)
+        graph = edit_messages(graph, path, lambda node: edit(node) if _OP in node else node)
     return graph
 
 

@@ -46,20 +46,19 @@ def test_more_centroids_than_vectors_are_all_of_length_1() -> None:
     np.testing.assert_allclose(np.linalg.norm(centroids, axis=1), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize("k", [1, 7, 60])
+@pytest.mark.parametrize("k", [1, 7, 50])
 def test_true_neighbours_are_those_of_a_stable_sort(k: int) -> None:
     vectors = RANDOM.integers(-2, 3, (50, 3)).astype(np.float32)  # with ties
     queries = RANDOM.integers(-2, 3, (11, 3)).astype(np.float32)
     found = true_neighbours(queries, ((start, vectors[start : start + 8]) for start in range(0, 50, 8)), k)
     wanted = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :k]
-    np.testing.assert_array_equal(found, np.pad(wanted, ((0, 0), (0, max(k - 50, 0))), constant_values=-1))
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_ranks_are_the_order_of_the_search() -> None:
     queries, centroids = (RANDOM.standard_normal((count, 5)).astype(np.float32) for count in (20, 13))
-    partitions = RANDOM.integers(-1, 13, (20, 4)).astype(np.int32)
+    partitions = RANDOM.integers(0, 13, (20, 4)).astype(np.int32)
     found = ranks(queries, centroids, partitions)
     for query in range(20):
         order = np.argsort(-(queries[query] @ centroids.T), kind="stable").tolist()
-        wanted = [-1 if one < 0 else order.index(one) for one in partitions[query]]
-        assert found[query].tolist() == wanted
+        assert found[query].tolist() == [order.index(one) for one in partitions[query]]

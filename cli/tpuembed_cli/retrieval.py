@@ -1,6 +1,6 @@
 """The options of `tpuembed export` for a retrieval."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -8,14 +8,11 @@ from click.core import ParameterSource
 
 from tpuembed.export.options import OVERLAY_OPTIONS, ExportOptions
 from tpuembed_cli.options import PATH, option_group
-from tpuembed_cli.output import table_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tpuembed.manifest import RetrievalEntry
 
-__all__ = ["SECTION", "recall_table", "report_line", "retrieval_options", "retrieval_request"]
+__all__ = ["SECTION", "report_line", "retrieval_options", "retrieval_request"]
 
 _OPTIONS: Final = (
     click.option(
@@ -108,11 +105,6 @@ def report_line(entry: "RetrievalEntry") -> str:
         f"{ids}: a search of {entry.nprobe} of {entry.partitions} partitions finds {recall:.1%} of them, measured on "
         f"{entry.measured_on}"
     )
-
-
-def recall_table(recall: Iterable[tuple[int, float]], title: str) -> "Table":
-    """Return the recall by the number of partitions that a search reads."""
-    return table_of(title, [{"partitions searched": nprobe, "recall": f"{share:.4f}"} for nprobe, share in recall])
 
 
 def _flag(name: str) -> str:

@@ -1,1 +1,0 @@
-"""Exports of retrieval: their options and recall."""
