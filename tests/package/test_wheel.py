@@ -133,18 +133,8 @@ def test_the_wheel_works_in_an_environment_without_tensorflow(wheel: Path, tmp_p
         return done.stdout
 
     assert run("--version") == f"tpuembed, version {tpuembed.__version__}\n"
-    commands = set(re.findall(r"^  ([a-z]+) ", run("--help"), re.MULTILINE))
-    assert {
-        "demo",
-        "describe",
-        "diff",
-        "export",
-        "head",
-        "relocate",
-        "serve",
-        "sparsecore-limits",
-        "verify",
-    } <= commands
+    commands = set(re.findall(r"^  ([a-z-]+) ", run("--help"), re.MULTILINE))
+    assert {"demo", "describe", "export", "head", "serve", "sparsecore-limits", "verify"} <= commands
     for command in commands:
         assert "Usage: tpuembed " + command in run(command, "--help")
     assert re.search(r"video/table\.v1 +│ 11 +│ 4 ", run("describe", str(CHECKPOINT)))
