@@ -49,7 +49,7 @@ def test_the_signatures_of_the_contract() -> None:
     assert positional(TableConfig)[:7] == table
     feature = ["table", "name", "max_sequence_length", "output_shape", "validate_weights_and_indices"]
     assert positional(FeatureConfig)[:5] == feature
-    assert positional(Layer.call)[:4] == ["features", "weights", "serving_config", "training"]
+    assert positional(Layer.call)[:4] == ["features", "weights", "serving_config"]
 
 
 def test_configs_are_frozen_and_hashable() -> None:
