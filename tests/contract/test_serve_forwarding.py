@@ -1,0 +1,102 @@
+"""A server that forwards requests to a server of TensorFlow Serving's API behind it: the answers are that server's."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tensorflow_serving.apis import get_model_status_pb2, model_management_pb2
+
+from tests.support.contract_open_inference import message
+from tests.support.contract_serve import (
+    Server,
+    assert_near,
+    draw_ids,
+    eventually,
+    forwarding_to,
+    look_up,
+    outputs_of,
+    predict_request,
+    refusal,
+    shared_server,
+)
+from tests.support.serving.process import run_command
+
+pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
+
+
+@pytest.fixture(scope="module")
+def behind(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return shared_server(pytestconfig, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def server(behind: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = (*forwarding_to(behind.grpc_address), "--name", "mapped")
+    with Server(None, tmp_path_factory.mktemp("forwarding") / "log", *options) as running:
+        eventually(running.is_ready)
+        yield running
+        assert running.stop() == 0
+
+
+def test_rest_and_grpc(server: Server) -> None:
+    inputs = draw_ids(50, 6, 4)
+    columns: dict[str, Any] = {name: value.tolist() for name, value in inputs.items()}
+    assert_near(server.post("mapped:predict", {"inputs": columns}).value["outputs"], look_up(inputs))
+    reply = server.prediction.Predict(predict_request("mapped", inputs), timeout=60)
+    assert_near(outputs_of(reply), look_up(inputs))
+    assert reply.model_spec.version.value == 1
+
+
+def test_the_open_inference_protocol(server: Server) -> None:
+    inputs = draw_ids(51, 3, 2)
+    request = message("ModelInferRequest")(model_name="mapped")
+    for name, array in inputs.items():
+        datatype = "FP32" if array.dtype == np.float32 else "INT64"
+        request.inputs.add(name=name, shape=array.shape, datatype=datatype)
+        request.raw_input_contents.append(array.tobytes())
+    answer = server.inference("ModelInfer", request)
+    found = {
+        output.name: np.frombuffer(data, np.float32).reshape(output.shape)
+        for output, data in zip(answer.outputs, answer.raw_output_contents, strict=True)
+    }
+    assert_near(found, look_up(inputs))
+
+
+def test_status_and_metadata_are_those_behind(server: Server, behind: Server) -> None:
+    for path in ("/v1/models/mapped", "/v1/models/mapped/metadata", "/v2/models/mapped"):
+        assert server.get(path).value == behind.get(path).value
+    request = get_model_status_pb2.GetModelStatusRequest()
+    request.model_spec.name = "mapped"
+    answers = [one.models.GetModelStatus(request, timeout=60) for one in (server, behind)]
+    assert answers[0] == answers[1]
+
+
+def test_errors_are_those_behind(server: Server, behind: Server) -> None:
+    row = {name: value[0].tolist() for name, value in draw_ids(52, 1, 2).items()}
+    for target, body in (
+        ("mapped:predict", {"instances": [row | {"user": 60}]}),
+        ("mapped:predict", {"instances": [row | {"user": "a"}]}),
+        ("mapped:predict", {"signature_name": "S", "instances": [row]}),
+        ("mapped/versions/9:predict", {"instances": [row]}),
+        ("mapped/labels/beta:predict", {"instances": [row]}),
+    ):
+        found, wanted = server.post(target, body), behind.post(target, body)
+        assert (found.status, found.error) == (wanted.status, wanted.error)
+        assert found.status in (400, 404)
+
+
+def test_it_cannot_be_reloaded(server: Server) -> None:
+    request = model_management_pb2.ReloadConfigRequest()
+    request.config.model_config_list.SetInParent()
+    code, text = refusal(server.models.HandleReloadConfigRequest, request)
+    assert code is grpc.StatusCode.UNIMPLEMENTED
+    assert text
+
+
+def test_options_that_do_not_go_together() -> None:
+    for more in ("", "--name m --lookups native", "--name m --config models.config"):
+        result = run_command("serve", *forwarding_to("127.0.0.1:1"), *more.split())
+        assert result.returncode == 2, more
+        assert "Error: " in result.stderr

@@ -1,0 +1,196 @@
+"""Whole models: an export computes what the trained model in memory computes."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import contract_models
+from tests.support.contract_command import json_of, tpuembed
+from tests.support.contract_lookups import answers, call, load
+from tests.support.contract_models import WholeModel
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
+from tpuembed.errors import CheckpointMismatchError, ConfigError, TpuEmbedError
+
+pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
+
+Array = np.ndarray[Any, Any]
+USERS = np.array([0, 19, 7])
+
+
+@pytest.fixture(scope="module")
+def loaded(whole_model: WholeModel) -> Any:
+    return load(whole_model.version)
+
+
+def assert_same(found: dict[str, Array], wanted: dict[str, Array]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_an_export_computes_what_the_model_computes(whole_model: WholeModel, loaded: Any) -> None:
+    inputs = contract_models.draw(33, seed=1)
+    assert_same(call(loaded, inputs), contract_models.predict(whole_model.model, inputs))
+
+
+def test_its_signature_has_the_inputs_and_outputs_of_the_model(loaded: Any) -> None:
+    signature = loaded.signatures["serving_default"]
+    inputs = {
+        name: (spec.dtype, spec.shape.as_list()) for name, spec in signature.structured_input_signature[1].items()
+    }
+    assert inputs == {
+        "user": (tf.int64, [None]),
+        "watched": (tf.int64, [None, None]),
+        "price": (tf.float32, [None, 2]),
+    }
+    outputs = {name: (spec.dtype, spec.shape.as_list()) for name, spec in signature.structured_outputs.items()}
+    assert outputs == {"score": (tf.float32, [None, 1]), "vector": (tf.float32, [None, 3])}
+
+
+def test_from_activations_takes_rows_that_numpy_looked_up(whole_model: WholeModel, loaded: Any) -> None:
+    inputs = contract_models.draw(9, seed=2)
+    layer = whole_model.model.get_layer("embedding")
+    rows = {table.name: variable.numpy() for table, variable in layer.embedding_tables.items()}
+    present = inputs["watched"] != -1
+    summed = (rows["videos"][inputs["watched"]] * present[..., None]).sum(1)
+    activations = {
+        "user": rows["users"][inputs["user"]],
+        "watched": summed / np.sqrt(np.maximum(present.sum(1), 1))[:, None],
+        "price": inputs["price"],
+    }
+    found = call(loaded, {name: value.astype(np.float32) for name, value in activations.items()}, "from_activations")
+    assert_same(found, contract_models.predict(whole_model.model, inputs))
+
+
+def tower(*heads: str, table: str = "users", rows: int = 20) -> Any:
+    """Return a functional model of a user with one dense layer for each head."""
+    user = keras.Input((), dtype="int64", name="user")
+    found = TPUEmbedding(FeatureConfig(TableConfig(rows, 4, table)), optimizer="adagrad", name="embedding")(user)
+    return keras.Model(user, {head: keras.layers.Dense(2, name=head)(found) for head in heads})
+
+
+def trained(model: Any, seed: int = 0) -> dict[str, Array]:
+    """Give the model weights of normal numbers, and return its outputs for USERS."""
+    model({"user": tf.constant(USERS)} if isinstance(model, Ranker) else tf.constant(USERS))
+    random = np.random.default_rng(seed)
+    for weight in model.weights:
+        weight.assign(random.normal(size=weight.shape))
+    found = model({"user": tf.constant(USERS)} if isinstance(model, Ranker) else tf.constant(USERS))
+    return {name: value.numpy() for name, value in found.items()}
+
+
+# ---- subclassed models
+
+
+class Ranker(keras.Model):
+    def __init__(self) -> None:
+        super().__init__(name="ranker")
+        self.embedding = TPUEmbedding({"user": FeatureConfig(TableConfig(20, 4, "users"))}, optimizer="adagrad")
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, inputs: Any) -> Any:
+        return {"out": self.dense(self.embedding({"user": inputs["user"]})["user"])}
+
+
+class Served(Ranker):
+    """A class of a different name, with the same attributes."""
+
+
+SPECS = {"user": tf.TensorSpec([None], tf.int64)}
+
+
+def test_a_subclassed_model_comes_with_specs_and_a_bare_one_is_refused(tmp_path: Path) -> None:
+    model = Ranker()
+    wanted = trained(model)
+    prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    version = export_saved_model(prefix, tmp_path / "m", model=lambda: (Served(), SPECS), workers=1).path
+    assert_same(answers(version, {"user": USERS}), wanted)
+    with pytest.raises(ConfigError, match=r"\(model, .*TensorSpec"):
+        export_saved_model(prefix, tmp_path / "m", model=Ranker)
+
+
+def test_root_chooses_one_of_two_models(tmp_path: Path) -> None:
+    models = {"online": tower("click"), "average": tower("click")}
+    wanted = {name: trained(model, seed) for seed, (name, model) in enumerate(models.items())}
+    assert np.abs(wanted["online"]["click"] - wanted["average"]["click"]).min() > 1e-3
+    prefix = tf.train.Checkpoint(step=tf.Variable(3), **models).write(str(tmp_path / "ckpt"))
+    options: dict[str, Any] = {"model": lambda: tower("click"), "workers": 1}
+    version = export_saved_model(prefix, tmp_path / "m", checkpoint_options={"root": "average"}, **options).path
+    assert_same(answers(version, {"user": USERS}), wanted["average"])
+    for wrong in ({}, {"root": "none"}):
+        with pytest.raises(TpuEmbedError) as raised:
+            export_saved_model(prefix, tmp_path / "m", checkpoint_options=wrong, **options)
+        assert all(name in str(raised.value) for name in models), str(raised.value)
+
+
+# ---- dense weights
+
+
+@pytest.fixture(scope="module")
+def two_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Array]]:
+    """Return a checkpoint of a model with the heads click and like, and its outputs."""
+    model = tower("click", "like")
+    wanted = trained(model)
+    return tf.train.Checkpoint(model=model).write(str(tmp_path_factory.mktemp("heads") / "ckpt")), wanted
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [(("click", "like", "share"), ("share/kernel", "share/bias")), (("like",), ("click", "allow_unused_weights"))],
+    ids=["missing", "left over"],
+)
+def test_a_weight_without_its_counterpart_is_listed(
+    two_heads: Any, tmp_path: Path, heads: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(CheckpointMismatchError) as raised:
+        export_saved_model(two_heads[0], tmp_path / "m", model=lambda: tower(*heads))
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert not list(tmp_path.glob("m/*"))
+
+
+def test_the_command_imports_the_factory_from_the_current_directory(
+    two_heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"from {__name__} import tower\ndef build():\n    return tower('click')\n"
+    (tmp_path / "contract_factory.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    command = ["export", two_heads[0], "m", "--model", "contract_factory:build", "--workers", "1"]
+    assert "like" in tpuembed(*command).refused()
+    report = json_of(*command, "--allow-unused-weights")
+    assert (report["path"], report["tables"], report["bytes_written"]) == ("m/1", ["users"], 20 * 4 * 4)
+    assert_same(answers(tmp_path / "m" / "1", {"user": USERS}), {"click": two_heads[1]["click"]})
+
+
+# ---- outputs
+
+
+def several() -> Any:
+    """Return a model with the outputs of a sub-model, of a layer that is used twice, and of the ids themselves."""
+    user = keras.Input((), dtype="int64", name="user")
+    rows = keras.Input((4,), name="rows")
+    heads = {name: keras.layers.Dense(2, name=name)(rows) for name in ("click", "like")}
+    found = TPUEmbedding(FeatureConfig(TableConfig(20, 4, "users")), optimizer="adagrad", name="embedding")(user)
+    ranked = keras.Model(rows, heads, name="ranker")(found)
+    twice = keras.layers.Dense(4, name="twice")
+    first = twice(found)
+    return keras.Model(
+        user, [ranked["click"], ranked["like"], first, twice(first), keras.layers.Identity(name="id")(user)]
+    )
+
+
+def test_outputs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """And there is no signature from_activations, because ids are used by more than the embedding layer."""
+    keras.utils.set_random_seed(5)
+    model = several()
+    prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    loaded = load(export_saved_model(prefix, tmp_path / "m", model=several, workers=1).path)
+    names = ("ranker/click", "ranker/like", "twice/0", "twice/1", "id")
+    wanted = [value.numpy() for value in model(tf.constant(USERS))]
+    assert_same(call(loaded, {"user": USERS}), dict(zip(names, wanted, strict=True)))
+    assert "from_activations" not in loaded.signatures
