@@ -149,10 +149,14 @@ def test_a_callback_publishes_overlays_between_batches(tmp_path: Path) -> None:
     """0 seconds have passed after every batch."""
     model, seen = tracked(), list[Array]()
     callback = ExportCallback(tmp_path, every_seconds=0, base="latest")
-    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: seen.append(scores(model)))
+
+    class Note(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(scores(model))
+
     goals, options = {"score": np.ones((4, 1))}, {"batch_size": 2, "shuffle": False, "verbose": 0}
     with pytest.warns(UserWarning, match="Writing a full version"):  # there is no base yet
-        model.fit(np.arange(4), goals, callbacks=[callback, note], **options)
+        model.fit(np.arange(4), goals, callbacks=[callback, Note()], **options)
     reports = [(report.version, report.base, report.rows_changed) for report in callback.reports]
     assert reports == [(1, None, None), (2, 1, 2)]
     for report, wanted in zip(callback.reports, seen, strict=True):

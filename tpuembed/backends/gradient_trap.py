@@ -164,11 +164,24 @@ def _with_shapes(gradients: Sequence[Tensor], activations: Sequence[Tensor], fea
     if unknown:
         checks.append(_check_sizes(*([parts[index] for index in unknown] for parts in (given, activations, features))))
     with tf.control_dependencies(checks):
-        shaped = [tf.ensure_shape(gradient, own.shape) for gradient, own in zip(given, activations, strict=True)]
-    if tf.executing_eagerly() or len(shaped) < 2:
+        shaped = [
+            _known_shape(gradient, own) if index in unknown else tf.ensure_shape(gradient, own.shape)
+            for index, (gradient, own) in enumerate(zip(given, activations, strict=True))
+        ]
+    if tf.executing_eagerly():
         return shaped
-    with tf.control_dependencies(shaped):  # so that no table changes if one gradient is wrong
+    with tf.control_dependencies([*checks, *shaped]):  # so that no table changes if one gradient is wrong
         return [tf.identity(gradient) for gradient in shaped]
+
+
+def _known_shape(gradient: Tensor, activation: Tensor) -> Tensor:
+    """Return `gradient`, whose sizes were checked, with the static shape of `activation`.
+
+    The placeholder hides the sizes of `gradient` from Grappler. What follows looks as if they were equal to those of the
+    activation, and Grappler would conclude that the check is always true.
+    """
+    hidden = tf.raw_ops.PlaceholderWithDefault(input=gradient, shape=tf.TensorShape(None))
+    return tf.ensure_shape(hidden, activation.shape)
 
 
 def _check_sizes(gradients: Sequence[Tensor], activations: Sequence[Tensor], features: Sequence[str]) -> Any:

@@ -367,3 +367,27 @@ def test_the_running_step_names_the_feature_and_both_shapes() -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"different shape.*\[b\]?.*2 4.*3 4") as raised:
         step(tf.constant([1, 2, 3], tf.int64))
     assert "different shape than its activations" in str(raised.value)
+
+
+@pytest.mark.parametrize("change", [tf.transpose, lambda _: tf.ones([7, 2])], ids=["transposed", "of another batch"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_grappler_does_not_drop_the_check(optimizer: str, change: Callable[[Any], Any]) -> None:
+    """It merges sizes that later operations need to be equal: the batch would be 2, or 7, and the check true."""
+    layer = TPUEmbedding({name: FeatureConfig(TableConfig(ROWS, 2, name)) for name in ("good", "bad")}, optimizer)
+    bad, good = tf.constant([1, 2, 3], tf.int64), tf.constant([4, 5, 6], tf.int64)
+    layer({"bad": bad, "good": good})
+    before = {config.name: variable.numpy() for config, variable in layer.embedding_tables.items()}
+    use = _wrong_gradient(change)
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)] * 2)
+    def step(bad: Any, good: Any) -> Any:
+        with tf.GradientTape() as tape:
+            activations = layer({"bad": bad, "good": good})
+            loss = tf.reduce_sum(use(activations["bad"])) + tf.reduce_sum(activations["good"])
+        return tape.gradient(loss, layer.trainable_variables)
+
+    for _ in range(10):  # the order of two tables may differ
+        with pytest.raises(tf.errors.InvalidArgumentError, match="different shape than its activations"):
+            step(bad, good)
+    for config, variable in layer.embedding_tables.items():
+        np.testing.assert_array_equal(variable.numpy(), before[config.name])
