@@ -8,6 +8,11 @@ from typing import Any
 __all__ = ["debug_string", "quote", "type_name"]
 
 _MAX_BYTES = 256
+_NAMES = {
+    "nan": "NaN",
+    "inf": "Infinity",
+    "-inf": "-Infinity",
+}  # TensorFlow Serving's messages have nothing in their place
 
 quote = json.JSONEncoder(ensure_ascii=False).encode
 """Returns a JSON string. Escapes only the characters that require it."""
@@ -81,7 +86,7 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str):
         return quote(value)
     if isinstance(value, float):
-        return repr(value).replace("e+", "e") if math.isfinite(value) else ""  # RapidJSON has no token for it
+        return repr(value).replace("e+", "e") if math.isfinite(value) else _NAMES[repr(value)]
     return (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
     )

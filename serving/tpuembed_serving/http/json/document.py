@@ -22,7 +22,15 @@ from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string
 
-__all__ = ["LEAST_DECODING_BYTES", "Document", "JsonObject", "decoding_bytes", "format_error", "parse_document"]
+__all__ = [
+    "LEAST_DECODING_BYTES",
+    "Document",
+    "JsonObject",
+    "decoding_bytes",
+    "format_error",
+    "long_integers",
+    "parse_document",
+]
 
 LEAST_DECODING_BYTES = 12
 """The least memory that is estimated for each byte of a body: the text, Python's values, lists and arrays."""
@@ -41,9 +49,11 @@ class Document(NamedTuple):
 
     Attributes:
         members: the members of the top-level object. Of equal keys the first counts, at every level.
+        text: the body.
     """
 
     members: dict[str, Any]
+    text: bytes
 
 
 def parse_document(body: bytes, max_depth: int | None = None, check: Check = noop) -> Document:
@@ -62,7 +72,7 @@ def parse_document(body: bytes, max_depth: int | None = None, check: Check = noo
         raise format_error(root, "Is not object")
     if max_depth is not None and _is_deeper(root, body, max_depth):
         raise _too_deep(max_depth)
-    return Document(root)
+    return Document(root, body)
 
 
 def decoding_bytes(body: bytes) -> int:
@@ -70,6 +80,12 @@ def decoding_bytes(body: bytes) -> int:
     values, lists, objects = (body.count(mark) for mark in (b",", b"[", b"{"))
     estimate = len(body) + values * _VALUE_BYTES + lists * _LIST_BYTES + objects * _OBJECT_BYTES
     return max(estimate, len(body) * LEAST_DECODING_BYTES)
+
+
+def long_integers(text: bytes | memoryview) -> dict[float, str]:
+    """Return the integers beyond 64 bits in `text`, by the double that the parser makes of each, as RapidJSON does."""
+    found = (digits[0].decode("ascii") for digits in _LONG_INTEGER.finditer(text))
+    return {float(digits): digits for digits in found if not -(2**63) <= int(digits) < 2**64}
 
 
 def format_error(value: Any, text: str) -> StatusError:
@@ -195,6 +211,7 @@ def _first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_LONG_INTEGER = re.compile(rb"-?\d{19,400}")
 _LISTS = frozenset({"instances", "examples"})
 _OBJECTS = frozenset({"inputs", "context", "parameters"})
 _TENSORS = frozenset({"inputs", "outputs"})

@@ -6,7 +6,6 @@ Tensors of a request may be nested lists of their shape, or flat. Those of an an
 import functools
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +15,7 @@ from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.servable import Array, cannot_hold
 from tpuembed_serving.core.service import ModelSpec
 from tpuembed_serving.core.status import invalid_argument
-from tpuembed_serving.http.json.document import parse_document
+from tpuembed_serving.http.json.document import long_integers, parse_document
 from tpuembed_serving.http.json.responses import numbers, write_json
 from tpuembed_serving.open_inference.inference import (
     INPUT_PARAMETERS,
@@ -37,8 +36,6 @@ _MEMBERS: Final = frozenset({"id", "inputs", "model_name", "model_version", "out
 """The members of a request. Clients send the model's name and version too, but the URL has them."""
 _TYPE_NAMES: Final[Mapping[Any, str]] = {str: "a string", dict: "an object", list: "a list"}
 _LEAF_TYPES: Final[Mapping[str, set[type]]] = {"BOOL": {bool}, "BYTES": {str}}
-_LONG_INTEGER: Final = re.compile(rb"-?\d{19,400}")
-"""Matches an integer that may need more than 64 bits. The parser makes a float of it, as RapidJSON does."""
 
 
 class EncodedInference(NamedTuple):
@@ -196,8 +193,8 @@ def _check_integers(name: str, datatype: str, values: list[int | float], text: m
     for value in values:
         is_long = type(value) is float and abs(value) >= 2**63
         if is_long or not limits.min <= value <= limits.max:
-            sent = (digits[0] for digits in _LONG_INTEGER.finditer(text) if is_long and float(digits[0]) == value)
-            raise cannot_hold(name, datatype, next(sent, b"%r" % value).decode("ascii"), limits.dtype)
+            sent = long_integers(text).get(value) if is_long else None
+            raise cannot_hold(name, datatype, sent or repr(value), limits.dtype)
 
 
 def _json_type(kind: type) -> str:

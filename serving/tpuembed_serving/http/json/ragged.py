@@ -40,7 +40,7 @@ def pad_ragged(document: Document, signature: Signature, check: Check = noop) ->
         return None
     pad = _pad_rows if key == "instances" else _pad_columns
     found = pad(members.get(key), signature, wanted, check)
-    return None if found is None else Document({**members, key: found})
+    return None if found is None else document._replace(members={**members, key: found})
 
 
 def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, Padding], check: Check) -> Any:

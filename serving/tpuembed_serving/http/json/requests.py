@@ -11,7 +11,7 @@ from tpuembed_serving.core.pipeline import Check
 from tpuembed_serving.core.servable import Array, Columns, Signature, TensorInfo
 from tpuembed_serving.core.status import StatusError, invalid_argument
 from tpuembed_serving.http.json.debug import debug_string
-from tpuembed_serving.http.json.document import Document, format_error
+from tpuembed_serving.http.json.document import Document, format_error, long_integers
 from tpuembed_serving.http.json.tensors import dense_shape, fast_tensor, fill, is_base64_object, to_array
 
 __all__ = ["PredictInputs", "decode_inputs", "signature_name"]
@@ -50,11 +50,23 @@ def decode_inputs(document: Document, signature: Signature, check: Check = noop)
     if "instances" in members and "inputs" in members:
         text = "Not formatted correctly expecting only one of 'inputs' or 'instances' keys to exist "
         raise format_error(members, text)
-    if "instances" in members:
-        return PredictInputs(_decode_rows(document, signature, check), row_form=True)
-    if "inputs" in members:
-        return PredictInputs(_decode_columns(document, signature, check), row_form=False)
+    try:
+        if "instances" in members:
+            return PredictInputs(_decode_rows(document, signature, check), row_form=True)
+        if "inputs" in members:
+            return PredictInputs(_decode_columns(document, signature, check), row_form=False)
+    except StatusError as error:
+        if " cannot hold " not in error.message:
+            raise
+        raise invalid_argument(_with_sent_digits(error.message, document.text)) from None
     raise invalid_argument("Missing 'inputs' or 'instances' key")
+
+
+def _with_sent_digits(message: str, text: bytes) -> str:
+    """Name an integer beyond 64 bits as it was sent: the parser made a double of it."""
+    for value, digits in long_integers(text).items():
+        message = message.replace(f"cannot hold {value:.1f}.", f"cannot hold {digits}.")
+    return message
 
 
 def _decode_rows(document: Document, signature: Signature, check: Check) -> Sequence[Array]:
