@@ -30,7 +30,6 @@ _OPTIONS: Final = (
         help="exact: compare with all candidates. ivf: with those of the nearest partitions. Default: auto, which is ivf above "
         "200,000 candidates.",
     ),
-    click.option("--metric", type=click.Choice(["dot", "cosine"]), help="How vectors are compared. Default: dot."),
     click.option(
         "--candidate-ids",
         "ids",
@@ -58,10 +57,10 @@ _OPTIONS: Final = (
         help="For ivf: search so many partitions that X of the K best candidates are found on average. Default: 0.95.",
     ),
 )
-_NAMES: Final = ("k", "index", "metric", "ids", "tags", "queries", "min_recall")
+_NAMES: Final = ("k", "index", "ids", "tags", "queries", "min_recall")
 """Of the options beside --retrieve-from, which are those of the arguments of `export_retrieval`."""
 SECTION: Final = (
-    *("--retrieve-from", "--k", "--index", "--metric"),
+    *("--retrieve-from", "--k", "--index"),
     *("--candidate-ids", "--candidate-tags", "--queries", "--min-recall"),
 )
 """The flags of the options."""
@@ -97,7 +96,7 @@ def retrieval_request(request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 def report_line(entry: "RetrievalEntry") -> str:
     """Return what an export of a retrieval has, as text."""
-    ids = f"{entry.candidates:,} candidates, the best {entry.k} by {entry.metric}, index {entry.index}"
+    ids = f"{entry.candidates:,} candidates, the best {entry.k}, index {entry.index}"
     if entry.index == "exact":
         return ids
     recall = dict(entry.recall)[entry.nprobe]

@@ -131,5 +131,5 @@ def test_options_of_a_retrieval_need_one(exports: Exports, tmp_path: Path) -> No
         done = run_command("export", exports.prefix, str(tmp_path / "m"), *arguments)
         assert (done.returncode, says in done.stderr) == (code, True), done.stderr
         assert not (tmp_path / "m").exists()
-    done = run_command("export", exports.prefix, str(tmp_path / "m"), *end, "--k", "3", "--metric", "cosine")
-    assert f"{USERS} candidates, the best 3 by cosine, index exact" in done.stdout
+    done = run_command("export", exports.prefix, str(tmp_path / "m"), *end, "--k", "3")
+    assert f"{USERS} candidates, the best 3, index exact" in done.stdout

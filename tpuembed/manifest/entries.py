@@ -302,7 +302,6 @@ class RetrievalEntry:
         table: name of the table.
         candidates: how many there are.
         k: how many a request gets.
-        metric: "dot", or "cosine" if the vectors have the length 1, and queries are divided by their length.
         index: "exact", or "ivf" if the candidates are in partitions, of which a search reads `nprobe`.
         ids: the type of the candidates' ids: "int64" or "string".
         has_tags: whether a candidate has tags.
@@ -322,7 +321,6 @@ class RetrievalEntry:
     table: str
     candidates: int
     k: int
-    metric: str
     index: str
     ids: str
     has_tags: bool
@@ -336,7 +334,7 @@ class RetrievalEntry:
 
     def __post_init__(self) -> None:
         check_integers(self, candidates=1, k=1, block_rows=1, partitions=0, nprobe=0)
-        for field, known in (("metric", ("dot", "cosine")), ("index", ("exact", "ivf")), ("ids", ("int64", "string"))):
+        for field, known in (("index", ("exact", "ivf")), ("ids", ("int64", "string"))):
             if getattr(self, field) not in known:
                 raise ConfigError(
                     f"retrieval: {field} must be one of {', '.join(known)}, got {getattr(self, field)!r}."

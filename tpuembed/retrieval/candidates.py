@@ -88,17 +88,16 @@ class Candidates:
         return np.memmap(self.folder / "tags", np.uint64, "r")
 
 
-def collect(batches: Iterable[CandidateBatch], folder: Path, *, is_cosine: bool) -> Candidates:
+def collect(batches: Iterable[CandidateBatch], folder: Path) -> Candidates:
     """Write all candidates into files of `folder`, and check them.
 
     Args:
         batches: of candidates.
         folder: an existing one.
-        is_cosine: divide each vector by its length.
 
     Raises:
-        ConfigError: a vector is not finite, or has the length 0 and has to be divided by it; an id is repeated, is the padding
-            -1 or "", or has another type than those before; vectors have different widths; or there is no candidate.
+        ConfigError: a vector is not finite; an id is repeated, is the padding -1 or "", or has another type than those before;
+            vectors have different widths; or there is no candidate.
     """
     count = dim = 0
     dtype, offset, any_tag, digest = "", 0, False, hashlib.blake2b(digest_size=16)
@@ -119,8 +118,6 @@ def collect(batches: Iterable[CandidateBatch], folder: Path, *, is_cosine: bool)
                 )
             dim = vectors.shape[1]
             _check_finite(vectors, count)
-            if is_cosine:
-                vectors = _divided(vectors, count)
             ids: Ids = np.arange(count, count + len(vectors)) if batch.ids is None else batch.ids
             kind = "int64" if isinstance(ids, np.ndarray) else "string"
             if kind != (dtype or kind):
@@ -159,17 +156,6 @@ def _check_finite(vectors: Floats, first: int) -> None:
             f"candidates: vector {first + index} contains {value}, which has no place in an order of scores. Find out why "
             "training produced it."
         )
-
-
-def _divided(vectors: Floats, first: int) -> Floats:
-    wide = vectors.astype(np.float64)
-    lengths = np.sqrt(np.square(wide).sum(1, keepdims=True))
-    if not lengths.all():
-        raise ConfigError(
-            f"candidates: vector {first + int((lengths == 0).argmax())} has the length 0, so it has no cosine. Leave it out, or "
-            'use metric "dot".'
-        )
-    return (wide / lengths).astype(np.float32)
 
 
 def _check_new(ids: Ids, seen: dict[Any, int], first: int) -> None:

@@ -46,12 +46,11 @@ if TYPE_CHECKING:
 __all__ = ["export_retrieval"]
 
 _INDEXES: Final = ("auto", "exact", "ivf")
-_METRICS: Final = ("dot", "cosine")
 _MOST_EXACT: Final = 200_000
 """With "auto", more candidates get an index "ivf"."""
 _MIN_RECALL: Final = 0.95
 _TABLE: Final = "table:"
-_OWN_OPTIONS: Final = ("k", "index", "metric", "ids", "tags", "queries", "min_recall")
+_OWN_OPTIONS: Final = ("k", "index", "ids", "tags", "queries", "min_recall")
 
 
 def export_retrieval(
@@ -62,7 +61,6 @@ def export_retrieval(
     candidates: Any,
     k: int = 100,
     index: str = "auto",
-    metric: str = "dot",
     ids: Any = None,
     tags: Any = None,
     queries: Any = None,
@@ -89,7 +87,6 @@ def export_retrieval(
         k: how many candidates a request gets.
         index: "exact" compares a query with all candidates. "ivf" compares it with those in the partitions that are nearest to
             it. "auto" is "ivf" for more than 200,000 candidates.
-        metric: "dot", the product of the vectors; or "cosine", of vectors divided by their lengths.
         ids: of the candidates of a table or an array: int64 or strings, [n], or a .npy file, or a file with a string per line. None
             for the rows' names of a table with a vocabulary, and else their numbers.
         tags: of the same candidates: uint64 [n], a bit for each tag, or a .npy file.
@@ -108,7 +105,6 @@ def export_retrieval(
     """
     check_count("k", k)
     check_choice("index", index, _INDEXES)
-    check_choice("metric", metric, _METRICS)
     check_recall(min_recall)
     chosen = ExportOptions.of("export_retrieval", options, without=OVERLAY_OPTIONS, others=_OWN_OPTIONS)
     if chosen.rows:
@@ -119,10 +115,10 @@ def export_retrieval(
         _working_folder(model_dir) as folder,
     ):
         source = source_of(opened)  # before anything is read
-        found = collect(_batches(opened, candidates, ids, tags), folder, is_cosine=metric == "cosine")
+        found = collect(_batches(opened, candidates, ids, tags), folder)
         check_unchanged(opened, source)
         table = "candidates" if "candidates" not in opened.tables() else "candidates_index"
-        made = _Index.of(found, table, index, k, metric, chosen.max_memory_bytes)
+        made = _Index.of(found, table, index, k, chosen.max_memory_bytes)
         if made.entry.index == "ivf":
             made = made.tuned(opened, query, queries, _MIN_RECALL if min_recall is None else min_recall)
         elif queries is not None:
@@ -205,7 +201,7 @@ class _Index:
     partitions: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, candidates: Candidates, table: str, index: str, k: int, metric: str, max_memory_bytes: int) -> "_Index":
+    def of(cls, candidates: Candidates, table: str, index: str, k: int, max_memory_bytes: int) -> "_Index":
         """Divide the candidates into partitions, or one for an exact index, and write their order."""
         kind = ("ivf" if candidates.count > _MOST_EXACT else "exact") if index == "auto" else index
         folder, count = candidates.folder, count_for(candidates.count) if kind == "ivf" else 1
@@ -230,7 +226,6 @@ class _Index:
             table=table,
             candidates=candidates.count,
             k=k,
-            metric=metric,
             index=kind,
             ids=candidates.dtype,
             has_tags=candidates.has_tags,

@@ -121,10 +121,6 @@ class RetrievalModel(ExportableModel):
 
     def _vector(self, vectors: Tensor) -> Tensor:
         check_width(vectors.shape[1], self._tables.stack_of(self._entry.table)[0].dim)
-        if self._entry.metric == "cosine":
-            largest = tf.reduce_max(tf.abs(vectors), 1, keepdims=True)  # so that no square overflows or vanishes
-            vectors = tf.math.divide_no_nan(vectors, largest)
-            vectors = tf.math.divide_no_nan(vectors, tf.norm(vectors, axis=1, keepdims=True))
         return vectors
 
     def _answer(

@@ -67,10 +67,6 @@ def measured(
         )
     if not len(queries):
         raise ConfigError("queries: there are none. Give at least one.")
-    if entry.metric == "cosine":
-        wide = queries.astype(np.float64)
-        lengths = np.linalg.norm(wide, axis=1, keepdims=True)
-        queries = np.divide(wide, lengths, out=np.zeros_like(wide), where=lengths > 0).astype(np.float32)
     best = true_neighbours(queries, batches, min(entry.k, entry.candidates))
     place = ranks(queries, centroids, partitions[best])
     found = np.bincount(place.ravel(), minlength=entry.partitions).cumsum() / place.size
