@@ -52,7 +52,7 @@ _SECTIONS = {
     ],
     "Retrieval": SECTION,
     "Several servers": SHARDS,
-    "How it runs": ["--max-memory", "--workers", "--engine", "--ray-address", "--resume"],
+    "How it runs": ["--max-memory", "--workers", "--engine", "--resume"],
 }
 
 
@@ -142,12 +142,7 @@ _SECTIONS = {
     type=click.Choice(["local", "ray"]),
     default="local",
     show_default=True,
-    help="local: processes of this machine. ray: a Ray cluster. All its nodes must reach CHECKPOINT and MODEL_DIR.",
-)
-@click.option(
-    "--ray-address",
-    metavar="ADDRESS",
-    help="With --engine ray: the cluster. Default: that of RAY_ADDRESS, or a new one on this machine.",
+    help="local: processes of this machine. ray: the Ray cluster of RAY_ADDRESS. Its nodes must all reach both paths.",
 )
 @click.option("--version", type=click.IntRange(1, 2**63 - 1), help="Version to write. Default: the next free one.")
 @click.option(

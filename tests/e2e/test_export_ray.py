@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from tests.support.export.writers import TablesWriter
-from tests.support.messages import refused, said
+from tests.support.messages import said
 from tests.support.serving.process import SCRIPT, run_command
 from tests.support.stores import S3Proxy, moto_server
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.errors import ConfigError, ExportError
+from tpuembed.errors import ExportError
 from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.stream.engines import choose_engine
 from tpuembed.export.stream.shard import Source
@@ -112,13 +112,12 @@ def _wait_for(log: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_an_address_needs_the_engine(tmp_path: Path) -> None:
-    with refused(ConfigError):
-        choose_engine("local", 1, "127.0.0.1:1")
+def test_a_cluster_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     write_checkpoint(tmp_path / "ckpt", 100)
     config = tmp_path / "config.json"
     config.write_text('{"features": {"f": {"table": "table"}}}', encoding="utf-8")
-    arguments = ("--serving-config", config, "--engine", "ray", "--ray-address", "127.0.0.1:1")
+    arguments = ("--serving-config", config, "--engine", "ray")
     done = run_command("export", tmp_path / "ckpt", tmp_path / "models", *arguments)
     assert done.returncode == 1
     said(done.stderr)
@@ -133,9 +132,10 @@ def test_a_cluster_that_loses_a_node(tmp_path: Path) -> None:
     config.write_text('{"features": {"f": {"table": "table", "input": "id"}}}', encoding="utf-8")
     with cluster(tmp_path) as (address, second):
         command = [str(SCRIPT), "export", str(tmp_path / "ckpt"), str(tmp_path / "models"), "--json", "--workers", "2"]
-        command += ["--serving-config", str(config), "--engine", "ray", "--ray-address", address]
+        command += ["--serving-config", str(config), "--engine", "ray"]
+        environment = {**ENVIRONMENT, "RAY_ADDRESS": address}
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
         ) as export:
             _wait_until_half(tmp_path / "models", rows * DIM * 4, export)
             second.kill()
@@ -169,7 +169,7 @@ def test_a_node_that_does_not_see_the_folder(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path / "ckpt") as checkpoint:
         plan = plan_export(list(checkpoint.tables().values()))
         source = Source(path=str(tmp_path / "ckpt"), fingerprint=checkpoint.fingerprint())
-    engine = choose_engine("ray", 1, "local")
+    engine = choose_engine("ray", 1)
     with pytest.raises(ExportError, match="Every node of the cluster must see"):
         engine.run(plan.shards, source, TablesWriter(tmp_path / "elsewhere" / ".staging" / "tables", plan, source))
 
@@ -185,8 +185,8 @@ def test_a_cluster_writes_into_a_store(tmp_path: Path, monkeypatch: pytest.Monke
         server.make_bucket("bucket")
         with S3Proxy(server) as proxy:
             command = [str(SCRIPT), "export", str(tmp_path / "ckpt"), "s3://bucket/m", "--json", "--workers", "2"]
-            command += ["--serving-config", str(config), "--engine", "ray", "--ray-address", address]
-            environment = {**ENVIRONMENT, **proxy.environment}
+            command += ["--serving-config", str(config), "--engine", "ray"]
+            environment = {**ENVIRONMENT, **proxy.environment, "RAY_ADDRESS": address}
             done = subprocess.run(command, capture_output=True, env=environment, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)

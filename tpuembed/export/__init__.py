@@ -84,7 +84,7 @@ def export_saved_model(
         on_progress: called with (bytes done, bytes in total).
         checkpoint_options: further arguments of `open_checkpoint`.
         options: how to write: rows, storage, max_error, layout, serving_root, max_memory_bytes, workers, engine,
-            ray_address, require_finite, version, base, max_overlay, delta_to, sign_key, keep
+            require_finite, version, base, max_overlay, delta_to, sign_key, keep
             and resume. See `tpuembed.export.ExportOptions`.
 
     Raises:

@@ -40,10 +40,8 @@ class ExportOptions:
             `model_dir`.
         max_memory_bytes: bound on the buffers of all workers together.
         workers: processes that stream; None for one per processor.
-        engine: "local", processes of this machine; or "ray", a Ray cluster whose nodes all see `checkpoint` and
-            `model_dir` under the same paths.
-        ray_address: HOST:PORT, "ray://..." or "auto". None for the cluster of RAY_ADDRESS, or a new one on this
-            machine.
+        engine: "local", processes of this machine; or "ray", the Ray cluster of RAY_ADDRESS, whose nodes all see
+            `checkpoint` and `model_dir` under the same paths.
         require_finite: fail at a NaN or an infinity in a table or a dense weight.
         version: None for the next free integer.
         base: write an overlay of a version of `model_dir`: its number, or "latest". The version then links the files of
@@ -65,7 +63,6 @@ class ExportOptions:
     max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES
     workers: int | None = None
     engine: str = "local"
-    ray_address: str | None = None
     require_finite: bool = False
     version: int | None = None
     base: BaseOption | None = None

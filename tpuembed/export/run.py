@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 def make_plan(checkpoint: Checkpoint, request: ExportRequest, options: ExportOptions) -> ExportPlan:
     """Return the plan of `request`."""
     check_layout(options.layout, options.serving_root)
-    check_engine(options.engine, options.ray_address)
+    check_engine(options.engine)
     if not request.tables:  # a front that reads no table
         return ExportPlan(
             layout=options.layout,
@@ -147,7 +147,7 @@ def run_export(
     if done is None:
         writer = choose_writer(model_dir, plan, options, source)
         writer.check()
-        engine = engine or choose_engine(options.engine, plan.workers, options.ray_address)
+        engine = engine or choose_engine(options.engine, plan.workers)
         with (
             writer,
             naming_model_dir(writer.model_dir),

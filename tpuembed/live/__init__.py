@@ -51,7 +51,7 @@ def export_model(
     Raises:
         TpuEmbedError: nothing was published. The message says what to change.
     """
-    chosen = ExportOptions.of("export_model", options, without=("engine", "ray_address"))
+    chosen = ExportOptions.of("export_model", options, without=("engine",))
     with live_checkpoint(model) as checkpoint, registered(checkpoint) as source:
         request = request_of(checkpoint, model, serving_config, tables, features, output_names)
         engine = ThreadEngine(checkpoint, chosen.workers)

@@ -68,7 +68,7 @@ class ExportCallback(keras.callbacks.Callback):
                 "ExportCallback: version cannot be set, because every export has its own version. Leave it out."
             )
         options = {"require_finite": True, **options}
-        ExportOptions.of("ExportCallback", _export_options(options), without=("engine", "ray_address"))
+        ExportOptions.of("ExportCallback", _export_options(options), without=("engine",))
         self.reports: list[ExportReport] = []
         self._model_dir, self._at_end = as_path(model_dir), at_end
         self._every = None if every_seconds is not None else int(every_epochs or 1)

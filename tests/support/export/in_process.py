@@ -46,8 +46,8 @@ class InProcessEngine(Engine):
 def exports_in_this_process() -> Iterator[None]:
     """Make exports with the engine `local` use `InProcessEngine`."""
 
-    def choose(name: str, workers: int, ray_address: str | None = None) -> Engine:
-        chosen = choose_engine(name, workers, ray_address)
+    def choose(name: str, workers: int) -> Engine:
+        chosen = choose_engine(name, workers)
         return InProcessEngine() if name == "local" else chosen
 
     with pytest.MonkeyPatch.context() as patch:

@@ -2,7 +2,6 @@
 
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.cpus import available_cpus
-from tpuembed.errors import ConfigError
 from tpuembed.export.stream.engines.local import LocalEngine
 from tpuembed.export.stream.engines.protocol import Engine
 
@@ -13,28 +12,24 @@ ENGINES = ("local", "ray")
 _AT_ONCE_ON_A_CLUSTER = 64
 
 
-def choose_engine(name: str, workers: int, ray_address: str | None = None) -> Engine:
+def choose_engine(name: str, workers: int) -> Engine:
     """Return the engine `name`, which runs at most `workers` tasks at once.
 
     Raises:
-        ConfigError: unknown engine, fewer than one worker, or an address for an engine that takes none.
+        ConfigError: unknown engine, or fewer than one worker.
     """
-    check_engine(name, ray_address)
+    check_engine(name)
     check_count("workers", workers)
     if name == "local":
         return LocalEngine(workers)
     from tpuembed.export.stream.engines.ray import RayEngine
 
-    return RayEngine(workers, ray_address)
+    return RayEngine(workers)
 
 
-def check_engine(name: str, ray_address: str | None) -> None:
-    """Raise ConfigError if the engine is unknown, or if it does not take an address."""
+def check_engine(name: str) -> None:
+    """Raise ConfigError if the engine is unknown."""
     check_choice("engine", name, ENGINES)
-    if ray_address is not None and name != "ray":
-        raise ConfigError(
-            f"ray_address {ray_address!r}: not supported by engine {name!r}. Choose engine='ray', or leave it out."
-        )
 
 
 def default_workers(engine: str = "local") -> int:

@@ -40,11 +40,9 @@ _QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "error
 class RayEngine(Engine):
     """Runs at most `workers` tasks at once, each on one CPU of the cluster."""
 
-    def __init__(self, workers: int, address: str | None = None) -> None:
-        """Use the cluster at `address`: HOST:PORT, "ray://..." or "auto". None: that of RAY_ADDRESS, or a new one on
-        this machine.
-        """
-        self._workers, self._address = workers, address
+    def __init__(self, workers: int) -> None:
+        """Use the cluster at RAY_ADDRESS, as Ray does: HOST:PORT, "ray://..." or "auto". Without it, start one on this machine."""
+        self._workers = workers
 
     def run(
         self,
@@ -56,7 +54,7 @@ class RayEngine(Engine):
         on_progress: Callable[[int], None] = ignore,
     ) -> list[ShardResult]:
         """See Engine.run. Progress is reported per batch."""
-        with _connected(self._address) as ray:
+        with _connected() as ray:
             run = ray.remote(num_cpus=1, max_retries=_RETRIES, retry_exceptions=[_MayPassError])(_run)
             results = list[ShardResult]()
             for result in _results(ray, run, tasks, source, writer, self._workers):
@@ -169,12 +167,12 @@ def _result(ray: Any, reference: Any, task: Batch, hint: str) -> list[ShardResul
 
 
 @contextlib.contextmanager
-def _connected(address: str | None) -> Iterator[Any]:
+def _connected() -> Iterator[Any]:
     """Connect to Ray. At the end, stop what was started here, and leave an existing connection open.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        ExportError: there is no cluster at `address`.
+        ExportError: there is no cluster at RAY_ADDRESS.
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -185,7 +183,7 @@ def _connected(address: str | None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    where = address or os.environ.get("RAY_ADDRESS") or "local"
+    where = os.environ.get("RAY_ADDRESS") or "local"
     with _notices() as notices:
         try:
             _reach(where)
@@ -212,7 +210,7 @@ def _unusable(where: str, error: Exception, notices: BinaryIO) -> ExportError:
     # Ray's message names an internal address.
     said = re.sub(r"Failed to connect to Ray cluster at \S+", "failed to connect", one_line(error))
     return ExportError(
-        f"ray: no cluster at {where!r} can be used: {said}. Start one, name another with --ray-address, or set "
+        f"ray: no cluster at {where!r} can be used: {said}. Start one, set RAY_ADDRESS to another, or set "
         "RAY_AUTH_TOKEN if it needs a token."
     )
 
