@@ -33,8 +33,6 @@ RUNS = {
     "console": "console.run()",
     "vocabularies": "vocabularies.run()",
     "retrieval": "retrieval.run()",
-    "shards": "shards.run()",
-    "shard_simulation": "shard_simulation.run()",
     "redis": "redis.run()",
 }
 

@@ -40,7 +40,6 @@ def main() -> None:
         *_redis(),
         *_tools(),
     ]
-    parts += [*_shards(), *_simulation()]
     PAGE.write_text("\n".join(parts))
 
 
@@ -527,90 +526,6 @@ def _servers() -> Iterator[str]:
             f"1 worker, default options, 1 row, 64 connections: {rates[0]} requests per second. The naive server, which runs each "
             f"request by itself: {rates[1]}. The ratio of the rounds is {plain['over naive']:.1f}.\n"
         )
-
-
-_OF_A_SHARD = ("CPU ms of a call", "calls_per_second")
-
-
-def _shards() -> Iterator[str]:
-    found = _result("shards")
-    if not found:
-        return
-    yield f"## A request of {found['tables']} features, on several servers (`benchmarks/shards.py`)\n"
-    rows: list[Row] = []
-    for name, one in found.items():
-        if isinstance(one, dict) and "CPU ms of a request" in one:
-            used = one["CPU ms of a request"]
-            front = _number(used["front"]) if used["front"] else ""
-            alone = one["a shard alone"]
-            rows.append((name, front, _number(used["shards"]), *(_number(alone[key]) for key in _OF_A_SHARD)))
-    yield _table(("", "CPU ms of the front", "CPU ms of all shards", *_OF_A_SHARD), rows)
-    yield (
-        "One example, one row of each table, over gRPC, at 16 connections. The last columns are one shard with its part of the "
-        "request, and no front: with more calls at once, more of them share a run. Every shard costs a call, in the front and in "
-        "the shard. So take as few shards as the tables need.\n"
-    )
-    lists = found.get("lists", {})
-    rows = [
-        (request, name, *(_number(one[key]) for key in ("p50_ms", "p99_ms", "front", "shards")))
-        for request, by_name in lists.items()
-        if isinstance(by_name, dict)
-        for name, one in by_name.items()
-    ]
-    if rows:
-        yield f"Lists of ids, {lists['features']} features, one request after the other:\n"
-        head = ("rows x ids in a list", "", "p50, ms", "p99, ms", "CPU ms of the front", "CPU ms of all shards")
-        yield _table(head, rows)
-    if scatter := found.get("scatter"):
-        yield (
-            "The scatter of one row to 4 shards, beside as many calls of grpc.aio with the same bytes, and with calls that return "
-            "the answers at once, without gRPC:\n"
-        )
-        yield _table(
-            ("", *_SCATTER), [(name, *(_number(one[key]) for key in _SCATTER)) for name, one in scatter.items()]
-        )
-
-
-_SCATTER = ("CPU ms of a scatter", "CPU ms of bare calls", "ratio", "CPU ms without gRPC")
-_SIMULATED = ("p50_ms", "p99_ms", "p99.9_ms")
-
-
-def _simulation() -> Iterator[str]:
-    found = _result("shard_simulation")
-    if not found:
-        return
-    rate, replicas, deadline = found["requests_per_second"], found["replicas"], found["deadline_ms"]
-    yield f"## Simulated, not measured: {rate:,.0f} requests a second (`benchmarks/shard_simulation.py`)\n"
-    yield (
-        f"Each shard has {replicas} replicas. The processor times are those of the section before. The spread of service times is "
-        f"the measured p99 / p50 of one connection: {found['call p99 / p50']:.1f} for a shard, {found['front p99 / p50']:.1f} for "
-        f"the front. A process works {found['busy']:.0%} of the time. The front gives up after {deadline:.0f} ms.\n"
-    )
-    sizes = ("cores", "cores of the front")
-    head = ("cores", "of them the front", "p50, ms", "p99, ms", "p99.9, ms")
-    for title, first in (("by number of shards", ""), ("64 shards, by how busy they are", "busy")):
-        rows = [
-            (name, *(f"{one[key]:,}" for key in sizes), *(_number(one[key]) for key in _SIMULATED))
-            for name, one in found[title].items()
-        ]
-        yield _table((first, *head), rows)
-    yield "64 shards, with a second call to a replica (a hedge). The times are those in the shards, without the front:\n"
-    rows = [
-        (state, name, f"{one['calls made twice']:.1%}", *(_number(one["in the shards"][key]) for key in _SIMULATED),
-         f"{one['later than the deadline']:.2%}")
-        for state, each in found["64 shards, by hedge"].items()
-        for name, one in each.items()
-    ]  # fmt: skip
-    head = ("servers", "hedge", "calls made twice", "p50, ms", "p99, ms", "p99.9, ms", f"later than {deadline:.0f} ms")
-    yield _table(head, rows)
-    whole = found["machines with all tables"]
-    pages = whole["pages a second of a disk, assumed"]
-    yield (
-        f"{whole['machines']} machines of {whole['cores of a machine']} cores with all tables answer the same requests. 64 shards "
-        f"take {whole['cores of 64 shards / theirs']:.0f} times their cores. If each machine has a disk that reads {pages:,} pages "
-        f"a second, {whole['share of lookups that may miss memory']:.0%} of the lookups may miss the memory. The rate of the disk "
-        "is an assumption.\n"
-    )
 
 
 if __name__ == "__main__":
