@@ -90,11 +90,12 @@ test-newest-python: $(STAMP)  ## what may differ between Pythons, with the newes
 tpu-proof: $(STAMP)  ## trace, lower and compile the TPU path without a TPU: build/tpu-proof.md
 	$(BIN)/python -m tests.tpu --tests
 
-check: $(STAMP)  ## ruff, mypy --strict, import-linter
+check: $(STAMP)  ## ruff, mypy --strict, import-linter, and the sizes in tests/budget.json
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.budget
 
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m $(INSTALL) -e '.[docs]'
