@@ -84,13 +84,6 @@ _FIELDS: Final = {
 _DESCRIBING: Final = frozenset({"dtype", "tensor_shape", "version_number", "tensor_content"})
 """The fields of a TensorProto that hold no values."""
 
-_KEPT_HEADS: Final = 1024
-_last_heads: Final = dict[int, tuple[bytes, tuple[int, ...]]]()
-"""By the length of a serialized tensor: all bytes before the values of the last one that `_whole_values` read, and its shape.
-
-Answers of one server repeat them. A tensor of that length that begins so has that dtype and shape, and so many values.
-"""
-
 
 def dtype_name(dtype: int) -> str:
     """Return the name of a DataType in TensorFlow's C++ messages, such as "float"."""
@@ -112,8 +105,6 @@ def decode_tensor(proto: Any, alias: str) -> Array:
             _check_field(proto, "string_val", alias)
             return _strings(proto, _shape(proto.tensor_shape))
         field = _FIELDS[number]
-        if field.fixed_width and not proto.tensor_content and (found := _whole_values(proto, field)) is not None:
-            return found
         _check_field(proto, field.name, alias)
         return _numbers(proto, field, _shape(proto.tensor_shape), alias)
     except (_MalformedTensorError, MalformedError, KeyError):
@@ -166,21 +157,6 @@ def _numbers(proto: Any, field: _Field, shape: tuple[int, ...], alias: str) -> A
     return _filled(values, count, field.dtype).reshape(shape)
 
 
-def _whole_values(proto: Any, field: _Field) -> Array | None:
-    """Return a tensor that has nothing but its dtype, its shape and all of its values, as servers write it; else None."""
-    whole = proto.SerializeToString()
-    head, shape = _last_heads.get(len(whole), (b"", ()))
-    if not head or not whole.startswith(head):
-        shape = _shape(proto.tensor_shape)
-        head = _head(proto.dtype, shape, field.name)
-        if len(whole) != len(head) + math.prod(shape) * field.dtype.itemsize or not whole.startswith(head):
-            return None
-        if len(_last_heads) == _KEPT_HEADS:
-            _last_heads.clear()
-        _last_heads[len(whole)] = head, shape
-    return np.ndarray(shape, field.dtype, whole[len(head) :])  # a slice begins at an aligned address
-
-
 def _from_content(content: bytes, field: _Field, count: int) -> Array:
     if len(content) != count * field.dtype.itemsize:
         raise _MalformedTensorError
@@ -196,6 +172,9 @@ def _field_values(values: Any, field: _Field) -> Array:
     """Return the entries of a repeated field. Narrow integers and 16-bit floats are still in their carrier."""
     if len(values) % field.per_element:
         raise _MalformedTensorError
+    if hasattr(values, "__array__"):  # since protobuf 7.34: in a hundredth of the time of an iteration
+        array = np.asarray(values, field.carrier)
+        return array.view(field.dtype) if field.fixed_width else array
     if field.fixed_width:
         return _fixed_width_values(values, field)
     array, left = np.empty(len(values), field.carrier), iter(values)
