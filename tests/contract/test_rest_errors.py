@@ -191,6 +191,14 @@ def test_ids_outside_of_their_table(server: Server) -> None:
             table, size = "items", 90
         assert status == 400
         assert f"feature {feature}: id {bad} of row 1 is not in table {table}, which has {size} rows" in text
+    row = {"user": 1, "seen": [2], "price": [0.5]}
+    for feature, value, text in (  # of a whole model
+        ("user", 60, "feature user: id 60 of row 1 is not in table users, which has 60 rows"),
+        ("seen", [3, 1 << 62], f"feature seen: id {1 << 62} of row 1 is not in table items, which has 90 rows"),
+    ):
+        body = {"instances": [row, row | {feature: value}]}
+        status, found = refusal(server, "POST", "/v1/models/ranker:predict", body)
+        assert (status, text in found) == (400, True), found
     for bad in (5, -1):  # by TensorFlow's own words, in a graph that is not an export
         found = refusal(server, "POST", f"/v1/models/{ZOO}", {"instances": [[0, bad]]})
         assert found[0] == 400
