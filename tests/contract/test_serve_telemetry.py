@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.contract_open_inference import message
 from tests.support.contract_serve import Server, eventually, predict_request, shared_server
 
 pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
@@ -51,11 +52,19 @@ LATENCIES = [
     ("request_latency_count", {"model_name": "scale", "API": "Predict", "entrypoint": "GRPC"}),
     ("request_latency_bucket", {"model_name": "scale", "API": "predict", "entrypoint": "REST", "le": "+Inf"}),
     ("runtime_latency_count", {"model_name": "scale", "API": "Predict"}),
+    ("request_latency_count", {"model_name": "scale", "API": "infer", "entrypoint": "REST"}),
+    ("request_latency_count", {"model_name": "scale", "API": "ModelInfer", "entrypoint": "GRPC"}),
 ]
 
 
 def test_latencies_have_tensorflow_servings_names(server: Server) -> None:
     ask_three_times(server)
+    tensor = {"name": "x", "shape": [1], "datatype": "FP32"}
+    assert server.ask("POST", "/v2/models/scale/infer", {"inputs": [{**tensor, "data": [1.0]}]}).status == 200
+    contents = {"fp32_contents": [1.0]}
+    server.inference(
+        "ModelInfer", message("ModelInferRequest")(model_name="scale", inputs=[{**tensor, "contents": contents}])
+    )
     for metric, labels in LATENCIES:
         found = samples(server, f"{PREFIX}{metric}")
         assert any(value > 0 for key, value in found.items() if labels.items() <= dict(key).items()), (metric, found)
@@ -85,7 +94,8 @@ def test_the_access_log_is_lines_of_json(server: Server) -> None:
     assert reply.headers["x-request-id"] == "good-one"
     server.ask("POST", "/v1/models/none:predict", {"instances": [1.0]}, {"X-Request-Id": "bad-one"})
     request = predict_request("scale", {"x": np.array([1, 2, 3], np.float32)})
-    server.prediction.Predict(request, timeout=60, metadata=(("x-request-id", "call"),))
+    _, done = server.prediction.Predict.with_call(request, timeout=60, metadata=(("x-request-id", "call"),))
+    assert ("x-request-id", "call") in done.trailing_metadata()
     wanted = {
         "good-one": {
             "entrypoint": "REST",
@@ -104,6 +114,8 @@ def test_the_access_log_is_lines_of_json(server: Server) -> None:
     good = entry("good-one") or {}
     assert (good["rows"], good["bytes_out"]) == (2, len(reply.body))
     assert good["ms"] >= 0
+    for request_id in ("good-one", "call"):
+        assert (entry(request_id) or {})["stages_ms"]["run"] > 0
 
 
 def test_the_root_is_a_page_for_browsers_and_json_for_programs(server: Server) -> None:
