@@ -65,6 +65,14 @@ def test_versions_and_labels_that_are_not_there(server: Server) -> None:
     )
 
 
+def test_a_long_text_is_cut_by_bytes(server: Server) -> None:
+    start = "Servable not found for request: Latest("
+    for name in ("m" * 5000, "\u00e9" * 2500):
+        code, text = refusal(server.prediction.Predict, predict_request(name, {}))
+        assert code is CODES.NOT_FOUND
+        assert text == (start + name).encode()[:1024].decode(errors="replace") + "...TRUNCATED"
+
+
 def test_tensors_that_are_not_the_signatures(server: Server) -> None:
     """Another dtype, values in the field of another dtype, and more values than the shape has room for."""
     request = predict_request("zoo", {"ids": np.array([[1, 2]], np.int32)})

@@ -29,7 +29,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("command")
     save_scale(folder / "1", 1.0)
     save_zoo(folder / "2")
-    (folder / "by_this_name").mkdir()
+    (folder / "by_this_name" / "ranker" / "1").mkdir(parents=True)
+    (folder / "by_this_name" / "ranker" / "1" / "saved_model.pb").touch()
     return folder / "by_this_name"
 
 
@@ -45,7 +46,9 @@ def publish(model_dir: Path, version: int) -> None:
     shutil.move(model_dir.with_name(str(version)), model_dir / str(version))
 
 
-def test_without_a_version_it_is_not_ready(server: Server) -> None:
+def test_without_a_version_it_is_not_ready(server: Server, model_dir: Path) -> None:
+    text = f"{model_dir} has no version yet. Waiting for one. {model_dir}/ranker has a version"
+    assert f"model by_this_name: {text}" in server.log
     assert server.get("/readyz").status == 503
     eventually(lambda: server.post("by_this_name:predict", {"instances": [1.0]}).status == 404)
     assert server.get("/v1/models/by_this_name").status == 404

@@ -5,9 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,29 +52,15 @@ def test_a_host_that_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        ("--rest-port", "-1"), ("--rest-port", "70000"), ("--workers", "0"), ("--poll-seconds", "0"),
-        ("--rest-timeout-ms", "-5"), ("--run-threads", "0"), ("--max-body-bytes", "0"), ("--zzzz", "1"),
-    ],
-)  # fmt: skip
-def test_bad_usage_exits_2(tmp_path: Path, options: tuple[str, str]) -> None:
-    result = run_command("serve", tmp_path, *options)
-    assert result.returncode == 2
-    said(result.stderr)
-
-
-@pytest.mark.parametrize(
     "arguments",
     [
-        (),
-        ("DIR", "--config", "models.config"),
-        ("DIR", "--config-poll-seconds", "1"),
-        ("--config", "models.config", "--name", "m"),
+        "DIR --rest-port -1", "DIR --rest-port 70000", "DIR --workers 0", "DIR --poll-seconds 0", "DIR --rest-timeout-ms -5",
+        "DIR --run-threads 0", "DIR --max-body-bytes 0", "DIR --zzzz 1", "", "DIR --config models.config",
+        "DIR --config-poll-seconds 1", "--config models.config --name m", "DIR --metrics --monitoring-config-file /x",
     ],
-)
-def test_a_folder_and_a_config_exclude_each_other(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    result = run_command("serve", *(str(tmp_path) if one == "DIR" else one for one in arguments))
+)  # fmt: skip
+def test_bad_usage_exits_2(tmp_path: Path, arguments: str) -> None:
+    result = run_command("serve", *arguments.replace("DIR", str(tmp_path)).split())
     assert result.returncode == 2
     said(result.stderr)
 
@@ -96,39 +80,6 @@ def test_a_config_that_is_broken(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     said(run_command("serve", "--config", path).stderr)
-
-
-@pytest.mark.nightly
-def test_it_starts_empty_and_a_stop_finishes_the_request_in_progress(tmp_path: Path) -> None:
-    model_dir = tmp_path / "by_this_name"
-    (model_dir / "ranker" / "1").mkdir(parents=True)
-    (model_dir / "ranker" / "1" / "saved_model.pb").touch()
-    with ServerProcess(model_dir, tmp_path / "server.log", "--name", "a model", fresh=True) as server:
-        assert server.model_url.endswith("/v1/models/a%20model")
-        assert server.request("GET", "/healthz")[0] == 200
-        assert (
-            f"model a model: {model_dir} has no version yet. Waiting for one. {model_dir}/ranker has a version"
-            in server.log
-        )
-        assert server.request("GET", "/readyz")[0] == 503
-        wait_for(lambda: server.predict({"instances": [1]})[0] == 404)  # the first look at the folder is over
-        assert server.predict({"instances": [1]}) == (
-            404,
-            {"error": "Servable not found for request: Latest(a model)"},
-        )
-        save_zoo(model_dir / ".staging")
-        (model_dir / ".staging").rename(model_dir / "1")
-        server.wait_for(1)
-        answers: list[Any] = []
-        body = {"signature_name": "slow", "instances": [500_000]}
-        asking = threading.Thread(target=lambda: answers.append(server.predict(body)))
-        asking.start()
-        asking.join(0.1)
-        assert asking.is_alive(), "the request is too quick to be interrupted"
-        assert server.stop() == 0
-        asking.join()
-        assert answers == [(200, {"predictions": [500_000]})]
-        assert "Traceback" not in server.log
 
 
 STOPPED_IN_A_CALLBACK = """
