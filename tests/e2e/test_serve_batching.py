@@ -5,7 +5,6 @@ import contextlib
 import http.client
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,8 +19,7 @@ from tests.support.messages import refused
 from tests.support.serving.process import ServerProcess
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed_serving.batching.parameters import BatchingParameters
-from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.settings import BatchingSettings
+from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.tensorflow import session as runtime
 
 ROWS = {"users": 50, "items": 300}
@@ -254,65 +252,3 @@ def test_parameters_of_a_version_that_are_wrong_fail_its_load(tmp_path: Path) ->
     merging = servable.merging(servable.signatures["serving_default"])
     assert merging is not None
     assert merging.parameters == BatchingParameters(max_batch_size=3)
-
-
-def test_a_timeout_ends_the_run_itself(tmp_path: Path) -> None:
-    """It would go on for hours."""
-
-    def count(n: Any) -> Any:
-        (step,) = tf.while_loop(lambda i: i < n[0], lambda i: (i + 1,), (tf.constant(0, tf.int64),))
-        return {"y": n + 0 * step}
-
-    concrete = tf.function(count).get_concrete_function(tf.TensorSpec([None], tf.int64, name="n"))
-    tf.saved_model.save(tf.Module(), str(tmp_path / "1"), signatures={"serving_default": concrete})
-    servable = runtime.load(tmp_path / "1", options=runtime.RunOptions(timeout_ms=50))
-    signature = servable.signatures["serving_default"]
-    with pytest.raises(StatusError, match=r"^Timed out waiting for notification$") as caught:
-        servable.run(signature, [np.array([10**12])])
-    assert caught.value.code is Code.DEADLINE_EXCEEDED
-    merging = servable.merging(signature)
-    assert merging is not None
-    assert not merging.is_steady
-
-
-def test_packed_inputs_are_the_named_ones(models: Path) -> None:
-    """In the process: what the server runs for names is `packed`, and what does not fit is left to the graph."""
-    servable = runtime.load(models / "ids" / "1")
-    signature = servable.signatures["serving_default"]
-    call = tf.saved_model.load(str(models / "ids" / "1")).signatures["serving_default"]
-    for rows in (0, 1, 70):
-        inputs = [np.random.default_rng(rows).integers(0, ROWS[info.alias], rows) for info in signature.inputs]
-        named = call(**{info.alias: tf.constant(x) for info, x in zip(signature.inputs, inputs, strict=True)})
-        for info, found in zip(signature.outputs, servable.run(signature, inputs), strict=True):
-            np.testing.assert_array_equal(found, named[info.alias])
-    merging = servable.merging(signature)
-    assert merging is not None
-    assert (merging.is_proven, merging.is_steady) == (True, True)
-    assert BatchingSettings().covers(merging.is_proven)
-    with pytest.raises(Exception, match=r"(?i)dimension 0|shapes"):
-        servable.run(signature, [np.array([1, 2]), np.array([1])])
-
-
-def test_runs_of_an_export_stay_on_the_thread_that_calls(models: Path) -> None:
-    servable = runtime.load(models / "ranking" / "1", options=runtime.RunOptions(timeout_ms=30_000, threads=2))
-    signature = servable.signatures["serving_default"]
-    inputs = [np.arange(2) for _ in signature.inputs]
-    servable.run(signature, inputs)
-    before = _ticks_by_thread()
-    while _ticks_by_thread()[threading.get_native_id()] < before[threading.get_native_id()] + 30:
-        for _ in range(100):
-            servable.run(signature, inputs)
-    others = {thread: ticks - before.get(thread, 0) for thread, ticks in _ticks_by_thread().items()}
-    del others[threading.get_native_id()]
-    servable.close()
-    assert sum(others.values()) < 10, "TensorFlow's pool has worked"
-
-
-def _ticks_by_thread() -> dict[int, int]:
-    """Processor time of this process' threads, in the kernel's ticks: see proc_pid_stat(5)."""
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            fields = (task / "stat").read_text().rpartition(")")[2].split()
-            found[int(task.name)] = int(fields[11]) + int(fields[12])
-    return found

@@ -6,11 +6,7 @@ import json
 import threading
 import time
 from types import TracebackType
-from typing import Any, Self
-
-import grpc
-import tensorflow as tf
-from tensorflow_serving.apis import predict_pb2
+from typing import Self
 
 from tests.support.serving.process import ServerProcess
 
@@ -22,7 +18,7 @@ class Asked:
     """One request: when it was sent and answered, on the clock of `time.monotonic`, and with what.
 
     Attributes:
-        status: of the answer, 200 for gRPC's OK; 0 where the connection was lost, or gRPC's UNAVAILABLE.
+        status: of the answer; 0 where the connection was lost.
         version: the factor that both predictions have, which is the number of a version of `save_scale`.
     """
 
@@ -90,35 +86,3 @@ class Load:
         one, two = answer["predictions"]
         assert two == 2 * one, answer
         return status, float(one)
-
-
-class GrpcLoad(Load):
-    """The same over gRPC, each client on a connection of its own; deadlines of calls are long."""
-
-    async def _client(self) -> None:
-        request = predict_pb2.PredictRequest()
-        request.model_spec.name = self._server.path.rpartition("/")[2]
-        request.inputs["x"].CopyFrom(tf.make_tensor_proto([1.0, 2.0], tf.float32))
-        data = request.SerializeToString()
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 100)]
-        async with grpc.aio.insecure_channel(self._server.grpc_address, options=options) as channel:
-            predict = channel.unary_unary(
-                "/tensorflow.serving.PredictionService/Predict", None, predict_pb2.PredictResponse.FromString
-            )
-            while not self._stop.is_set():
-                sent = time.monotonic()
-                status, version = await self._call(predict, data)
-                self.asked.append(Asked(sent, time.monotonic(), status, version))
-
-    async def _call(self, predict: Any, data: bytes) -> tuple[int, float]:
-        try:
-            reply = await predict(data, timeout=60)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                await asyncio.sleep(0.01)
-                return 0, 0.0
-            return error.code().value[0], 0.0
-        one, two = reply.outputs["y"].float_val
-        assert two == 2 * one, reply
-        assert reply.model_spec.version.value == one, reply
-        return 200, float(one)
