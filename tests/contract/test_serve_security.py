@@ -14,6 +14,7 @@ from tensorflow_serving.apis import classification_pb2, get_model_status_pb2, mo
 from tests.support.contract_open_inference import message
 from tests.support.contract_serve import eventually, outputs_of, predict_request, refusal
 from tests.support.contract_strict import ADMIN, KEY, StrictServer, strict_server
+from tests.support.messages import said
 from tests.support.serving.process import run_command
 
 pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
@@ -72,6 +73,7 @@ def test_rest_needs_a_key(server: StrictServer) -> None:
             assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
             assert reply.error
             assert KEY[:-1] not in reply.body.decode()
+    said(reply.error)
     for headers in ({"X-API-Key": KEY}, {"Authorization": f"Bearer {KEY}"}, {"X-API-Key": ADMIN}):
         assert server.post("zoo:predict", ROWS, **headers).value == {"predictions": [1.0]}
     assert KEY not in server.log
@@ -116,7 +118,10 @@ def test_a_reload_needs_an_admins_key(server: StrictServer) -> None:
     call = server.models.HandleReloadConfigRequest
     both = reload_request(server.folder, "zoo", "scale")
     assert code_of(call, both) is CODES.UNAUTHENTICATED
-    assert code_of(call, both, KEY) is CODES.PERMISSION_DENIED
+    code, text = refusal(call, both, metadata=(("x-api-key", KEY),))
+    assert code is CODES.PERMISSION_DENIED
+    said(text)
+    assert code_of(call, reload_request(Path("/"), "usr"), ADMIN) is CODES.PERMISSION_DENIED
     headers = {"X-API-Key": KEY}
     assert server.post("scale:predict", {"instances": [1.0]}, **headers).status == 404
     assert code_of(call, both, ADMIN) is CODES.OK

@@ -96,15 +96,14 @@ def check_error(body: bytes) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3000)])])
-def test_bodies_after_accidents_are_answered_and_leave_nothing(server: VectorServer, count: int) -> None:
+def test_bodies_after_accidents_are_answered_and_leave_nothing(server: VectorServer) -> None:
     send_mutated(server, 200, seed=0)
     before = resident_bytes(server.process.pid)
     with good_client(server) as good:
-        statuses = send_mutated(server, count, seed=count)
+        statuses = send_mutated(server, 500, seed=500)
     after = resident_bytes(server.process.pid)
     print(f"{dict(statuses)}; {good.answers} good requests; {before >> 20} to {after >> 20} MiB")
-    assert statuses[400] > count // 2
+    assert statuses[400] > 250
     assert statuses[200], "some accidents do no harm"
     assert after - before < GROWTH_BYTES
     assert "Traceback" not in server.log

@@ -224,16 +224,15 @@ def check_text(code: str, text: str) -> None:
         assert word not in text, text
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3000)])])
 @pytest.mark.nightly
-def test_messages_after_accidents_are_answered_and_leave_nothing(server: VectorServer, count: int) -> None:
+def test_messages_after_accidents_are_answered_and_leave_nothing(server: VectorServer) -> None:
     call_mutated(server, 200, seed=0)
     before = resident_bytes(server.process.pid)
     with GoodCaller(server) as good:
-        codes = call_mutated(server, count, seed=count)
+        codes = call_mutated(server, 300, seed=300)
     after = resident_bytes(server.process.pid)
     print(f"{dict(codes)}; {good.answers} good calls; {before >> 20} to {after >> 20} MiB")
-    assert codes["INVALID_ARGUMENT"] > count // 4
+    assert codes["INVALID_ARGUMENT"] > 75
     assert codes["OK"], "some accidents do no harm"
     assert after - before < GROWTH_BYTES
     assert "Traceback" not in server.log

@@ -16,11 +16,9 @@ from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
 from tpuembed.native_lookup import NativeLookups, available
 from tpuembed_serving import ServerSettings
-from tpuembed_serving.core.memory import MemoryLimit
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.tensorflow import native
 from tpuembed_serving.tensorflow import session as runtime
-from tpuembed_serving.tensorflow.larger_than_memory import MappedTables
 
 pytestmark = [
     pytest.mark.usefixtures("exports_in_this_process"),
@@ -176,63 +174,6 @@ def test_a_call_needs_no_thread_that_cannot_be_started(
     assert len(started) == allowed
     for name, rows in expected.items():
         assert found[name].tobytes() == rows.tobytes(), name
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("forced", [False, True])
-def test_tables_larger_than_the_memory_are_read_ahead(
-    layer: TPUEmbedding,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    forced: bool,
-) -> None:
-    """Small requests too are run by the C library then: TensorFlow waits for one page after the other."""
-    caplog.set_level(logging.INFO)
-    limit = None if forced else MemoryLimit(1000, "the test")
-    monkeypatch.setattr(runtime, "MAPPED", MappedTables(limit=lambda: limit))
-    version = export(layer, tmp_path, FEATURES)
-    ours, theirs = (
-        runtime.load(version, options=runtime.RunOptions(lookups=kind), random_access=forced)
-        for kind in ("auto", "tensorflow")
-    )
-    calls: list[int] = []
-    real = NativeLookups._look_up_in_parts
-
-    def counted(self: NativeLookups, inputs: Array, batch: int) -> int:
-        calls.append(batch)
-        return real(self, inputs, batch)
-
-    monkeypatch.setattr(NativeLookups, "_look_up_in_parts", counted)
-    for bad in (0.0, 1.0):
-        inputs = drawn(np.random.default_rng(5), FEATURES, 3, 4, bad)
-        assert_same(run(ours, "serving_default", inputs), run(theirs, "serving_default", inputs))
-    assert calls == [3, 3]
-    said = [message for message in caplog.messages if "native lookups read all pages of a request at once" in message]
-    assert [message.split(":")[0] for message in said] == (
-        [] if forced else ["the loaded versions map 0.00 GiB of tables, and the test has 0.00 GiB of memory for them"]
-    )
-    assert any("TensorFlow looks rows up: those that are not in memory" in message for message in caplog.messages)
-    ours.close()
-    theirs.close()
-
-
-@pytest.mark.nightly
-def test_small_requests_stay_in_tensorflow(
-    layer: TPUEmbedding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    real = NativeLookups.packed
-
-    def packed(native: NativeLookups, ids: Array) -> Array:
-        calls.append(ids.size)
-        return real(native, ids)
-
-    monkeypatch.setattr(NativeLookups, "packed", packed)
-    servable = runtime.load(export(layer, tmp_path, FEATURES))
-    for batch, hot in ((1, 2), (500, 1), (500, 2)):
-        run(servable, "serving_default", drawn(np.random.default_rng(1), FEATURES, batch, hot))
-    assert calls == [5000]  # of the last one: 2 ids, and 4 lists of 2
 
 
 @pytest.mark.nightly

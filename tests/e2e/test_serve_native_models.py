@@ -2,9 +2,8 @@
 
 import contextlib
 import json
-import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,11 @@ from tests.support.export.in_process import exports_in_this_process
 from tests.support.messages import said
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, compact_version, export_model
 from tpuembed.manifest import MANIFEST_PATH, Manifest
-from tpuembed.native_lookup import NativeLookups, available
-from tpuembed_serving.core.memory import MemoryLimit
+from tpuembed.native_lookup import available
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.tensorflow import native
 from tpuembed_serving.tensorflow import session as runtime
 from tpuembed_serving.tensorflow.activations import NativeActivations
-from tpuembed_serving.tensorflow.larger_than_memory import MappedTables
 
 pytestmark = [
     pytest.mark.usefixtures("exports_here"),
@@ -293,39 +290,6 @@ def test_weights_and_rows_of_any_size(combiner: str, tmp_path: Path, monkeypatch
     assert counts.refused == 0
 
 
-@pytest.mark.nightly
-def test_requests_still_share_runs(tmp_path: Path) -> None:
-    names = [name for name, spec in whole_model.FEATURES.items() if "weights" not in spec]  # those are not proven
-    version = export_model(whole_model.build(names=names), tmp_path / "m", layout="mmap").path
-    with both(version) as (ours, theirs):
-        signature = ours.signatures["serving_default"]
-        merged, alone = ours.merging(signature), theirs.merging(signature)
-        assert merged is not None
-        assert alone is not None
-        assert (merged.is_proven, alone.is_proven) == (True, True)
-        assert ours.merging(ours.signatures["from_activations"]).is_proven
-        inputs = whole_model.draw(np.random.default_rng(9), 40, 5)
-        inputs = {info.alias: inputs[info.alias] for info in signature.inputs}
-        rows = run(ours, inputs)["score"]
-        for row in range(40):
-            one = run(ours, {name: value[row : row + 1] for name, value in inputs.items()})["score"]
-            np.testing.assert_allclose(one, rows[row : row + 1], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("names", "calls"), [(("one", "pair", "ragged"), 2), (("one", "one_again", "pair"), 0)])
-def test_models_with_lists_are_looked_up_natively(
-    names: Sequence[str], calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one id per feature and row, TensorFlow's gather is faster."""
-    version = export_model(whole_model.build(names=names), tmp_path / "m", layout="mmap").path
-    counts = Counts(monkeypatch)
-    with contextlib.closing(load(version, "auto")) as servable:
-        for batch, hot in ((1, 1), (100, 20)):
-            run(servable, whole_model.draw(np.random.default_rng(1), batch, hot))
-    assert (counts.native, counts.refused) == (calls, 0)
-
-
 def checked(layer: Any, inputs: Any) -> Any:
     """The error names the operation that looks up, which `from_activations` does not have."""
     rows = layer({"x": inputs["x"]})["x"]
@@ -356,31 +320,6 @@ def test_an_error_of_the_dense_part_is_that_of_the_graph(tmp_path: Path, monkeyp
             assert_same(run(ours, inputs), run(theirs, inputs))
         assert isinstance(run(ours, inputs), tuple)
     assert (counts.native, counts.refused) == (3, 0)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("forced", [False, True])
-def test_tables_larger_than_the_memory_are_read_ahead(
-    whole: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forced: bool
-) -> None:
-    caplog.set_level(logging.INFO)
-    limit = None if forced else MemoryLimit(1000, "the test")
-    monkeypatch.setattr(runtime, "MAPPED", MappedTables(limit=lambda: limit))
-    calls: list[int] = []
-    real = NativeLookups._look_up_in_parts
-
-    def counted(self: NativeLookups, inputs: Array, batch: int) -> int:
-        calls.append(batch)
-        return real(self, inputs, batch)
-
-    monkeypatch.setattr(NativeLookups, "_look_up_in_parts", counted)
-    inputs = whole_model.draw(np.random.default_rng(5), 3, 2)
-    with contextlib.closing(load(whole, "auto", random_access=forced)) as ours:
-        found = run(ours, inputs)
-    assert sorted(calls) == [3, 6, 18]  # the lists and single ids, two for each example, and 2 x 3
-    assert "TensorFlow looks rows up" not in caplog.text
-    with contextlib.closing(load(whole, "tensorflow")) as theirs:
-        assert_same(found, run(theirs, inputs))
 
 
 @pytest.mark.nightly

@@ -113,13 +113,12 @@ def asked(server: ServerProcess) -> dict[str, collections.Counter[int]]:
 ROUTES = {f"{choice}:{method}" for choice in ("", "versions", "labels") for method in MODELS}
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(300, marks=[pytest.mark.nightly, pytest.mark.timeout(3000)])])
 @pytest.mark.nightly
-def test_every_answer_is_as_the_document_says(server: ServerProcess, tmp_path: Path, examples: int) -> None:
+def test_every_answer_is_as_the_document_says(server: ServerProcess, tmp_path: Path) -> None:
     (tmp_path / "openapi.json").write_text(json.dumps(document(server)))
     url = f"http://{server.host}:{server.port}"
     checks = ["--checks", "all", "--exclude-checks", NOT_OURS, "--continue-on-failure", "--warnings", "off"]
-    bounds = ["--max-examples", str(examples), "--generation-deterministic", "--suppress-health-check", "all"]
+    bounds = ["--max-examples", "8", "--generation-deterministic", "--suppress-health-check", "all"]
     command = [str(SCRIPT), "--no-color", "run", "openapi.json", "--url", url, *checks, *bounds]
     with GoodClient(f"{url}{GOOD_PATH}", GOOD, GOOD_ANSWER) as good:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

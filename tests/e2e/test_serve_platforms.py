@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import pytest
 import tensorflow as tf
-from grpc_health.v1 import health_pb2
 
 from tests.support.messages import said
 from tests.support.serving.doubles import wait_for
@@ -88,26 +87,6 @@ def listens_everywhere(port: int) -> bool:
     except ConnectionRefusedError:
         return False
     return True
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_vertex_ai(model: Path, expected: Any, tmp_path: Path, workers: str) -> None:
-    port = free_port()
-    variables = {**VERTEX, "AIP_HTTP_PORT": str(port), "AIP_STORAGE_URI": str(model)}
-    with started(tmp_path / "log", "--workers", workers, variables=variables) as server:
-        wait_for(lambda: is_healthy(server, HEALTH))  # liveness is a TCP connection
-        assert (server.port, listens_everywhere(port)) == (port, True)
-        for body in (
-            {"instances": ROWS},
-            {"instances": [{"x": row} for row in ROWS], "parameters": {}},
-            {"instances": ROWS, "parameters": {"signature_name": "serving_default"}},
-        ):
-            status, answer = server.request("POST", PREDICT, json.dumps(body), JSON)
-            assert status == 200, answer
-            same(answer, expected)
-        assert server.request("POST", PREDICT, '{"instances": []}', JSON)[0] == 400
-        assert server.stop() == 0
 
 
 @pytest.mark.nightly
@@ -185,26 +164,6 @@ def test_sagemaker_in_its_folder_and_at_its_port(model: Path, expected: Any, tmp
     assert "serving model at http://0.0.0.0:8080/v1/models/model" in log.read_text()
 
 
-def test_without_a_platform_nobody_else_is_answered(model: Path, tmp_path: Path) -> None:
-    with ServerProcess(model, tmp_path / "log") as server:
-        server.wait_for(1)
-        assert not listens_everywhere(server.port)
-
-
-def test_a_forwarder_has_the_routes(model: Path, expected: Any, tmp_path: Path) -> None:
-    with ServerProcess(model, tmp_path / "behind", "--grpc-port", "0") as behind:
-        behind.wait_for(1)
-        options = ("--backend", "tf-serving", "--target", behind.grpc_address, "--name", "model", "--no-grpc")
-        variables = {**VERTEX, "AIP_HTTP_PORT": str(free_port()), "AIP_STORAGE_URI": "gs://not/here"}
-        with started(tmp_path / "log", *options, variables=variables) as front:
-            wait_for(lambda: is_healthy(front, HEALTH))
-            assert is_healthy(front, "/ping")
-            for path in (PREDICT, "/invocations"):
-                status, answer = front.request("POST", path, json.dumps({"instances": ROWS}), JSON)
-                assert status == 200, answer
-                same(answer, expected)
-
-
 def test_the_links_of_kubernetes_stop_no_server(model: Path, expected: Any, tmp_path: Path) -> None:
     """Of Services called tpuembed-serve and tpuembed-serve-rest, without `enableServiceLinks: false`."""
     variables = {"TPUEMBED_SERVE_SERVICE_HOST": "10.0.0.1", "TPUEMBED_SERVE_PORT": "tcp://10.0.0.1:80"}
@@ -223,25 +182,6 @@ model_config_list {{
   config {{ name: "b" base_path: "{model}" model_platform: "tensorflow" }}
 }}
 """
-
-
-@pytest.mark.parametrize("workers", ["1", "2"])
-@pytest.mark.sampled(1)
-def test_several_models(model: Path, expected: Any, tmp_path: Path, workers: str) -> None:
-    config = tmp_path / "models.config"
-    config.write_text(CONFIG.format(model=model))
-    options = ("--config", str(config), "--workers", workers)
-    body = json.dumps({"instances": ROWS})
-    with ServerProcess(None, tmp_path / "log", *options) as server:
-        wait_for(lambda: is_healthy(server, "/ping"))
-        status, answer = server.request("POST", "/invocations", body)
-        assert (status, "--default-model" in json.loads(answer)["error"]) == (400, True)
-    with ServerProcess(None, tmp_path / "log2", *options, "--default-model", "b", "--metrics") as server:
-        wait_for(lambda: is_healthy(server, "/ping"))
-        same(server.request("POST", "/invocations", body)[1], expected)
-        counts = server.request("GET", "/monitoring/prometheus/metrics")[1].decode()
-        assert ':tensorflow:serving:request_count{model_name="b",status="OK"} 1' in counts
-        assert counts.count(":tensorflow:serving:request_count{") == 1  # /ping is not counted
 
 
 @pytest.mark.sampled(1)
@@ -324,8 +264,7 @@ def with_a_key(model: Path, folder: Path, *options: str) -> Iterator[ServerProce
 
 @pytest.fixture(scope="module")
 def locked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    limits = ("--max-body-bytes", "5000", "--max-rows", "100", "--max-json-depth", "20")
-    with with_a_key(model, tmp_path_factory.mktemp("locked"), *limits) as server:
+    with with_a_key(model, tmp_path_factory.mktemp("locked")) as server:
         yield server
 
 
@@ -419,39 +358,3 @@ def test_calls_with_a_key(locked: ServerProcess, method: str) -> None:
                 call(CALLS[method], timeout=60, metadata=metadata)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         call(CALLS[method], timeout=60, metadata=(("x-api-key", KEY),))
-
-
-def test_health_of_grpc_needs_no_key(locked: ServerProcess) -> None:
-    with grpc.insecure_channel(locked.grpc_address) as channel:
-        answer = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
-    assert health_pb2.HealthCheckResponse.FromString(answer).status == health_pb2.HealthCheckResponse.SERVING
-
-
-# ---- limits and deadlines
-
-
-REFUSED = {
-    "too large": (json.dumps({"instances": ROWS * 400}), 413),
-    "too many rows": (json.dumps({"instances": [[1, 2]] * 101}), 400),
-    "too deep": ('{"instances": ' + "[" * 30 + "]" * 30 + "}", 400),
-    "no JSON": ("{", 400),
-}
-
-
-@pytest.mark.parametrize("why", REFUSED)
-@pytest.mark.parametrize("path", ["/invocations", PREDICT])
-def test_limits_are_those_of_predict(locked: ServerProcess, path: str, why: str) -> None:
-    body, status = REFUSED[why]
-    wanted = ask(locked, "POST /v1/models/model:predict", body, x_api_key=KEY)
-    assert wanted[0] == status, wanted
-    assert ask(locked, f"POST {path}", body, x_api_key=KEY) == wanted
-
-
-def test_the_timeout_is_that_of_predict(model: Path, tmp_path: Path) -> None:
-    """On a server of its own: other requests may take longer than this on a busy machine."""
-    body = json.dumps({"instances": ROWS, "signature_name": "endless"})
-    with with_a_key(model, tmp_path, "--rest-timeout-ms", "500") as server:
-        paths = ("/v1/models/model:predict", "/invocations", PREDICT)
-        answers = [ask(server, f"POST {path}", body, x_api_key=KEY) for path in paths]
-    assert answers[0][0] == 504, answers
-    assert answers[1:] == answers[:1] * 2

@@ -1,8 +1,5 @@
 """Of every signature of every kind of export it is proven that requests may share runs; and they give what each gives alone."""
 
-import asyncio
-import itertools
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.serving.executors import run
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
-from tpuembed_serving.batching.row_proof import prove, walk
-from tpuembed_serving.batching.scheduler import ModelExecutor
-from tpuembed_serving.core.status import StatusError
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed_serving.settings import BatchingSettings
 from tpuembed_serving.tensorflow import session as runtime
 
@@ -120,18 +113,10 @@ def check_proven(version: Path, signatures: set[str]) -> Any:
 
 
 SIGNATURES = {"serving_default", "serving_examples", "packed", "from_activations"}
-STORAGES, LAYOUTS = ("float32", "bfloat16", "float16", "int8"), ("variables", "mmap")
-CUT = [("float32", "variables"), ("int8", "mmap")]
-
-
-ALL = [
-    pytest.param(*pair, marks=[] if pair in CUT else [pytest.mark.nightly])
-    for pair in itertools.product(STORAGES, LAYOUTS)
-]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("storage", "layout"), ALL)
+@pytest.mark.parametrize(("storage", "layout"), [("float32", "variables"), ("int8", "mmap")])
 def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, (features, signatures) in enumerate(
         [
@@ -150,14 +135,7 @@ def test_lookups(checkpoint: str, storage: str, layout: str, tmp_path: Path, cap
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        (by_id, "variables"),
-        (integers, "mmap"),
-        (sequences, "variables"),
-        pytest.param(by_id, "mmap", marks=pytest.mark.nightly),
-        pytest.param(integers, "variables", marks=pytest.mark.nightly),
-        pytest.param(sequences, "mmap", marks=pytest.mark.nightly),
-    ],
+    [(by_id, "variables"), (integers, "mmap"), (sequences, "variables")],
 )
 def test_whole_models(checkpoint: str, model: Any, layout: str, tmp_path: Path) -> None:
     path = export_saved_model(checkpoint, tmp_path / "m", model=model, layout=layout).path
@@ -237,86 +215,4 @@ def test_lookups_answer_many_as_each_bit_for_bit(checkpoint: str, tmp_path: Path
             each["one"] = each["one"].astype(np.int64)
         for name in ("serving_default", "serving_examples"):
             assert differences(servable, name, requests) == 0.0
-    servable.close()
-
-
-@pytest.mark.nightly
-def test_a_proof_holds_up_no_request(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signatures that are not served first are proven while the version is served."""
-    path = export_saved_model(checkpoint, tmp_path / "m", model=by_id).path
-    started, may_end = threading.Event(), threading.Event()
-
-    def held(graph: Any, name: str, **options: Any) -> Any:
-        if name != "serving_default":
-            started.set()
-            assert may_end.wait(60), "a request waits for a proof"
-        return prove(graph, name, **options)
-
-    monkeypatch.setattr(runtime, "prove", held)
-    servable = runtime.load(path)
-    executor = ModelExecutor(threads=1, max_queued=10, timeout_seconds=60)
-    try:
-        assert started.wait(60)
-        ids = {"a": np.array([1, 2]), "b": np.array([3, 4])}
-        asked = {"serving_default": ids, "packed": {"ids": np.stack([*ids.values()], 1)}}
-        for name, inputs in asked.items():
-            signature = servable.signatures[name]
-            values = [inputs[info.alias] for info in signature.inputs]
-            assert len(asyncio.run(run(executor, servable, signature, values))) == 2
-            assert servable.knows_merging(signature) == (name == "serving_default")
-        may_end.set()
-        merging = servable.merging(servable.signatures["packed"])
-        assert merging is not None
-        assert merging.is_proven
-    finally:
-        may_end.set()
-        executor.close()
-        servable.close()
-
-
-@pytest.mark.nightly
-def test_a_proof_of_twice_as_many_features_takes_twice_as_many_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: list[str] = []
-    real = walk._Body.source
-
-    def source(body: Any, name: str) -> tuple[str, int]:
-        steps.append(name)
-        return real(body, name)
-
-    monkeypatch.setattr(walk._Body, "source", source)
-    counts = []
-    for features in (3, 6):
-        names = [f"f{number}" for number in range(features)]
-        inputs = {name: keras.Input((None,), dtype="int64", ragged=True, name=name) for name in names}
-        configs = {name: FeatureConfig(TableConfig(10, 2, f"of_{name}")) for name in names}
-        model = keras.Model(inputs, TPUEmbedding(configs, optimizer="sgd")(inputs))
-        check_proven(export_model(model, tmp_path / f"m{features}").path, SIGNATURES).close()
-        counts.append(len(steps))
-        steps.clear()
-    assert counts[1] < 2.5 * counts[0]
-
-
-def test_a_signature_that_is_not_proven_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def listwise(x: Any, flag: Any) -> Any:
-        return {"y": tf.cond(tf.reduce_any(flag), lambda: tf.nn.softmax(x, axis=0), lambda: x)}
-
-    specs = [tf.TensorSpec([None, 3], name="x"), tf.TensorSpec([None], tf.bool, name="flag")]
-    concrete = tf.function(listwise).get_concrete_function(*specs)
-    tf.saved_model.save(tf.Module(), str(tmp_path / "m" / "1"), signatures={"serving_default": concrete})
-    servable = runtime.load(tmp_path / "m" / "1")
-    (text,) = [record.getMessage() for record in caplog.records]
-    assert text == (
-        "m/1: signature serving_default: requests are not batched: output 'y': "
-        "cond (StatelessIf): which branch is taken depends on all rows. Give --enable-batching to batch them anyway"
-    )
-    merging = servable.merging(servable.signatures["serving_default"])
-    assert merging is not None
-    assert not merging.is_proven
-    assert isinstance(
-        servable.run(servable.signatures["serving_default"], [np.array([True]), np.ones((1, 3), np.float32)]), list
-    )
-    with pytest.raises(StatusError):
-        servable.run(servable.signatures["serving_default"], [np.array([1.0]), np.ones((1, 3), np.float32)])
     servable.close()

@@ -1,24 +1,21 @@
 """Stops and restarts of real servers under load, of one process and of two: nothing that was accepted goes without an answer."""
 
-import collections
-import http.client
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
-import tensorflow as tf
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tensorflow_serving.apis import predict_pb2
 
+from tests.support.contract_load import Clients
+from tests.support.contract_serve import Server
 from tests.support.serving.doubles import wait_for
 from tests.support.serving.models import save_scale
 from tests.support.serving.process import SCRIPT, ServerProcess
@@ -34,124 +31,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class ClosedLoop:
-    """Sixteen clients, each with one request at a time, from `with` until the port is closed.
-
-    `outcomes` counts what they were answered. What was lost is counted by its error: a request that was sent and not
-    answered, or that met an error other than a closed port.
-    """
-
-    def __init__(self, server: ServerProcess, api: str) -> None:
-        self._server = server
-        self._outcomes = [collections.Counter[str]() for _ in range(CLIENTS)]
-        client = self._rest if api == "rest" else self._grpc
-        self._threads = [threading.Thread(target=client, args=(counter,)) for counter in self._outcomes]
-
-    @property
-    def outcomes(self) -> "collections.Counter[str]":
-        return sum(self._outcomes, collections.Counter[str]())
-
-    def __enter__(self) -> "ClosedLoop":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for thread in self._threads:
-            thread.join(60)
-            assert not thread.is_alive()
-
-    def _rest(self, counter: "collections.Counter[str]") -> None:
-        connection = http.client.HTTPConnection(self._server.host, self._server.port, timeout=30)
-        while True:
-            if connection.sock is None:
-                try:
-                    connection.connect()
-                except ConnectionRefusedError:
-                    counter["refused"] += 1
-                    return
-            try:
-                connection.request("POST", f"{self._server.path}:predict", BODY)
-                reply = connection.getresponse()
-                counter["answered" if reply.read() and reply.status == 200 else f"lost: {reply.status}"] += 1
-                counter["last of its connection"] += reply.will_close
-            except (OSError, http.client.HTTPException) as error:
-                counter[f"lost: {error!r}"] += 1
-                return
-
-    def _grpc(self, counter: "collections.Counter[str]") -> None:
-        request = predict_pb2.PredictRequest()
-        request.model_spec.name = self._server.path.rpartition("/")[2]
-        request.inputs["x"].CopyFrom(tf.make_tensor_proto([1.0, 2.0], tf.float32))
-        data = request.SerializeToString()
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        with grpc.insecure_channel(self._server.grpc_address, options=options) as channel:
-            predict = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
-            while True:
-                try:
-                    predict(data, timeout=30)
-                except grpc.RpcError as error:
-                    refused = error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in error.details()
-                    counter["refused" if refused else f"lost: {error.code()} {error.details()}"] += 1
-                    return
-                counter["answered"] += 1
-
-
-def stop_under_load(model_dir: Path, log: Path, api: str, workers: int, lame_duck_seconds: float) -> None:
-    options = ["--workers", str(workers), "--lame-duck-seconds", str(lame_duck_seconds)]
-    options += ["--grpc-port", "0"] if api == "grpc" else []
-    with ServerProcess(model_dir, log, *options, fresh=True) as server:
-        wait_for(lambda: server.request("GET", "/readyz")[0] == 200)
-        with ClosedLoop(server, api) as load:
-            wait_for(lambda: load.outcomes["answered"] > 500)
-            began = time.monotonic()
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(60) == 0
-            took = time.monotonic() - began
-        outcomes = load.outcomes
-        print(f"{api}, {workers} workers: stopped in {took:.2f} s, {dict(outcomes)}")
-        lost = {outcome: count for outcome, count in outcomes.items() if outcome.startswith("lost")}
-        assert lost == {}
-        assert outcomes["refused"] == CLIENTS
-        assert lame_duck_seconds <= took < lame_duck_seconds + 20
-        assert "Traceback" not in server.log
-        assert "is killed" not in server.log
-        if api == "rest":
-            assert outcomes["last of its connection"] >= CLIENTS
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("api", ["rest", "grpc"])
-def test_a_stop_loses_no_request(model_dir: Path, tmp_path: Path, api: str, workers: int) -> None:
-    stop_under_load(model_dir, tmp_path / "log", api, workers, 0.5)
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("api", ["rest", "grpc"])
-def test_ten_stops_lose_no_request(model_dir: Path, tmp_path: Path, api: str, workers: int) -> None:
-    for number in range(10):
-        stop_under_load(model_dir, tmp_path / f"log-{number}", api, workers, 1.0)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("workers", [2])
-def test_a_stop_in_the_middle_of_the_load(model_dir: Path, tmp_path: Path, workers: int) -> None:
+def test_a_stop_in_the_middle_of_the_load(model_dir: Path, tmp_path: Path) -> None:
     """SIGINT: no lame duck, and the supervisor's workers hear of it from it alone."""
-    options = ("--workers", str(workers), "--lame-duck-seconds", "50")
-    with ServerProcess(model_dir, tmp_path / "log", *options, fresh=True) as server:
+    options = ("--workers", "2", "--lame-duck-seconds", "50")
+    with Server(model_dir, tmp_path / "log", *options) as server:
         wait_for(lambda: server.request("GET", "/readyz")[0] == 200)
-        with ClosedLoop(server, "rest") as load:
-            wait_for(lambda: load.outcomes["answered"] > 500)
+        with Clients(server, "scale", rest=CLIENTS) as clients:
+            wait_for(lambda: clients.answered > 500)
             began = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.5)
             server.process.send_signal(signal.SIGINT)
             assert server.process.wait(40) == 0
             assert time.monotonic() - began < 30
-        outcomes = load.outcomes
-        assert {outcome for outcome in outcomes if outcome.startswith("lost")} == set()
+            clients.join()
+        assert clients.lost == {}
         assert "Traceback" not in server.log
 
 

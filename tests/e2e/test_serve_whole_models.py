@@ -1,7 +1,5 @@
 """A whole model in the server's runtime: without TensorFlow's optimizer, with the numbers of its layers."""
 
-import threading
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -112,70 +110,3 @@ def test_features_of_different_lengths(loaded: Any) -> None:
 def test_no_rows(loaded: Any) -> None:
     servable, *_ = loaded
     assert call(servable, "serving_default", dict.fromkeys(NAMES, np.empty(0, np.int64))).shape == (0, 2)
-
-
-def test_it_answers_while_its_other_signatures_are_built_and_closes_after_that(
-    loaded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other, truth, version_dir = loaded
-    other._rest.join()  # it builds as well
-    built: list[str] = []
-    begun, go = threading.Event(), threading.Event()
-    make = runtime.SavedModelServable._make_callable
-    # Native lookups of a mapped version need the second one.
-    first = ["serving_default"] if other._native is None else ["serving_default", "from_activations"]
-
-    def held(self: Any, signature: Any) -> Any:
-        built.append(signature.name)
-        if signature.name not in first:
-            begun.set()
-            assert go.wait(60)
-        return make(self, signature)
-
-    monkeypatch.setattr(runtime.SavedModelServable, "_make_callable", held)
-    servable = runtime.load(version_dir)
-    assert begun.wait(60)
-    np.testing.assert_allclose(call(servable, "serving_default", IDS), truth, rtol=1e-5)
-    closing = threading.Thread(target=servable.close)
-    closing.start()
-    closing.join(0.2)
-    assert closing.is_alive()
-    go.set()
-    closing.join(60)
-    assert not closing.is_alive()
-    assert built[:-1] == first  # it was closed before the next one
-
-
-LISTS = {
-    "mean": {"table": "t", "combiner": "mean"},
-    "weighted": {"table": "t", "combiner": "sum", "weighted": True},
-    "sequence": {"table": "t", "max_sequence_length": 4},
-    "one": {"table": "t", "input": "id"},
-}
-
-
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-@pytest.mark.nightly
-def test_lookups_of_lists(layout: str, tmp_path: Path) -> None:
-    table = np.random.default_rng(3).normal(size=(30, 4)).astype(np.float32)
-    checkpoint = tf.train.Checkpoint(t=tf.Variable(table)).write(str(tmp_path / "ckpt"))
-    export_saved_model(checkpoint, tmp_path / "m", serving_config={"features": LISTS}, layout=layout)
-    servable = runtime.load(tmp_path / "m" / "1")
-    ids = np.array([[3, 29, -1], [0, 0, 7]])
-    weights = np.array([[0.5, 2.0, 0.0], [1.0, 1.0, 3.0]], np.float32)
-    inputs = dict.fromkeys(["mean", "weighted", "sequence"], ids) | {
-        "weighted_weights": weights,
-        "one": np.array([5, 6]),
-    }
-    signature = servable.signatures["serving_default"]
-    values = servable.run(signature, [inputs[info.alias] for info in signature.inputs])
-    found = dict(zip((info.alias for info in signature.outputs), values, strict=True))
-    rows = np.where((ids >= 0)[..., None], table[ids], 0).astype(np.float64)
-    counts = (ids >= 0).sum(1)[:, None]
-    np.testing.assert_allclose(found["mean"], rows.sum(1) / counts, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found["weighted"], (rows * weights[..., None]).sum(1), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(found["sequence"], np.pad(rows, ((0, 0), (0, 1), (0, 0))).astype(np.float32))
-    np.testing.assert_array_equal(found["one"], table[[5, 6]])
-    with pytest.raises(StatusError, match=r"^feature mean: id 30 of row 0 is not in table t, which has 30 rows;"):
-        servable.run(signature, [(inputs | {"mean": np.array([[30, 1], [2, 3]])})[i.alias] for i in signature.inputs])
-    servable.close()
