@@ -12,41 +12,20 @@ from typing import Any
 import grpc
 import pytest
 import trustme
-from click.testing import CliRunner
 from tensorflow.core.framework import tensor_pb2
 from tensorflow_serving.apis import predict_pb2
 
 from tests.support.messages import refused
 from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ConfigError, ServingError
-from tpuembed_cli.serve import serve
 from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.tls import TlsSettings
-from tpuembed_serving.grpc.listening import UnixSocket, check_socket_path, parse_channel_arguments
+from tpuembed_serving.grpc.listening import check_socket_path, parse_channel_arguments
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.server import _reserve_grpc_port
 
-HEALTH = "/grpc.health.v1.Health/Check"
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
-        (
-            "grpc.max_connection_age_ms=2000,grpc.lb_policy_name=grpclb",
-            (("grpc.max_connection_age_ms", 2000), ("grpc.lb_policy_name", "grpclb")),
-        ),
-        ("grpc.so_reuseport=1", (("grpc.so_reuseport", 1),)),
-        (" grpc.a = -7 , grpc.b=+8", (("grpc.a", -7), ("grpc.b", 8))),
-        ("grpc.a=x=y", (("grpc.a", "x=y"),)),
-        ("grpc.a=1_0,grpc.b=٣,grpc.c=1.5", (("grpc.a", "1_0"), ("grpc.b", "٣"), ("grpc.c", "1.5"))),
-        ("grpc.a=2147483647,grpc.b=-2147483648", (("grpc.a", 2**31 - 1), ("grpc.b", -(2**31)))),
-    ],
-)
-def test_channel_arguments(text: str, arguments: tuple[Any, ...]) -> None:
-    assert parse_channel_arguments(text) == arguments
 
 
 @pytest.mark.parametrize(
@@ -88,21 +67,6 @@ def test_a_server_with_a_socket_does_not_start_without_its_port(tmp_path: Path) 
         settings = dataclasses.replace(settings, grpc_socket_path=tmp_path / "s")
         with refused(ServingError, match=f"port {port}"), _reserve_grpc_port(settings):
             pass
-
-
-def test_the_options_reach_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[ServerSettings] = []
-    monkeypatch.setattr("tpuembed_serving.serve", served.append, raising=False)
-    monkeypatch.chdir(tmp_path)
-    arguments = ("grpc.max_connection_age_ms=5", ("grpc.max_connection_age_ms", 5))
-    for dash in ("-", "_"):
-        options = [f"--grpc{dash}socket{dash}path", "s", f"--grpc{dash}channel{dash}arguments", arguments[0]]
-        result = CliRunner().invoke(serve, [str(tmp_path), *options])
-        assert result.exception is None, result.output
-    for settings in served:
-        assert (settings.grpc_socket_path, settings.grpc_optional) == (tmp_path / "s", False)
-        assert settings.grpc_channel_arguments == (arguments[1],)
-    assert len(served) == 2
 
 
 async def seen(condition: Callable[[], bool]) -> None:
@@ -149,86 +113,6 @@ async def predict(target: str, authority: Path | None = None) -> None:
     assert list(response.outputs["y"].int64_val) == [6]
 
 
-def tcp(app: ServingApp) -> str:
-    assert app._grpc is not None
-    return f"127.0.0.1:{app._grpc._port}"
-
-
-async def leaves_ready(app: ServingApp, seconds: float) -> bool:
-    """True if the server ends the connection of an idle client within `seconds`."""
-    async with grpc.aio.insecure_channel(tcp(app)) as channel:
-        await channel.unary_unary(HEALTH)(b"", timeout=10)
-        changed = channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
-        try:
-            await asyncio.wait_for(changed, seconds)
-        except TimeoutError:
-            return False
-        return True
-
-
-def test_a_channel_argument_reaches_grpc(tmp_path: Path) -> None:
-    async def check() -> None:
-        arguments = parse_channel_arguments("grpc.max_connection_age_ms=300")
-        async with running(tmp_path, grpc_channel_arguments=arguments) as app:
-            assert await leaves_ready(app, 10)
-        async with running(tmp_path / "plain") as app:
-            assert not await leaves_ready(app, 1)
-
-    asyncio.run(check())
-
-
-def test_a_limit_of_messages_among_the_arguments_is_the_one_that_counts(tmp_path: Path) -> None:
-    async def code(app: ServingApp) -> Any:
-        async with grpc.aio.insecure_channel(tcp(app)) as channel:
-            try:
-                await channel.unary_unary(PREDICT)(b"\x0a\x00" * 100, timeout=20)
-            except grpc.aio.AioRpcError as error:
-                return error.code()
-
-    async def check() -> None:
-        arguments = parse_channel_arguments("grpc.max_receive_message_length=100")
-        async with running(tmp_path, grpc_channel_arguments=arguments) as app:
-            assert await code(app) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        async with running(tmp_path / "plain") as app:
-            assert await code(app) is not grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    asyncio.run(check())
-
-
-def test_a_socket_answers_through_a_hand_over_and_is_gone_after_the_stop(tmp_path: Path) -> None:
-    """Every call opens a connection of its own, from the start to the end of the lame duck."""
-    folder = tmp_path / "a b%#?"
-    folder.mkdir()
-    path = folder / "s"
-
-    async def check() -> None:
-        async with running(tmp_path, grpc_socket_path=path) as app:
-            assert list(folder.iterdir()) == [path]
-            calls = 0
-
-            async def call_until(done: asyncio.Event) -> None:
-                nonlocal calls
-                while not done.is_set():
-                    await predict(address(path))
-                    calls += 1
-
-            done = asyncio.Event()
-            clients = [asyncio.create_task(call_until(done)) for _ in range(4)]
-            await seen(lambda: calls >= 20)
-            app.leave(hands_over=True)
-            assert app._grpc_leave is not None
-            await app._grpc_leave
-            before = calls
-            await seen(lambda: calls >= before + 20)
-            done.set()
-            await asyncio.gather(*clients)
-            await predict(tcp(app))
-            assert list(folder.iterdir()) == [path]
-        assert list(folder.iterdir()) == []
-
-    asyncio.run(check())
-
-
 def test_tls_covers_the_socket(tmp_path: Path) -> None:
     authority, path = trustme.CA(), tmp_path / "s"
     authority.cert_pem.write_to_path(tmp_path / "ca")
@@ -241,20 +125,6 @@ def test_tls_covers_the_socket(tmp_path: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await predict(address(path))
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-    asyncio.run(check())
-
-
-def test_the_socket_of_another_server_stays(tmp_path: Path) -> None:
-    """A server that has taken the path meanwhile keeps it."""
-    path = tmp_path / "s"
-
-    async def check() -> None:
-        async with running(tmp_path, grpc_socket_path=path):
-            path.unlink()
-            with socket.socket(socket.AF_UNIX) as other:
-                other.bind(str(path))
-        assert path.is_socket()
 
     asyncio.run(check())
 
@@ -289,24 +159,3 @@ def test_paths_that_are_refused(tmp_path: Path) -> None:
     with refused(ServingError):
         check_socket_path(tmp_path / "none" / "s")
     assert not check_socket_path(tmp_path / "free")
-
-
-def test_the_longest_path_works_and_a_longer_one_is_refused(tmp_path: Path) -> None:
-    def path_of(size: int) -> Path:
-        return tmp_path / ("s" * (size - len(str(tmp_path)) - 1))
-
-    with pytest.raises(
-        ServingError, match=r"the path has 98 bytes. The most is 97\. Choose another path with --grpc-s"
-    ):
-        check_socket_path(path_of(98))
-    path = path_of(97)
-    check_socket_path(path)
-    unix = UnixSocket(path)
-    name = urllib.parse.unquote(unix.next_address().removeprefix("unix:"))
-    assert len(name) <= 107
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(name)
-        unix.publish()
-        assert path.is_socket()
-    unix.remove()
-    assert list(tmp_path.iterdir()) == []

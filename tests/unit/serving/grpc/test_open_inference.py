@@ -206,13 +206,6 @@ async def running(
             await asyncio.to_thread(app.repository.stop)
 
 
-def waits_for(event: threading.Event) -> Callable[[], None]:
-    def wait() -> None:
-        assert event.wait(30)
-
-    return wait
-
-
 async def code_of(call: Any, name: str, data: bytes = b"", **options: Any) -> str:
     try:
         await call(name, data, **options)
@@ -246,38 +239,6 @@ def test_every_method_needs_a_key(tmp_path: Path) -> None:
     }
 
 
-def test_limits_of_bytes_rows_and_time(tmp_path: Path) -> None:
-    go_on = threading.Event()
-
-    async def ask() -> list[str]:
-        load = lambda _: EchoServable(waits_for(go_on))  # noqa: E731
-        async with running(tmp_path, load, max_body_bytes=20_000, security=SecuritySettings(max_rows=50)) as call:
-            many = {**IDS, "shape": [51], "contents": {"int64_contents": range(51)}}
-            long = {**WORDS, "contents": {"bytes_contents": [bytes(20_000)]}}
-            found = [
-                await code_of(call, "ModelInfer", infer_request(IDS, long)),
-                await code_of(call, "ModelInfer", infer_request(many, WORDS)),
-                await code_of(call, "ModelInfer", REQUEST, seconds=0.3),
-            ]
-            go_on.set()
-            return [*found, await code_of(call, "ModelInfer", REQUEST)]
-
-    assert asyncio.run(ask()) == ["RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "OK"]
-
-
-def test_the_servers_own_deadline(tmp_path: Path) -> None:
-    go_on = threading.Event()
-
-    async def ask() -> str:
-        load = lambda _: EchoServable(waits_for(go_on))  # noqa: E731
-        async with running(tmp_path, load, rest_timeout_ms=200) as call:
-            code = await code_of(call, "ModelInfer", REQUEST)
-            go_on.set()
-            return code
-
-    assert asyncio.run(ask()) == "DEADLINE_EXCEEDED"
-
-
 def test_a_server_that_loads_is_live_and_not_ready(tmp_path: Path) -> None:
     go_on = threading.Event()
 
@@ -301,26 +262,3 @@ def test_a_server_that_loads_is_live_and_not_ready(tmp_path: Path) -> None:
             return found
 
     assert asyncio.run(ask()) == [True, False, False, "UNAVAILABLE", "UNAVAILABLE"]
-
-
-def test_models_and_versions_by_name(tmp_path: Path) -> None:
-    async def ask() -> dict[str, str]:
-        async with running(tmp_path) as call:
-            found = {}
-            for name, version in (("m", ""), ("m", "7"), ("m", "8"), ("n", ""), ("m", "label")):
-                data = message("ModelReadyRequest")(name=name, version=version).SerializeToString()
-                found[f"{name}/{version}"] = await code_of(call, "ModelReady", data)
-                if found[f"{name}/{version}"] == "OK":
-                    answer = message("ModelReadyResponse").FromString(await call("ModelReady", data))
-                    found[f"{name}/{version}"] = f"{answer.ready}"
-            answer = message("ModelMetadataResponse").FromString(await call("ModelMetadata", NAMED))
-            assert [(one.name, one.datatype, list(one.shape)) for one in answer.inputs] == [
-                ("ids", "INT64", [-1, 2]),
-                ("words", "BYTES", [-1]),
-            ]
-            assert (answer.platform, list(answer.versions)) == ("tensorflow_savedmodel", ["7"])
-            return found
-
-    assert asyncio.run(ask()) == {
-        "m/": "True", "m/7": "True", "m/8": "False", "n/": "NOT_FOUND", "m/label": "INVALID_ARGUMENT"
-    }  # fmt: skip
