@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorflow.core.example import example_pb2
 
-from tpuembed_serving.core.classify_regress import Classification, Regression, to_tensor
+from tpuembed_serving.core.classify_regress import Classification, to_tensor
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.json import decode_examples, encode_result, parse_document
 
@@ -30,37 +30,9 @@ def features(data: bytes) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("feature", "wanted"),
-    [
-        ("1", ("int64_list", [1])),
-        ("[1, -2, 9223372036854775807, -9223372036854775808]", ("int64_list", [1, -2, 2**63 - 1, -(2**63)])),
-        ("true", ("int64_list", [1])),
-        ("[true, 5, false]", ("int64_list", [1, 5, 0])),
-        ("1.0", ("float_list", [1.0])),
-        ("[0.5, -1e3]", ("float_list", [0.5, -1000.0])),
-        ("1e40", ("float_list", [float("inf")])),
-        ("-Infinity", ("float_list", [float("-inf")])),
-        ("18446744073709551616", ("float_list", [2.0**64])),
-        ('"a"', ("bytes_list", [b"a"])),
-        ('["a", {"b64": "AP8="}, ""]', ("bytes_list", [b"a", b"\x00\xff", b""])),
-        ('{"b64": "aGk"}', ("bytes_list", [b"hi"])),
-        ("[]", (None, [])),
-    ],
-)
-def test_features(feature: str, wanted: Any) -> None:
-    assert examples(f'{{"examples": [{{"F": {feature}}}]}}') == [{"F": wanted}]
-
-
 def test_names_and_bytes_that_are_no_utf8() -> None:
     (found,) = decode_examples(parse_document(b'{"examples": [{"\xc3\xa9": "\xff"}]}'))
     assert features(found) == {"\u00e9": ("bytes_list", [b"\xff"])}
-
-
-def test_the_context_is_in_every_example_and_yields_to_it() -> None:
-    found = examples('{"context": {"c": 1, "x": 2}, "examples": [{"x": 3, "y": 4}, {}]}')
-    one, two, three, four = (("int64_list", [n]) for n in (1, 2, 3, 4))
-    assert found == [{"c": one, "x": three, "y": four}, {"c": one, "x": two}]
 
 
 def test_copies_of_the_context_have_a_limit() -> None:
@@ -73,11 +45,6 @@ def test_copies_of_the_context_have_a_limit() -> None:
     with pytest.raises(StatusError, match=r"^the context takes 133\d\.\d MiB, .* The limit is 64 MiB\. ") as caught:
         decode_examples(parse_document(many.encode()))
     assert caught.value.code is Code.RESOURCE_EXHAUSTED
-
-
-def test_of_equal_features_the_last_counts_and_of_equal_keys_the_first() -> None:
-    found = examples('{"examples": [{"x": 1, "x": 2, "y": 3}], "examples": [{"x": 9}]}')
-    assert found == [{"x": ("int64_list", [2]), "y": ("int64_list", [3])}]
 
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -128,16 +95,6 @@ def test_the_bytes_of_a_classification() -> None:
     assert encode_result(Classification(labels, scores)) == (
         b'{"results":[[["a",0.1],["\\"",1.0]],[["\xff",NaN],["\xc3\xa9",-Infinity]]]}'
     )
-
-
-def test_the_bytes_of_a_classification_without_classes() -> None:
-    empty = Classification(np.empty((2, 0), object), np.empty((2, 0), np.float32))
-    assert encode_result(empty) == b'{"results":[[],[]]}'
-
-
-def test_the_bytes_of_a_regression() -> None:
-    values = np.array([2.5, 3, 1e-7, np.inf], np.float32)
-    assert encode_result(Regression(values)) == b'{"results":[2.5,3.0,1e-07,Infinity]}'
 
 
 def test_no_examples() -> None:

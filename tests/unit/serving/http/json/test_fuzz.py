@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.serving.doubles import signature
-from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.http.json import decode_inputs, document, encode_error, parse_document, signature_name
+from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.http.json import decode_inputs, document, parse_document
 
 SIGNATURES = [
     signature(inputs)
@@ -46,45 +46,6 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["x", "a", "b", "c", "b64"]), inner),
     max_leaves=12,
 )
-documents = st.dictionaries(st.sampled_from(["instances", "inputs", "signature_name", "other"]), values)
-
-
-def check(body: bytes) -> None:
-    for each in SIGNATURES:
-        refused = None
-        try:
-            document = parse_document(body)
-            signature_name(document)
-            found = decode_inputs(document, each)
-        except StatusError as error:
-            refused = error
-        if refused is None:
-            assert [array.dtype for array in found.arrays] == [info.numpy_dtype for info in each.inputs]
-        else:
-            assert refused.code in (Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED)
-            encode_error(refused.message)
-
-
-@SMALL
-@given(documents)
-def test_any_document(document: Any) -> None:
-    check(json.dumps(document).encode())
-
-
-@SMALL
-@given(st.binary(max_size=60))
-def test_any_bytes(body: bytes) -> None:
-    check(body)
-
-
-@SMALL
-@given(st.sampled_from(VALID), st.data())
-def test_a_valid_body_with_bytes_changed(body: bytes, data: st.DataObject) -> None:
-    changed = bytearray(body)
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(changed) - 1))
-        changed[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
-    check(bytes(changed))
 
 
 def outcome(body: bytes, read: Callable[[bytes], Any]) -> str:

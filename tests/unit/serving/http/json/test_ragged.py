@@ -27,22 +27,6 @@ def decoded(body: Any, signature: Signature, padding: tuple[int | None, ...]) ->
     return {info.alias: array for info, array in zip(signature.inputs, arrays, strict=True)}
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"instances": [[1, 2, 3], [], [4]]},
-        {"instances": [{"watched": [1, 2, 3]}, {"watched": []}, {"watched": [4]}]},
-        {"inputs": [[1, 2, 3], [], [4]]},
-        {"inputs": {"watched": [[1, 2, 3], [], [4]]}},
-    ],
-)
-def test_lists_of_ids_are_padded(body: Any) -> None:
-    found = decoded(body, IDS, PADDING["ids"])
-    assert found is not None
-    np.testing.assert_array_equal(found["watched"], [[1, 2, 3], [-1, -1, -1], [4, -1, -1]])
-    assert found["watched"].dtype == np.int64
-
-
 @pytest.mark.parametrize("form", ["instances", "inputs"])
 def test_weights_are_padded_beside_their_ids(form: str) -> None:
     columns: dict[str, list[Any]] = {"friends": [[1], [2, 3]], "friends_weights": [[0.5], [1, 0.25]], "user": [7, 8]}

@@ -32,32 +32,6 @@ def text(*values: bytes) -> Array:
     return np.array(values, dtype=object)
 
 
-def test_rows_and_columns_of_one_output() -> None:
-    assert encode(True, y=floats(2.5, 3)) == '{"predictions":[2.5,3.0]}'
-    assert encode(True, y=floats(0.2, 1).reshape(2, 1)) == '{"predictions":[[0.2],[1.0]]}'
-    assert encode(False, y=np.array([[1, 2], [3, 4]], np.int32)) == '{"outputs":[[1,2],[3,4]]}'
-
-
-def test_rows_and_columns_of_two_outputs() -> None:
-    wanted = '{"predictions":[{"a":[1,2],"b":true},{"a":[3,4],"b":false}]}'
-    assert encode(True, a=np.array([[1, 2], [3, 4]]), b=np.array([True, False])) == wanted
-    assert encode(False, a=np.float32(1.5), b=np.array([1])) == '{"outputs":{"a":1.5,"b":[1]}}'
-
-
-def test_an_empty_batch() -> None:
-    assert encode(True, y=floats()) == '{"predictions":[]}'
-    assert encode(True, a=floats(), b=floats()) == '{"predictions":[]}'
-    assert encode(False, y=floats()) == '{"outputs":[]}'
-
-
-def test_an_empty_inner_dimension() -> None:
-    assert encode(True, y=np.zeros((2, 1, 0), np.int64)) == '{"predictions":[[[]],[[]]]}'
-    assert (
-        encode(True, y=np.zeros((2, 0), np.float32), z=floats(1, 2))
-        == '{"predictions":[{"y":[],"z":1.0},{"y":[],"z":2.0}]}'
-    )
-
-
 def test_strings_are_escaped_as_little_as_can_be() -> None:
     value = 'a"\\/\b\f\n\r\t\x01\x1f\x7f\u00e9'.encode()
     wanted = '{"predictions":["a\\"\\\\/\\b\\f\\n\\r\\t\\u0001\\u001f\x7f\u00e9"]}'
@@ -67,17 +41,6 @@ def test_strings_are_escaped_as_little_as_can_be() -> None:
 def test_bytes_that_are_no_utf8_go_out_as_they_are() -> None:
     body = encode_outputs({"y": text(b"\xff")}, signature({}, {"y": "string"}), row_form=True)
     assert body == b'{"predictions":["\xff"]}'
-
-
-def test_outputs_named_bytes_are_base64_objects() -> None:
-    assert encode(True, y_bytes=text(b"\x00\xff")) == '{"predictions":[{"b64":"AP8="}]}'
-    assert encode(False, y_bytes=text(b"\x00\xff")) == '{"outputs":[{"b64":"AP8="}]}'
-    assert encode(True, a=floats(1), y_bytes=text(b"\x00")) == '{"predictions":[{"a":1.0,"y_bytes":{"b64":"AA=="}}]}'
-
-
-def test_64_bit_integers_are_exact() -> None:
-    assert encode(True, y=np.array([2**64 - 1], np.uint64)) == '{"predictions":[18446744073709551615]}'
-    assert encode(True, y=np.array([-(2**63)])) == '{"predictions":[-9223372036854775808]}'
 
 
 @pytest.mark.parametrize("row_form", [True, False])
@@ -106,21 +69,6 @@ def test_every_float_reads_back_from_its_fewest_digits(odd: list[float], columns
     wanted = [len(one.replace(".", "").lstrip("-")) for one in shortest]
     found = [len(one.partition("e")[0].replace(".", "").lstrip("-").strip("0") or "0") for one in digits[:500]]
     assert found == wanted
-
-
-def test_a_row_answer_needs_a_batch() -> None:
-    with pytest.raises(StatusError, match=r"^Tensor name: y has no shape information $"):
-        encode(True, y=np.float32(1))
-    with pytest.raises(StatusError, match=r"^Tensor name: b has inconsistent batch size: 1 expecting: 2$"):
-        encode(True, a=floats(1, 2), b=floats(1))
-
-
-def test_a_dtype_without_a_json_form_is_refused() -> None:
-    for row_form in (True, False):
-        with pytest.raises(StatusError, match=r"^Failed to write JSON value for tensor type: half$"):
-            encode(row_form, y=np.array([1], np.float16))
-        with pytest.raises(StatusError, match=r"^Failed to write JSON value for tensor type: complex64$"):
-            encode(row_form, y=np.array([1], np.complex64))
 
 
 def test_no_outputs_are_refused() -> None:
