@@ -264,7 +264,7 @@ def with_a_key(model: Path, folder: Path, *options: str) -> Iterator[ServerProce
 
 @pytest.fixture(scope="module")
 def locked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with with_a_key(model, tmp_path_factory.mktemp("locked")) as server:
+    with with_a_key(model, tmp_path_factory.mktemp("locked"), "--max-body-bytes", "5000") as server:
         yield server
 
 
@@ -358,3 +358,9 @@ def test_calls_with_a_key(locked: ServerProcess, method: str) -> None:
                 call(CALLS[method], timeout=60, metadata=metadata)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         call(CALLS[method], timeout=60, metadata=(("x-api-key", KEY),))
+
+
+@pytest.mark.parametrize("path", ["/v1/models/model:predict", "/invocations", PREDICT])
+def test_a_body_above_the_limit_is_413(locked: ServerProcess, path: str) -> None:
+    body = json.dumps({"instances": ROWS * 400})
+    assert ask(locked, f"POST {path}", body, x_api_key=KEY)[0] == 413
