@@ -1,6 +1,8 @@
 """A server that forwards requests to a server of TensorFlow Serving's API behind it: the answers are that server's."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,6 +14,7 @@ from tests.support.contract_open_inference import message
 from tests.support.contract_serve import (
     Server,
     assert_near,
+    config_of,
     draw_ids,
     eventually,
     forwarding_to,
@@ -21,6 +24,8 @@ from tests.support.contract_serve import (
     refusal,
     shared_server,
 )
+from tests.support.messages import said
+from tests.support.serving.models import save_scale
 from tests.support.serving.process import run_command
 
 pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
@@ -92,7 +97,42 @@ def test_it_cannot_be_reloaded(server: Server) -> None:
     request.config.model_config_list.SetInParent()
     code, text = refusal(server.models.HandleReloadConfigRequest, request)
     assert code is grpc.StatusCode.UNIMPLEMENTED
-    assert text
+    said(text)
+
+
+def test_versions_and_labels_behind_are_followed(tmp_path: Path) -> None:
+    """And a server that is gone is UNAVAILABLE by its address."""
+    folder, config = tmp_path / "models", tmp_path / "models.config"
+
+    def write(stable: int) -> None:
+        label = f'model_version_policy {{ all {{}} }} version_labels {{ key: "stable" value: {stable} }}'
+        config.write_text(config_of(folder, {"scale": label}), encoding="utf-8")
+
+    def factor(target: str) -> Any:
+        reply = front.post(f"{target}:predict", {"instances": [1.0]})
+        return reply.value["predictions"][0] if reply.status == 200 else reply.status
+
+    save_scale(folder / "scale" / "1", 1.0)
+    write(1)
+    options = ("--config", str(config), "--config-poll-seconds", "0.05")
+    with Server(None, tmp_path / "behind.log", *options) as behind:
+        eventually(behind.is_ready)
+        options = (*forwarding_to(behind.grpc_address), "--name", "scale", "--poll-seconds", "0.05")
+        with Server(None, tmp_path / "log", *options) as front:
+            eventually(front.is_ready)
+            assert (factor("scale"), factor("scale/labels/stable"), factor("scale/versions/2")) == (1.0, 1.0, 404)
+            save_scale(folder / "scale" / ".staging", 2.0)
+            (folder / "scale" / ".staging").rename(folder / "scale" / "2")
+            eventually(lambda: factor("scale") == 2.0)
+            assert (factor("scale/versions/1"), factor("scale/labels/stable")) == (1.0, 1.0)
+            write(2)
+            eventually(lambda: factor("scale/labels/stable") == 2.0)
+            shutil.rmtree(folder / "scale" / "1")
+            eventually(lambda: factor("scale/versions/1") == 404)
+            assert behind.stop() == 0
+            eventually(lambda: front.get("/readyz").status == 503)
+            reply = front.post("scale:predict", {"instances": [1.0]})
+            assert (reply.status, behind.grpc_address in reply.error) == (503, True)
 
 
 def test_options_that_do_not_go_together() -> None:

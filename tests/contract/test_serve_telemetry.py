@@ -1,8 +1,10 @@
 """What operators and browsers see: metrics with TensorFlow Serving's names, the access log, and the page at /."""
 
+import datetime as dt
 import functools
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +114,9 @@ def test_the_access_log_is_lines_of_json(server: Server) -> None:
         eventually(functools.partial(entry, request_id))
         assert fields.items() <= (entry(request_id) or {}).items()
     good = entry("good-one") or {}
-    assert (good["rows"], good["bytes_out"]) == (2, len(reply.body))
+    sizes = (2, len('{"instances": [1.0, 2.0]}'), len(reply.body))
+    assert (good["rows"], good["bytes_in"], good["bytes_out"]) == sizes
+    assert abs(dt.datetime.fromisoformat(good["time"]).timestamp() - time.time()) < 600
     assert good["ms"] >= 0
     for request_id in ("good-one", "call"):
         assert (entry(request_id) or {})["stages_ms"]["run"] > 0

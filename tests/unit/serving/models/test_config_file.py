@@ -46,17 +46,6 @@ def config(path: Path, server: Server) -> ConfigFile:
     return ConfigFile(path, read_models(path), 0.01, server.reload)
 
 
-def test_what_is_followed_already_is_no_news(config: ConfigFile, server: Server, path: Path) -> None:
-    config.poll()
-    path.write_text(path.read_text(encoding="utf-8") + "\n# a remark\n", encoding="utf-8")
-    config.poll()
-    assert server.reloads == []
-    write(path, "a", "b")
-    config.poll()
-    config.poll()
-    assert server.reloads == [["a", "b"]]
-
-
 def test_a_broken_file_is_said_once(
     config: ConfigFile, server: Server, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,15 +109,6 @@ def test_models_that_do_not_load_are_the_servers_to_try_again(
     config.poll()
     assert server.reloads == [["b"]]
     assert caplog.messages == [f"{path}: applied, but 1 model(s) did not become available"]
-
-
-def test_it_looks_by_itself_until_it_is_stopped(config: ConfigFile, server: Server, path: Path) -> None:
-    config.start()
-    write(path, "b")
-    wait_for(lambda: server.reloads == [["b"]])
-    config.stop()
-    config._thread.join(60)
-    assert not config._thread.is_alive()
 
 
 def test_it_outlives_what_nobody_expected(config: ConfigFile, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,22 +14,6 @@ from tpuembed_serving.models.repository import ServedModel
 from tpuembed_serving.settings import LoadSettings, ModelSettings
 
 
-@pytest.mark.parametrize(
-    ("policy", "found", "wanted"),
-    [
-        (LatestVersions(), {3, 10, 9}, {10}),
-        (LatestVersions(2), {3, 10, 9}, {9, 10}),
-        (LatestVersions(5), {3, 10}, {3, 10}),
-        (LatestVersions(2), set(), set()),
-        (AllVersions(), {3, 10}, {3, 10}),
-        (SpecificVersions(frozenset({3, 4})), {3, 10}, {3}),
-        (SpecificVersions(frozenset({4})), {3, 10}, set()),
-    ],
-)
-def test_what_is_wanted(policy: VersionPolicy, found: set[int], wanted: set[int]) -> None:
-    assert policy.wanted(found) == wanted
-
-
 def test_policies_that_want_nothing_are_refused() -> None:
     with refused(ConfigError):
         LatestVersions(0)
@@ -108,31 +92,6 @@ def test_an_old_version_serves_until_one_of_the_wanted_does(base_path: Path, loa
     assert loader.loaded["1"].closed.is_set()
 
 
-def test_all_versions_come_and_go_with_their_folders(base_path: Path, loader: FakeLoader) -> None:
-    publish(base_path, 1, 3)
-    model = serve(base_path, loader, AllVersions())
-    model.poll()
-    assert available(model) == {1, 3}
-    publish(base_path, 2)
-    (base_path / "1").rename(base_path / "gone")
-    model.poll()
-    assert available(model) == {2, 3}
-    assert loader.loaded["1"].closed.is_set()
-
-
-def test_another_policy_loads_and_unloads(base_path: Path, loader: FakeLoader) -> None:
-    publish(base_path, 1, 2, 3)
-    model = serve(base_path, loader, AllVersions())
-    model.poll()
-    model.configure(settings_of(base_path, SpecificVersions(frozenset({1}))))
-    model.poll()
-    assert available(model) == {1}
-    model.configure(settings_of(base_path, LatestVersions()))
-    model.poll()
-    assert available(model) == {3}
-    assert loader.calls == ["3", "2", "1", "3"]
-
-
 def test_a_specific_version_that_is_not_there_is_named_once(
     base_path: Path, loader: FakeLoader, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,20 +121,6 @@ def test_labels_of_the_first_config_wait_for_their_versions(base_path: Path, loa
     publish(base_path, 3)
     model.poll()
     assert labelled(model, "next") == 3
-
-
-def test_labels_are_assigned_to_available_versions_alone(base_path: Path, loader: FakeLoader) -> None:
-    publish(base_path, 1, 2)
-    model = serve(base_path, loader, AllVersions())
-    model.poll()
-    text = "Request to assign label to version 3 of model m, which is not currently available for inference"
-    assert model.label_fault({"stable": 1, "canary": 3}) == text
-    assert model.label_fault({"stable": 1, "canary": 2}) == ""
-    model.assign({"stable": 1, "canary": 2})
-    model.assign({"stable": 2})
-    assert labelled(model, "stable") == 2
-    with pytest.raises(StatusError, match=r"label: canary$"), model.lease(None, "canary"):
-        pass
 
 
 def test_new_labels_of_unavailable_versions_where_that_is_allowed(base_path: Path, loader: FakeLoader) -> None:

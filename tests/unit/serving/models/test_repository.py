@@ -39,43 +39,6 @@ def served(model: ServedModel) -> int:
         return loaded.version
 
 
-def test_an_empty_folder_serves_nothing(model: ServedModel) -> None:
-    model.poll()
-    assert model.statuses() == []
-    assert not model.available
-    with (
-        pytest.raises(StatusError, match=r"^Servable not found for request: Latest\(m\)$") as caught,
-        model.lease(None),
-    ):
-        pass
-    assert caught.value.code is Code.NOT_FOUND
-
-
-def test_the_newest_version_alone_is_loaded(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
-    for version in (2, 10, 9):
-        make_version(base_path, version)
-    model.poll()
-    assert loader.calls == ["10"]
-    assert served(model) == 10
-    with pytest.raises(StatusError, match=r"^Servable not found for request: Specific\(m, 2\)$"), model.lease(2):
-        pass
-
-
-def test_a_newer_version_is_loaded_before_the_old_one_goes(
-    model: ServedModel, loader: FakeLoader, base_path: Path
-) -> None:
-    make_version(base_path, 1)
-    model.poll()
-    make_version(base_path, 2)
-    seen: list[tuple[int, dict[int, State]]] = []
-    loader.during = lambda: seen.append((served(model), states(model)))
-    model.poll()
-    assert seen == [(1, {2: State.LOADING, 1: State.AVAILABLE})]
-    assert states(model) == {2: State.AVAILABLE, 1: State.END}
-    assert loader.loaded["1"].closed.is_set()
-    assert loader.calls == ["1", "2"]
-
-
 def test_a_request_in_progress_keeps_its_version(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
     make_version(base_path, 1)
     model.poll()
@@ -371,14 +334,6 @@ def test_a_file_that_is_missing_for_a_moment_is_no_other_version(
     assert (loader.calls, states(model)) == (["1"], {1: State.AVAILABLE})
 
 
-def test_a_version_without_its_files_is_served_on(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
-    (make_version(base_path, 1) / "saved_model.pb").unlink()
-    model.poll()
-    (base_path / "1" / "saved_model.pb").unlink(missing_ok=True)
-    model.poll()
-    assert (loader.calls, states(model)) == (["1"], {1: State.AVAILABLE})
-
-
 def test_an_unexpected_exception_is_a_failed_load(model: ServedModel, loader: FakeLoader, base_path: Path) -> None:
     make_version(base_path, 1)
     loader.broken["1"] = MemoryError("no room")
@@ -425,33 +380,6 @@ def test_a_failed_load_is_tried_again_five_times_a_minute_apart(
     loader.broken.clear()
     model.poll()
     assert served(model) == 1
-
-
-def test_a_retry_that_succeeds(
-    model: ServedModel, loader: FakeLoader, base_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr("tpuembed_serving.models.model.time.monotonic", lambda: now)
-    make_version(base_path, 1)
-    loader.broken["1"] = StatusError(Code.INTERNAL, "disk")
-    model.poll()
-    loader.broken.clear()
-    now += 61
-    model.poll()
-    assert served(model) == 1
-
-
-def test_removing_the_newest_version_goes_back_to_the_one_before(
-    model: ServedModel, loader: FakeLoader, base_path: Path
-) -> None:
-    make_version(base_path, 1)
-    make_version(base_path, 2)
-    model.poll()
-    shutil.rmtree(base_path / "2")
-    model.poll()
-    assert loader.calls == ["2", "1"]
-    assert served(model) == 1
-    assert states(model) == {2: State.END, 1: State.AVAILABLE}
 
 
 def test_removing_every_version_ends_the_service_as_theirs_does(model: ServedModel, base_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 from tests.support.serving.doubles import FakeLoader, make_version, wait_for
 from tpuembed_serving.core.servable import State
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.models.policies import AllVersions, SpecificVersions
 from tpuembed_serving.models.repository import ModelRepository
 from tpuembed_serving.settings import LoadSettings, ModelSettings
 
@@ -56,25 +55,6 @@ def failed(repository: ModelRepository, *models: ModelSettings) -> StatusError:
     return caught.value
 
 
-def test_it_returns_once_new_models_are_loaded(
-    repository: ModelRepository, first: ModelSettings, tmp_path: Path
-) -> None:
-    repository.reload([first, model(tmp_path, "n", 7, 8)])
-    assert (served(repository, "m"), served(repository, "n")) == (1, 8)
-
-
-def test_a_model_that_is_missing_is_unloaded_and_stays_listed(
-    repository: ModelRepository, loader: FakeLoader, tmp_path: Path
-) -> None:
-    repository.reload([model(tmp_path, "n", 7)])
-    assert states(repository, "m") == {1: State.END}
-    assert loader.loaded["1"].closed.is_set()
-    with pytest.raises(StatusError, match=r"^Servable not found for request: Latest\(m\)$"):
-        repository.lease("m", None)
-    repository.reload([])
-    assert states(repository, "n") == {7: State.END}
-
-
 def test_a_request_in_progress_finishes_on_a_model_that_is_removed(
     repository: ModelRepository, loader: FakeLoader, first: ModelSettings
 ) -> None:
@@ -108,44 +88,6 @@ def test_a_new_model_without_versions_or_without_a_folder(
         "2 model(s) did not become available: {{{name: n} due to error: NOT_FOUND: No versions"
     )
     assert f"Could not find base path {tmp_path / 'missing'} for servable o" in error.message
-
-
-def test_another_policy(repository: ModelRepository, first: ModelSettings, tmp_path: Path) -> None:
-    make_version(Path(first.base_path), 2)
-    make_version(Path(first.base_path), 3)
-    repository.reload([ModelSettings(name="m", base_path=first.base_path, policy=AllVersions())])
-    assert states(repository, "m") == {1: State.AVAILABLE, 2: State.AVAILABLE, 3: State.AVAILABLE}
-    policy = SpecificVersions(frozenset({2}))
-    repository.reload([ModelSettings(name="m", base_path=first.base_path, policy=policy)])
-    assert states(repository, "m") == {1: State.END, 2: State.AVAILABLE, 3: State.END}
-
-
-def test_two_models_of_one_name(repository: ModelRepository, first: ModelSettings) -> None:
-    assert failed(repository, first, first).code is Code.INVALID_ARGUMENT
-    assert served(repository, "m") == 1
-
-
-def test_labels_move_and_a_bad_one_changes_nothing(
-    repository: ModelRepository, first: ModelSettings, tmp_path: Path
-) -> None:
-    def labels(**versions: int) -> ModelSettings:
-        return ModelSettings(name="m", base_path=first.base_path, policy=AllVersions(), labels=versions)
-
-    make_version(Path(first.base_path), 2)
-    repository.reload([labels()])
-    repository.reload([labels(stable=1, canary=2)])
-    assert (served(repository, "m", "stable"), served(repository, "m", "canary")) == (1, 2)
-    error = failed(repository, labels(stable=2, canary=3), model(tmp_path, "n", 7))
-    assert error.code is Code.FAILED_PRECONDITION
-    assert error.message.startswith("Request to assign label to version 3 of model m, which is not currently available")
-    assert served(repository, "m", "stable") == 1
-    assert repository.statuses("n") == []
-    repository.reload([labels(stable=2)])
-    assert served(repository, "m", "stable") == 2
-    with pytest.raises(StatusError, match=r"^Unrecognized servable version label: canary$"):
-        served(repository, "m", "canary")
-    with pytest.raises(StatusError, match=r"^Unrecognized servable version label: canary$"):
-        repository.lease("x", None, "canary")
 
 
 def test_labels_of_a_new_model_need_the_option(first: ModelSettings, loader: FakeLoader, tmp_path: Path) -> None:

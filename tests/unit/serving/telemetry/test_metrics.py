@@ -1,12 +1,9 @@
 """Metrics as Prometheus' own parser reads them, against numbers counted by hand."""
 
 import contextlib
-import math
-import os
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +16,13 @@ from tests.support.serving.doubles import DoublingServable, make_version
 from tpuembed.errors import ConfigError
 from tpuembed_serving import ServerSettings, create_app
 from tpuembed_serving.batching.scheduler import ModelExecutor
-from tpuembed_serving.core.request_record import GRPC, REST, RequestRecord
+from tpuembed_serving.core.request_record import REST, RequestRecord
 from tpuembed_serving.core.servable import State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.settings import TelemetrySettings
 from tpuembed_serving.telemetry.metric_types import merge_snapshots, to_text
-from tpuembed_serving.telemetry.metrics import DEFAULT_PATH, ServerMetrics, exponential, version_snapshot
+from tpuembed_serving.telemetry.metrics import DEFAULT_PATH, ServerMetrics, version_snapshot
 from tpuembed_serving.telemetry.monitoring_config import read_metrics_path
 from tpuembed_serving.telemetry.process_metrics import process_snapshot
 
@@ -51,13 +48,6 @@ def value(samples: Samples, name: str, **labels: str) -> float:
     return samples[name, frozenset(labels.items())]
 
 
-def test_buckets_are_tensorflow_servings() -> None:
-    bounds = exponential(10, 1.8, 33)
-    assert len(bounds) == 33
-    assert bounds[:3] == pytest.approx((10, 18, 32.4))
-    assert bounds[-1] == pytest.approx(10 * 1.8**32)
-
-
 def record(model: str = "m", api: str = "predict", entrypoint: str = REST, code: Code = Code.OK) -> RequestRecord:
     one = RequestRecord(entrypoint, "POST", b"/v1/models/m:predict", [], api)
     one.model = model
@@ -66,50 +56,12 @@ def record(model: str = "m", api: str = "predict", entrypoint: str = REST, code:
     return one
 
 
-def test_a_histogram_counts_what_is_at_most_its_bound() -> None:
-    metrics = ServerMetrics()
-    metrics.ran("p", [1, 2, 3, 5, 20_000], [0.0] * 5)
-    text = to_text(metrics.snapshot())
-    name = ":tensorflow:serving:batching_session:input_batch_size"
-    assert f"# TYPE {name} histogram\n" in text
-    samples = parsed(text)
-    assert [value(samples, f"{name}_bucket", le=le) for le in ("1", "2", "4", "8", "8192", "+Inf")] == [
-        1,
-        2,
-        3,
-        4,
-        4,
-        5,
-    ]
-    assert value(samples, f"{name}_sum") == 20_011
-    assert value(samples, f"{name}_count") == 5
-    assert 'queuing_latency_bucket{le="248.832",thread_pool_name="p"} 5.0\n' in text
-
-
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "\u00e9{}"])
 def test_labels_of_any_text_come_back(name: str) -> None:
     metrics = ServerMetrics()
     metrics.finish(record(name, code=Code.NOT_FOUND))
     samples = parsed(to_text(metrics.snapshot()))
     assert value(samples, ":tensorflow:serving:request_count", model_name=name, status="NOT_FOUND") == 1
-
-
-def test_counters_have_the_names_of_tensorflow_serving() -> None:
-    metrics = ServerMetrics()
-    metrics.finish(record())
-    one = RequestRecord(GRPC, "POST", b"/x/Classify", [], "Classify")
-    one.model = "m"
-    one.ran(3, 0.0, 0.0)
-    one.answered(Code.OK, 0, 20)
-    metrics.finish(one)
-    lines = to_text(metrics.snapshot()).splitlines()
-    for name, labels, count in (
-        ("request_count", '{model_name="m",status="OK"}', "2.0"),
-        ("request_example_count_total", '{model="m"}', "3.0"),
-    ):
-        assert f"# TYPE :tensorflow:serving:{name} counter" in lines
-        assert f":tensorflow:serving:{name}{labels} {count}" in lines
-    assert not any("_created" in line for line in lines)
 
 
 def test_processes_add_up() -> None:
@@ -126,14 +78,6 @@ def test_processes_add_up() -> None:
     assert value(samples, ":tpuembed:serving:queue_depth") == 7
 
 
-def test_a_failed_request_is_counted_and_has_no_latency() -> None:
-    metrics = ServerMetrics()
-    metrics.finish(record(code=Code.NOT_FOUND))
-    samples = parsed(to_text(metrics.snapshot()))
-    assert value(samples, ":tensorflow:serving:request_count", model_name="m", status="NOT_FOUND") == 1
-    assert not any(name.startswith(":tensorflow:serving:request_latency") for name, _ in samples)
-
-
 def test_names_that_clients_make_up_do_not_fill_the_memory() -> None:
     metrics = ServerMetrics()
     for index in range(3000):
@@ -144,78 +88,6 @@ def test_names_that_clients_make_up_do_not_fill_the_memory() -> None:
     assert counts["(others)"] == 2000
 
 
-def test_stages_add_up_to_the_latency() -> None:
-    metrics = ServerMetrics()
-    one = RequestRecord(GRPC, "POST", b"/x/Predict", [], "Predict")
-    one.model, one.version, one.started = "m", 7, 100.0
-    one.received, one._left, one._queue, one._run, one.ended, one.rows = 100.001, 100.010, 0.002, 0.003, 100.011, 5
-    metrics.finish(one)
-    samples = parsed(to_text(metrics.snapshot()))
-    stage = ":tpuembed:serving:stage_latency_sum"
-    found = {
-        name: value(samples, stage, model_name="m", version="7", stage=name)
-        for name in ("read", "parse", "queue", "run", "encode")
-    }
-    assert found == pytest.approx({"read": 1000, "parse": 4000, "queue": 2000, "run": 3000, "encode": 1000}, abs=0.01)
-    whole = value(samples, ":tensorflow:serving:request_latency_sum", model_name="m", API="Predict", entrypoint="GRPC")
-    assert whole == pytest.approx(11_000, abs=0.01)
-    runtime = value(samples, ":tensorflow:serving:runtime_latency_sum", model_name="m", API="Predict", runtime="TF1")
-    assert runtime == pytest.approx(3000, abs=0.01)
-
-
-def test_of_each_model_the_newest_versions_to_answer_are_kept() -> None:
-    metrics = ServerMetrics()
-    for number in [*range(40), 39, 1, 1]:
-        one = record()
-        one.version = number
-        one.ran(1, 0.0, 0.0)
-        one.answered(Code.OK, 200, 20)
-        metrics.finish(one)
-    count = ":tpuembed:serving:stage_latency_count"
-    found = {
-        dict(labels)["version"]: number
-        for (name, labels), number in parsed(to_text(metrics.snapshot())).items()
-        if name == count and ("stage", "run") in labels
-    }
-    assert found == {str(number): 1 for number in range(25, 39)} | {"39": 2, "1": 2}
-
-
-def test_processes_add_up_as_proc_has_them() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        pids = (os.getpid(), child.pid)
-        samples = parsed(to_text(merge_snapshots(map(process_snapshot, pids))))
-        status = [dict(_line(line) for line in Path(f"/proc/{pid}/status").read_text().splitlines()) for pid in pids]
-        for name, field in (
-            ("process_resident_memory_bytes", "VmRSS"),
-            (":tpuembed:serving:anonymous_memory_bytes", "RssAnon"),
-        ):
-            whole = sum(int(one[field].split()[0]) * 1024 for one in status)
-            assert value(samples, name) == pytest.approx(whole, rel=0.1)
-        files = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
-        assert sum(files) - 2 <= value(samples, "process_open_fds") <= sum(files) + 2
-        starts = [value(parsed(to_text(process_snapshot(pid))), "process_start_time_seconds") for pid in pids]
-        assert value(samples, "process_start_time_seconds") == min(starts) < max(starts) <= time.time() + 2
-        limit = Path("/proc/self/limits").read_text().split("Max open files")[1].split()[0]
-        assert value(samples, "process_max_fds") == float(limit)
-        assert value(samples, "process_cpu_seconds_total") >= sum(os.times()[:2]) / 2
-    finally:
-        child.communicate()
-
-
-def _line(line: str) -> tuple[str, str]:
-    name, _, rest = line.partition(":")
-    return name, rest.strip()
-
-
-def test_the_least_limit_counts() -> None:
-    parts = [process_snapshot(os.getpid()) for _ in range(3)]
-    text = to_text(merge_snapshots(parts))
-    whole, one = parsed(text), parsed(to_text(parts[0]))
-    for name in ("process_max_fds", "process_start_time_seconds", ":tpuembed:serving:memory_limit_bytes"):
-        assert value(whole, name) == value(one, name)
-
-
 def test_a_process_that_is_gone_has_no_metrics() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
@@ -223,22 +95,6 @@ def test_a_process_that_is_gone_has_no_metrics() -> None:
         ":tpuembed:serving:memory_limit_bytes",
         "process_max_fds",
     }
-
-
-def test_versions_have_a_state() -> None:
-    failed = StatusError(Code.DATA_LOSS, "cut")
-    versions = [
-        VersionStatus(4, State.LOADING, None),
-        VersionStatus(3, State.END, failed),
-        VersionStatus(2, State.AVAILABLE, None),
-        VersionStatus(1, State.END, None),
-    ]
-    samples = parsed(to_text(version_snapshot([("m", versions), ("empty", [])])))
-    state, available = ":tpuembed:serving:version_state", ":tpuembed:serving:available_versions"
-    assert samples == {
-        (state, frozenset({("model_name", "m"), ("version", version), ("state", name)})): 1.0
-        for version, name in (("4", "LOADING"), ("3", "END"), ("2", "AVAILABLE"))
-    } | {(available, frozenset({("model_name", name)})): count for name, count in (("m", 1.0), ("empty", 0.0))}
 
 
 def test_loads_and_warm_ups_have_tensorflows_names() -> None:
@@ -255,6 +111,22 @@ def test_loads_and_warm_ups_have_tensorflows_names() -> None:
     assert value(samples, warmed, model_path="/m/1", status="OK") == 1
     assert value(samples, warmed, model_path="/m/2", status="DATA_LOSS: cut") == 1
     assert value(samples, ":tensorflow:serving:model_warmup_records_read", model_path="/m/1", status="OK") == 7
+
+
+def test_versions_have_a_state() -> None:
+    failed = StatusError(Code.DATA_LOSS, "cut")
+    versions = [
+        VersionStatus(4, State.LOADING, None),
+        VersionStatus(3, State.END, failed),
+        VersionStatus(2, State.AVAILABLE, None),
+        VersionStatus(1, State.END, None),
+    ]
+    samples = parsed(to_text(version_snapshot([("m", versions), ("empty", [])])))
+    state, available = ":tpuembed:serving:version_state", ":tpuembed:serving:available_versions"
+    assert samples == {
+        (state, frozenset({("model_name", "m"), ("version", version), ("state", name)})): 1.0
+        for version, name in (("4", "LOADING"), ("3", "END"), ("2", "AVAILABLE"))
+    } | {(available, frozenset({("model_name", name)})): count for name, count in (("m", 1.0), ("empty", 0.0))}
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +220,3 @@ def test_a_monitoring_config_that_is_not_there_is_refused(tmp_path: Path) -> Non
 def test_a_path_that_others_have_is_refused(path: str) -> None:
     with refused(ConfigError, match="metrics_path"):
         TelemetrySettings(metrics_path=path)
-
-
-def test_bounds_are_finite() -> None:
-    assert all(map(math.isfinite, exponential(100, 1.2, 52)))

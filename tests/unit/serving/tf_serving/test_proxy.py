@@ -6,22 +6,18 @@ import gc
 import logging
 import threading
 import time
-import types
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-from tensorflow_serving.apis import predict_pb2
 
 from tests.support.serving.doubles import signature
 from tpuembed_serving.core.pipeline import INLINE_BYTES, MemoryBudget, Pipeline, Task
 from tpuembed_serving.core.servable import LoadedVersion, Signature, State, VersionStatus
 from tpuembed_serving.core.service import ModelService, ModelSpec
 from tpuembed_serving.core.status import Code, MustAskError, StatusError
-from tpuembed_serving.grpc import remote_calls
 from tpuembed_serving.grpc.prediction_service import GrpcPredict
-from tpuembed_serving.grpc.tensor_proto import encode_tensor
 from tpuembed_serving.open_inference.metadata import is_ready, model_metadata
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels, RemoteServable, TensorFlowServing
 
@@ -96,29 +92,6 @@ class Changing:
         pass
 
 
-def test_a_version_that_the_server_aborts_is_read_again() -> None:
-    """A server that forwards to another one answered ABORTED for ever."""
-    server = Changing()
-    models, executor = RemoteModels(["m"], server, 0.01), RemoteExecutor(server, 10, 1)
-    models.start()
-    models.wait_for_first_poll(lambda: False)
-
-    async def ask() -> Any:
-        found = asyncio.get_running_loop().create_future()
-        with models.lease("m", 1) as loaded:
-            signature = loaded.servable.signatures["f"]
-            executor.submit(loaded.servable, signature, [np.array([1])], found.set_result)
-            return await found
-
-    assert asyncio.run(ask()) == [b"x-1"]
-    server.shard = "y-1"
-    wait_for_polls(server)
-    assert isinstance(asyncio.run(ask()), StatusError)
-    wait_for_polls(server)
-    assert asyncio.run(ask()) == [b"y-1"]
-    models.stop()
-
-
 class Labelled(GrpcPredict):
     """Asks for a label of a model."""
 
@@ -143,33 +116,6 @@ def wait_for_polls(server: Changing) -> None:
     before = server.polls
     while server.polls < before + 2:
         time.sleep(0.001)
-
-
-def test_a_version_of_one_server_is_read_again_without_a_request() -> None:
-    """A front asks nothing of a forwarder whose export it refuses. Both waited for each other for ever."""
-    server = Changing()
-    server.is_one = True
-    models = RemoteModels(["m"], server, 0.01)
-    models.start()
-    models.wait_for_first_poll(lambda: False)
-    with models.lease("m", 1) as before:
-        wait_for_polls(server)
-        with models.lease("m", 1) as same:
-            assert same.servable is before.servable
-    server.shard = "y-1"
-    wait_for_polls(server)
-    with models.lease("m", 1) as after:
-        assert after.servable.signatures["f"].shard_id == "y-1"
-    server.shard, server.signature = "", signature({"z": "int64"}, {"y": "int64"})  # of no export for several servers
-    for _ in range(2):
-        wait_for_polls(server)
-        with models.lease("m", 1) as after:
-            assert after.servable.signatures["f"].shard_id == ""
-        server.signature = signature({"w": "int64"}, {"y": "int64"})
-    wait_for_polls(server)
-    with models.lease("m", 1) as after:
-        assert [one.alias for one in after.servable.signatures["f"].inputs] == ["w"]
-    models.stop()
 
 
 def test_a_version_that_cannot_be_served_is_not_available(
@@ -321,98 +267,3 @@ def test_a_label_stays_while_the_other_server_does_not_answer(monkeypatch: pytes
     wait_for_polls(server)
     assert models.labels() == {"m": {}}
     models.stop()
-
-
-def test_versions_that_come_and_go_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    server = Changing()
-    models = RemoteModels(["m"], server, 0.01)
-    with caplog.at_level(logging.INFO):
-        models.start()
-        models.wait_for_first_poll(lambda: False)
-        server.newest = 2
-        wait_for_polls(server)
-        models.stop()
-    assert [record.message for record in caplog.records] == [
-        "model m version 1 is available on server",
-        "model m version 2 is available on server",
-        "model m version 1 is not available any more on server",
-    ]
-
-
-STRINGS = np.array([b"x" * 300_000], dtype=object)
-
-
-@pytest.mark.parametrize(
-    ("array", "in_thread"),
-    [(np.arange(16_384), False), (np.arange(16_385), True), (STRINGS[:0], False), (STRINGS, True)],
-    ids=["few", "many", "no strings", "long strings"],
-)
-def test_large_inputs_and_answers_are_converted_in_a_thread(
-    array: Any, in_thread: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = []
-    answer = predict_pb2.PredictResponse()
-    encode_tensor(np.arange(300_000 if in_thread else 3), "int64", answer.outputs["y"])
-    for name in ("_predict_request", "_outputs"):
-        convert = getattr(remote_calls, name)
-
-        def noting(*args: Any, convert: Any = convert) -> Any:
-            threads.append(threading.current_thread())
-            return convert(*args)
-
-        monkeypatch.setattr(remote_calls, name, noting)
-
-    async def predict(request: bytes, timeout: float, metadata: Any) -> bytes:
-        assert not metadata
-        sent = predict_pb2.PredictRequest.FromString(request).inputs["x"]
-        assert len(sent.tensor_content) // 8 + len(sent.string_val) == array.size
-        return answer.SerializeToString()
-
-    async def scenario() -> None:
-        predictions: Any = remote_calls.RemotePredictions("127.0.0.1:1")
-        predictions._predict = predict
-        (found,) = await predictions.run("m", 1, SIGNATURE, [array], 10.0)
-        assert found.tolist() == list(range(300_000 if in_thread else 3))
-        await predictions._channel.close()
-
-    asyncio.run(scenario())
-    assert [thread is not threading.main_thread() for thread in threads] == [in_thread] * 2
-
-
-def test_a_request_that_is_being_encoded_is_sent_before_its_channel_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A front opens new channels if its certificates are replaced. A large request then failed with an internal error."""
-    begun, go_on, events = threading.Event(), threading.Event(), list[str]()
-    encode = remote_calls._predict_request
-
-    def slow(*args: Any) -> bytes:
-        begun.set()
-        assert go_on.wait(10)
-        return encode(*args)
-
-    monkeypatch.setattr(remote_calls, "_predict_request", slow)
-    answer = predict_pb2.PredictResponse()
-    encode_tensor(np.arange(3), "int64", answer.outputs["y"])
-
-    async def predict(*_: Any, **__: Any) -> bytes:
-        events.append("called")
-        return answer.SerializeToString()
-
-    async def scenario() -> None:
-        predictions: Any = remote_calls.RemotePredictions("127.0.0.1:1")
-        channel = predictions._channel
-
-        async def close(seconds: float | None) -> None:
-            events.append(f"closed {seconds}")
-            await channel.close()
-
-        predictions._predict, predictions._channel = predict, types.SimpleNamespace(close=close)
-        run = asyncio.create_task(predictions.run("m", 1, SIGNATURE, [np.arange(20_000)], 10.0))
-        assert await asyncio.to_thread(begun.wait, 10)
-        predictions.close(60.0)
-        await asyncio.sleep(0.05)
-        go_on.set()
-        await run
-        await asyncio.gather(*remote_calls._closing)
-
-    asyncio.run(scenario())
-    assert events == ["called", "closed 60.0"]
