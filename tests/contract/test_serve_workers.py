@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from tensorflow_serving.apis import model_management_pb2
 
 from tests.support.contract_load import Clients
-from tests.support.contract_serve import Server, eventually, outputs_of, predict_request
+from tests.support.contract_serve import Server, eventually, outputs_of, predict_request, refusal
 from tests.support.serving.models import save_scale
 from tests.support.serving.process import workers
 
@@ -82,6 +83,10 @@ def test_a_reload_holds_for_both(server: Server, model_dir: Path) -> None:
     assert factors(server, "scale/versions/1") == {1.0: ASKED}
     config.version_labels["stable"] = 1
     server.models.HandleReloadConfigRequest(request, timeout=120)
+    assert factors(server, "scale/labels/stable") == {1.0: ASKED}
+    config.version_labels["stable"] = 9  # which is refused before any of them does it
+    code, _ = refusal(server.models.HandleReloadConfigRequest, request)
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert factors(server, "scale/labels/stable") == {1.0: ASKED}
 
 

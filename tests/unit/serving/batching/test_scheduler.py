@@ -2,23 +2,16 @@
 
 import asyncio
 import gc
-import itertools
 import threading
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
 
-from tests.support.messages import refused
 from tests.support.serving.doubles import DoublingServable
 from tests.support.serving.executors import run
-from tpuembed_serving.batching import queue as batch_queue
-from tpuembed_serving.batching import scheduler
-from tpuembed_serving.batching import scheduler as executor
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.servable import Array, Columns, Merging, Signature
@@ -26,14 +19,6 @@ from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.settings import BatchingSettings
 
 X = [np.array([1, 2])]
-
-
-def test_returns_what_the_servable_returns() -> None:
-    servable = DoublingServable()
-    executor = ModelExecutor(threads=1, max_queued=1, timeout_seconds=10)
-    (y,) = asyncio.run(run(executor, servable, servable.signatures["serving_default"], X))
-    np.testing.assert_array_equal(y, [2, 4])
-    executor.close()
 
 
 def test_a_full_queue_is_unavailable_and_empties_again() -> None:
@@ -220,41 +205,6 @@ def test_requests_run_alone_while_the_proof_is_not_done() -> None:
     here.play(scenario)
 
 
-def test_requests_of_the_next_turns_join_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sockets of several clients become readable in several turns of the loop."""
-    monkeypatch.setattr(scheduler, "_JOIN_SECONDS", 10.0)  # the turns take longer on a busy machine
-    here = scene()
-    here.servable.gate.set()
-
-    async def scenario() -> None:
-        tasks = [here.ask(1), here.ask(2)]
-        for number in range(3, 6):
-            await asyncio.sleep(0)
-            tasks.append(here.ask(number))
-        assert await values(*tasks) == [[2], [4], [6], [8], [10]]
-        assert here.servable.runs == [[1, 2, 3, 4, 5]]
-
-    here.play(scenario)
-
-
-def test_requests_that_never_cease_do_not_delay_the_first() -> None:
-    here = scene()
-    here.servable.gate.set()
-
-    async def scenario() -> None:
-        outcomes, end = list[Any](), time.monotonic() + 10
-        for turn in itertools.count():
-            assert time.monotonic() < end
-            for _ in range(1 if turn else 2):  # one more in every turn
-                here.executor.submit(here.servable, here.signature, [np.array([1])], outcomes.append)
-            await asyncio.sleep(0)
-            if here.servable.runs:
-                break
-
-    here.executor._max_queued = 1_000_000
-    here.play(scenario)
-
-
 def test_columns_of_a_matrix_share_a_run_with_other_inputs() -> None:
     here = scene()
     here.servable.gate.set()
@@ -265,40 +215,6 @@ def test_columns_of_a_matrix_share_a_run_with_other_inputs() -> None:
         )
         assert await values(matrix, here.ask(3)) == [[2, 4], [6]]
         assert here.servable.runs == [[1, 2, 3]]
-
-    here.play(scenario)
-
-
-@pytest.mark.parametrize(("processes", "stays"), [(1, False), (2, True)])
-def test_a_run_of_a_millisecond_stays_on_the_loops_thread_where_no_processor_is_left(
-    monkeypatch: pytest.MonkeyPatch, processes: int, stays: bool
-) -> None:
-    monkeypatch.setattr("tpuembed_serving.batching.scheduler.available_cpus", lambda: 2)
-    threads = list[threading.Thread]()
-    servable = DoublingServable(lambda: threads.append(threading.current_thread()))
-    monkeypatch.setattr(servable, "merging", lambda _: Merging(is_proven=True, is_steady=True))
-    signature = servable.signatures["serving_default"]
-    runner = ModelExecutor(threads=1, max_queued=10, timeout_seconds=10, processes=processes)
-
-    async def scenario() -> None:
-        await asyncio.gather(*(run(runner, servable, signature, X) for _ in range(2)))
-        queue = runner._queue(servable, signature)
-        queue._seconds = dict.fromkeys(queue._seconds, 0.001)
-        await asyncio.gather(*(run(runner, servable, signature, X) for _ in range(2)))
-
-    asyncio.run(scenario())
-    runner.close()
-    assert [thread is threading.main_thread() for thread in threads] == [False, stays]
-
-
-def test_one_request_waits_for_no_other() -> None:
-    here = scene()
-    here.servable.gate.set()
-
-    async def scenario() -> None:
-        started = time.monotonic()
-        assert await values(here.ask(7)) == [[14]]
-        assert time.monotonic() - started < 5
 
     here.play(scenario)
 
@@ -461,79 +377,6 @@ def test_who_may_fail_is_run_after_the_others_are_answered() -> None:
     assert here.executor.waiting == 0
 
 
-class Failing(Gated):
-    """A run of one number above 99 takes long, and fails."""
-
-    SECONDS = 0.04
-
-    def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        outputs = super().run(signature, inputs)
-        if inputs[0].max() >= 100:
-            time.sleep(self.SECONDS)
-            raise StatusError(Code.INVALID_ARGUMENT, "no such row")
-        return outputs
-
-
-def test_runs_that_fail_take_a_small_part_of_the_time_while_others_are_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Others count as answered for 20 ms. A busy machine may take longer than that between two steps of the test.
-    monkeypatch.setattr(scheduler, "_BUSY_SECONDS", 60.0)
-    servable = Failing(Merging(is_proven=True))
-    here = Scene(servable, batching=BatchingSettings(enabled=True))
-    servable.gate.set()
-
-    async def scenario() -> None:
-        await values(here.ask(0), here.ask(99))
-        good, bad = [here.ask(1), here.ask(2)], here.ask(100)
-        await values(*good)
-        with refused(StatusError):
-            await bad
-        started = time.monotonic()
-        good, bad = [here.ask(1), here.ask(2)], here.ask(101)
-        await values(*good)
-        await values(here.ask(3), here.ask(4))
-        assert [101] not in servable.runs
-        with refused(StatusError):
-            await bad
-        assert time.monotonic() - started > 10 * Failing.SECONDS, "for so long it was the others' turn"
-        assert await values(here.ask(5)) == [[10]]
-
-    here.play(scenario)
-
-
-def test_runs_that_fail_wait_for_nobody_where_nobody_else_is() -> None:
-    servable = Failing(Merging(is_proven=True))
-    here = Scene(servable, batching=BatchingSettings(enabled=True))
-    servable.gate.set()
-
-    async def scenario() -> None:
-        started = time.monotonic()
-        for _ in range(5):
-            found = await asyncio.gather(here.ask(100), here.ask(101), return_exceptions=True)
-            assert all(isinstance(each, StatusError) for each in found)
-        assert time.monotonic() - started < 4 * Failing.SECONDS / batch_queue._SHARE_OF_FAILURES
-
-    here.play(scenario)
-
-
-def test_a_pause_ends_on_a_loop_whose_timers_are_early() -> None:
-    """uvloop's are, by up to a millisecond: it rounds to whole ones."""
-    servable = Failing(Merging(is_proven=True))
-    servable.SECONDS = executor._BUSY_SECONDS * batch_queue._SHARE_OF_FAILURES / 2
-    here = Scene(servable, batching=BatchingSettings(enabled=True))
-    servable.gate.set()
-
-    async def scenario() -> None:
-        for _ in range(20):
-            good, bad = [here.ask(1), here.ask(2)], here.ask(100)
-            await values(*good)
-            with refused(StatusError):
-                await bad
-
-    here.play(scenario, uvloop.run)
-
-
 def test_a_request_over_the_operators_size_is_refused_in_theirs_words() -> None:
     here = scene(BatchingParameters(max_batch_size=4))
     here.servable.gate.set()
@@ -625,26 +468,6 @@ def test_a_version_that_is_gone_leaves_nothing_behind() -> None:
     gc.collect()
     assert gone() is None
     assert not executor._queues
-
-
-def test_short_steady_runs_stay_on_the_loops_thread() -> None:
-    here = scene(merging=Merging(is_proven=True, is_steady=True))
-    here.servable.gate.set()
-    threads = set[int]()
-    run = here.servable.run
-
-    def remember(signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        threads.add(threading.get_ident())
-        return run(signature, inputs)
-
-    async def scenario() -> None:
-        queue = here.executor._queue(here.servable, here.signature)
-        queue.expected_seconds = lambda requests: 1e-6  # type: ignore[method-assign]  # noqa: ARG005
-        here.servable.run = remember  # type: ignore[method-assign]
-        assert await values(here.ask(1), here.ask(2)) == [[2], [4]]
-        assert threads == {threading.get_ident()}
-
-    here.play(scenario)
 
 
 def assert_(value: bool) -> None:

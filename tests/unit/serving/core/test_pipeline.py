@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -179,84 +178,7 @@ class TestMemory:
         assert pipe.memory._used == 0
 
 
-class TestTheEventLoop:
-    def test_small_work_runs_on_the_loop_and_large_work_in_threads(self) -> None:
-        small, large = Request(ids(1), ids(1)), Request(ids(1), ids(1))
-        answer(pipeline(), small)
-        assert set(small.threads.values()) == {threading.main_thread()}
-        answer(pipeline(), large, MANY)
-        assert threading.main_thread() not in (large.threads["parse"], large.threads["decode"])
-        assert large.threads["encode"] is threading.main_thread()
-        outputs = Request(ids(1), ids(1))
-        answer(pipeline(Echo(ids(20_000), ids(1))), outputs)
-        assert outputs.threads["parse"] is threading.main_thread() is not outputs.threads["encode"]
-
-    def test_a_large_body_is_estimated_in_a_thread_too(self) -> None:
-        threads = []
-
-        class Counting(Request):
-            def decoding_bytes(self, body: bytes) -> int:
-                threads.append(threading.current_thread())
-                return super().decoding_bytes(body)
-
-        answer(pipeline(), Counting(ids(1), ids(1)), MANY)
-        assert threads != [threading.main_thread()]
-        assert len(threads) == 1
-
-    @pytest.mark.parametrize("step", ["parse", "decode", "encode"])
-    def test_work_that_turns_out_slow_moves_to_a_thread(self, step: str) -> None:
-        """The loop's other work waits for much less than the step takes."""
-
-        def busy(name: str, check: Check) -> None:
-            end = time.monotonic() + 0.5
-            while name == step and time.monotonic() < end:
-                check()
-
-        pipe, longest = pipeline(), 0.0
-
-        async def scenario() -> float:
-            longest, last = 0.0, time.monotonic()
-            work = asyncio.create_task(pipe.answer(Request(ids(1), ids(1), busy=busy), b""))
-            while not work.done():
-                await asyncio.sleep(0)
-                longest, last = max(longest, time.monotonic() - last), time.monotonic()
-            assert work.result() == b"2"
-            return longest
-
-        longest = asyncio.run(scenario())
-        assert longest < 0.3
-
-    def test_a_slow_parser_is_not_even_tried_on_the_loop(self) -> None:
-        seen: list[threading.Thread] = []
-
-        def busy(name: str, check: Check) -> None:
-            check(20_000)
-            seen.append(threading.current_thread())
-
-        answer(pipeline(), Request(ids(1), ids(1), busy=busy))
-        assert seen
-        assert threading.main_thread() not in seen
-
-
 class TestDeadlines:
-    @pytest.mark.parametrize("step", ["parse", "decode", "encode"])
-    def test_a_deadline_covers_every_step_and_stops_its_work(self, step: str) -> None:
-        stopped = threading.Event()
-
-        def busy(name: str, check: Check) -> None:
-            while name == step:
-                try:
-                    check(20_000)
-                except StatusError:
-                    stopped.set()
-                    raise
-
-        pipe = pipeline(timeout_seconds=0.2)
-        with pytest.raises(StatusError) as late:
-            answer(pipe, Request(ids(1), ids(1), busy=busy))
-        assert late.value.code is Code.DEADLINE_EXCEEDED
-        assert stopped.wait(10)
-
     def test_a_step_that_cannot_be_stopped_is_answered_in_time_and_keeps_its_memory(self) -> None:
         gate = threading.Event()
 
@@ -329,50 +251,6 @@ class TestDeadlines:
                     await asyncio.sleep(0.01)
 
         asyncio.run(scenario())
-
-    def test_a_client_that_leaves_drops_its_runs(self) -> None:
-        executor = Echo()
-        pipe = pipeline(executor)
-
-        async def scenario() -> None:
-            executor.gate = asyncio.Event()
-            work = asyncio.create_task(pipe.answer(Request(ids(1), ids(1)), b""))
-            while not executor.runs:
-                await asyncio.sleep(0)
-            work.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await work
-            executor.gate.set()
-
-        asyncio.run(scenario())
-        assert executor.given_up == 1
-
-    def test_the_clients_deadline_shortens_the_servers(self) -> None:
-        async def deadline(client_seconds: float | None) -> float:
-            return pipeline().start(Request(ids(1), ids(1)), b"", lambda _: None, None, client_seconds).deadline
-
-        now = time.monotonic()
-        assert 9 < asyncio.run(deadline(None)) - now < 12
-        assert 0 < asyncio.run(deadline(1.0)) - now < 3
-        assert 9 < asyncio.run(deadline(100.0)) - now < 12
-
-    def test_a_call_after_its_deadline_is_not_run(self) -> None:
-        executor = Echo()
-        with pytest.raises(StatusError) as late:
-            asyncio.run(pipeline(executor).answer(Request(ids(1), ids(1)), b"", None, -1.0))
-        assert (late.value.code, executor.runs) == (Code.DEADLINE_EXCEEDED, 0)
-
-
-def test_an_answer_that_cannot_be_sent_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    def respond(_: object) -> None:
-        raise RuntimeError("broken")
-
-    async def scenario() -> None:
-        pipeline().start(Request(ids(1), ids(1)), b"", respond)
-        await asyncio.sleep(0.05)
-
-    asyncio.run(scenario())
-    assert "broken" in caplog.text
 
 
 def test_what_the_caller_has_reserved_counts_once() -> None:

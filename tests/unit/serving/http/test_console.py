@@ -1,13 +1,11 @@
 """The console's routes: who gets the page, who needs a key, what the headers are, and what the data says."""
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.serving.asgi import Reply, running, send, wait_until_ready
@@ -73,16 +71,6 @@ def test_a_browser_gets_the_page(app: ServingApp, accept: str) -> None:
     assert (reply.status, reply.headers[b"content-type"]) == (200, b"text/html; charset=utf-8")
     assert reply.headers[b"vary"] == b"Accept"
     assert reply.body.startswith(b"<!doctype html>")
-
-
-@pytest.mark.parametrize(
-    "accept", [None, "*/*", "application/json", "application/json, text/plain, */*", "text/html;q=0, */*"]
-)
-def test_programs_get_what_kserves_sdk_reads(app: ServingApp, accept: str | None) -> None:
-    """InferenceRESTClient.is_server_live compares `status` with "alive"; httpx sends `Accept: */*`."""
-    reply = send(app, "GET", "/", **({} if accept is None else {"accept": accept}))
-    assert (reply.status, reply.headers[b"content-type"]) == (200, b"application/json")
-    assert json.loads(reply.body) == {"status": "alive"}
 
 
 def test_without_a_console_everybody_gets_json(folder: Path) -> None:
@@ -191,10 +179,6 @@ def test_signatures_that_do_not_exist(app: ServingApp, query: str, status: int) 
     assert (reply.status, bool(reply.error)) == (status, True)
 
 
-def test_a_head_request_for_the_page(app: ServingApp) -> None:
-    assert send(app, "HEAD", "/").status == 200
-
-
 def test_clients_that_ask_while_models_load(folder: Path) -> None:
     """Before the first poll: the page is there, and says what is loading."""
     app = serve(folder)
@@ -216,11 +200,3 @@ def test_names_travel_as_they_are(tmp_path: Path) -> None:
     reply: Reply = send(app, "GET", "/console/state")
     assert json.loads(reply.body)["models"][0]["name"] == name
     assert reply.headers[b"content-type"] == b"application/json"
-
-
-def test_head_and_get_agree_over_a_real_client(app: ServingApp) -> None:
-    async def statuses() -> list[int]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
-            return [(await client.get("/")).status_code, (await client.head("/")).status_code]
-
-    assert asyncio.run(statuses()) == [200, 200]

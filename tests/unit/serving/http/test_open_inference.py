@@ -1,10 +1,9 @@
 """The Open Inference Protocol over ASGI, with a servable that returns its inputs: bodies, URLs, refusals, limits."""
 
-import gzip
 import json
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.support.messages import said
 from tests.support.serving.asgi import Reply, running, send, wait_until_ready
 from tests.support.serving.doubles import OPEN_INFERENCE, EchoServable, make_version
 from tpuembed_serving import ServerSettings, create_app
-from tpuembed_serving.core.api_keys import ApiKeys
 from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.open_inference.tensors import DTYPES
@@ -28,7 +26,6 @@ IDS = {"name": "ids", "shape": [2], "datatype": "INT64", "data": [1, 2]}
 WORDS = {"name": "words", "shape": [1], "datatype": "BYTES", "data": ["ü"]}
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
 NUMBERS = [name for name in OPEN_INFERENCE if name != "BYTES"]
-KEY = "the-key-of-this-test-0123456789"
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +46,6 @@ def infer(app: ServingApp, members: Any, binary: Sequence[bytes] = (), target: s
     if binary:
         headers["inference_header_content_length"] = str(len(text))
     return send(app, "POST", target, text + b"".join(binary), **headers)
-
-
-def waits_for(event: threading.Event) -> Callable[[], None]:
-    def wait() -> None:
-        assert event.wait(30)
-
-    return wait
 
 
 def outputs(reply: Reply) -> dict[str, tuple[dict[str, Any], bytes]]:
@@ -150,15 +140,6 @@ def test_outputs_are_those_that_are_asked_for_in_their_form_and_order(app: Servi
     found = outputs(infer(app, {"inputs": [WORDS, IDS], "outputs": asked, "parameters": {"binary_data_output": True}}))
     assert found["ids"][0]["data"] == [1, 2]
     assert found["words"][1] == b"\x02\0\0\0\xc3\xbc"
-
-
-def test_a_gzip_body_has_the_sizes_of_what_is_inside(app: ServingApp) -> None:
-    content = struct.pack("<2q", 3, 4)
-    ids = {**IDS, "parameters": {"binary_data_size": 16}}
-    text = json.dumps({"inputs": [{key: ids[key] for key in ids if key != "data"}, WORDS]}).encode()
-    headers = {"content_encoding": "gzip", "inference_header_content_length": str(len(text))}
-    reply = send(app, "POST", INFER, gzip.compress(text + content), **headers)
-    assert outputs(reply)["ids"][0]["data"] == [3, 4]
 
 
 def test_parameters_of_mlservers_codecs_that_mean_the_tensor_itself_are_taken(app: ServingApp) -> None:
@@ -290,28 +271,6 @@ def test_damaged_requests_are_refused_or_answered(app: ServingApp, at: int, gone
             assert content in body
 
 
-def test_a_large_json_body_is_read_in_pieces(tmp_path: Path) -> None:
-    make_version(tmp_path / "m", 1)
-    array = np.arange(120_000, dtype=np.int64).reshape(4000, 3, 10)
-    with running(app := create_app(ServerSettings.for_model_dir(tmp_path / "m"), load=lambda _: EchoServable())):
-        wait_until_ready(app)
-        for values in (array.tolist(), array.ravel().tolist()):
-            tensors = [tensor("x", array, "INT64", data=values)]
-            text = json.dumps({"parameters": {"signature_name": "INT64"}, "inputs": tensors})
-            assert len(text) > 2**19
-            assert outputs(send(app, "POST", INFER, text))["y"][0]["data"] == array.ravel().tolist()
-            for wrong in ([3999, 3, 10], [4000, 3, 11], [4001, 3, 10], [120_000, 3]):
-                tensors[0]["shape"] = wrong
-                text = json.dumps({"parameters": {"signature_name": "INT64"}, "inputs": tensors})
-                assert send(app, "POST", INFER, text).status == 400
-        deep = json.loads("[" * 900 + "1" + "]" * 900)
-        for values in ([deep] * 400, [*[1] * 300_000, deep], [*[[1]] * 200_000, deep], [deep, *[1] * 300_000]):
-            tensors = [{"name": "x", "shape": [400], "datatype": "INT64", "data": values}]
-            text = json.dumps({"parameters": {"signature_name": "INT64"}, "inputs": tensors})
-            assert len(text) > 2**19
-            assert send(app, "POST", INFER, text).status == 400
-
-
 ROUTES = [
     ("GET", "/v2", 200), ("GET", "/v2/", 200), ("GET", "/v2/models/m", 200), ("GET", "/v2/models/m/versions/7", 200),
     ("GET", "/v2/models/m/ready", 200), ("GET", "/v2/models/m/versions/7/ready", 200),
@@ -376,22 +335,6 @@ def test_a_server_that_loads_or_leaves_is_live_and_not_ready(tmp_path: Path) -> 
         assert send(app, "GET", "/v2/health/live").status == 200
 
 
-@pytest.mark.parametrize(("method", "target", "status"), [*ROUTES, ("POST", INFER, 200)])
-def test_every_route_but_health_needs_a_key(tmp_path: Path, method: str, target: str, status: int) -> None:
-    make_version(tmp_path / "m", 7)
-    (tmp_path / "keys").write_text(KEY)
-    security = SecuritySettings(api_keys=ApiKeys.read(tmp_path / "keys"))
-    settings = ServerSettings.for_model_dir(tmp_path / "m", security=security)
-    body = json.dumps({"inputs": [IDS, WORDS]}) if method == "POST" else ""
-    with running(app := create_app(settings, load=lambda _: EchoServable())):
-        wait_until_ready(app)
-        for headers in ({}, {"x_api_key": KEY[:-1]}, {"authorization": f"Basic {KEY}"}):
-            assert send(app, method, target, body, **headers).status == 401
-        assert send(app, method, target, body, x_api_key=KEY).status == status
-        assert send(app, "GET", "/v2/health/live").status == 200
-        assert send(app, "GET", "/v2/health/ready").status == 200
-
-
 @pytest.mark.parametrize("target", [INFER, "/v2/models/m/versions/7/infer"])
 def test_limits_of_a_body_and_of_rows(app: ServingApp, target: str) -> None:
     reply = infer(app, {"inputs": [LONG, WORDS]}, target=target)
@@ -404,18 +347,6 @@ def test_limits_of_a_body_and_of_rows(app: ServingApp, target: str) -> None:
     reply = infer(app, b'{"inputs": ' + b"[" * 9 + b"]" * 9 + b"}", target=target)
     assert reply.status == 400
     said(reply.error)
-
-
-@pytest.mark.parametrize("target", [INFER, "/v2/models/m/versions/7/infer"])
-def test_a_request_has_a_deadline(tmp_path: Path, target: str) -> None:
-    make_version(tmp_path / "m", 7)
-    go_on = threading.Event()
-    settings = ServerSettings.for_model_dir(tmp_path / "m", rest_timeout_ms=200)
-    with running(app := create_app(settings, load=lambda _: EchoServable(waits_for(go_on)))):
-        wait_until_ready(app)
-        reply = infer(app, {"inputs": [IDS, WORDS]}, target=target)
-        go_on.set()
-    assert reply.status == 504
 
 
 def test_binary_data_counts_for_the_memory_of_requests(tmp_path: Path) -> None:

@@ -83,11 +83,6 @@ def test_a_model_without_a_version_is_listed(tmp_path: Path) -> None:
     assert json.loads(reply.body) == {"models": [{"name": "m", "labels": {}, "model_version_status": []}]}
 
 
-def test_theirs_still_has_no_list(app: ServingApp) -> None:
-    reply = send(app, "GET", "/v1/models")
-    assert (reply.status, reply.error) == (400, "Missing model name in request.")
-
-
 def test_the_documentation_loads_nothing_from_elsewhere(app: ServingApp) -> None:
     if importlib.util.find_spec("fastapi_offline") is None:
         pytest.skip("fastapi-offline is not installed: the page then loads Swagger UI from its CDN")
@@ -103,13 +98,6 @@ async def statuses(app: ServingApp, paths: list[str]) -> list[int]:
     """Of files, which are sent in more than one message."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         return [(await client.get(f"/{path}")).status_code for path in paths]
-
-
-def test_the_documentation_names_its_schema(app: ServingApp) -> None:
-    page = send(app, "GET", "/docs")
-    assert page.status == 200
-    assert b"openapi.json" in send(app, "GET", "/docs/docs.js").body
-    assert json.loads(send(app, "GET", "/openapi.json").body)["openapi"].startswith("3.")
 
 
 @pytest.mark.parametrize("base", ["", "/versions/{version}", "/labels/{label}"])
@@ -176,16 +164,3 @@ def test_a_request_id_comes_back(app: ServingApp) -> None:
     for insane in ("a b", "x" * 129, "\u00e9", ""):
         assert b"x-request-id" not in send(app, "POST", url, FULL, x_request_id=insane).headers
     assert b"x-request-id" not in send(app, "POST", url, FULL).headers
-
-
-def test_an_overload_says_when_to_come_again(tmp_path: Path) -> None:
-    def busy() -> None:
-        raise StatusError(Code.UNAVAILABLE, "full")
-
-    make_version(tmp_path / "m", 1)
-    app = create_app(ServerSettings.for_model_dir(tmp_path / "m"), load=lambda _: DoublingServable(busy))
-    with running(app):
-        wait_until_ready(app)
-        reply = send(app, "POST", "/v1/models/m:predict", FULL)
-        assert (reply.status, reply.headers[b"retry-after"]) == (503, b"1")
-        assert b"retry-after" not in send(app, "POST", "/v1/models/z:predict", FULL).headers

@@ -70,20 +70,6 @@ def test_health_is_that_of_readyz(tmp_path: Path) -> None:
             assert (reply.status, json.loads(reply.body)) == (503, {"status": "stopping"})
 
 
-def test_health_while_nothing_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    settings = ServerSettings(models=(ModelSettings(name="a", base_path=tmp_path / "a"),), **TWO_ROUTES)
-    app = create_app(settings, load=lambda _: DoublingServable())
-    with running(app):
-        assert [send(app, "GET", path).status for path in ("/readyz", "/ping", HEALTH, "/healthz")] == [503] * 3 + [200]
-
-
-def test_the_default_of_several_models_answers(tmp_path: Path) -> None:
-    with served(tmp_path, "a", "b", "c", default_model="b", **TWO_ROUTES) as app:
-        for path in ("/invocations", PREDICT):
-            assert json.loads(send(app, "POST", path, FULL).body) == {"predictions": [2]}
-
-
 def test_several_models_without_a_default(tmp_path: Path) -> None:
     with served(tmp_path, "a", "b") as app:
         reply = send(app, "POST", "/invocations", FULL)
@@ -123,13 +109,6 @@ def test_parameters_name_a_signature(tmp_path: Path) -> None:
             400,
             "signature_name is given twice: in the request, and in its parameters. Send one",
         )
-
-
-def test_parameters_of_a_large_body(tmp_path: Path) -> None:
-    """Large bodies are parsed in pieces."""
-    body = json.dumps({"instances": [1] * 300_000, "parameters": {"signature_name": "none"}})
-    with served(tmp_path, "a") as app:
-        assert send(app, "POST", "/invocations", body).error.startswith('Serving signature name: "none"')
 
 
 @pytest.mark.parametrize(
@@ -176,9 +155,3 @@ def test_the_document_has_the_routes(tmp_path: Path) -> None:
     with served(tmp_path, "a") as app:
         paths = json.loads(send(app, "GET", "/openapi.json").body)["paths"]
     assert not {HEALTH, PREDICT} & set(paths)
-
-
-def test_models_that_are_called_like_routes(tmp_path: Path) -> None:
-    with served(tmp_path, "invocations", "ping", default_model="ping") as app:
-        assert json.loads(send(app, "POST", "/v1/models/invocations:predict", FULL).body) == {"predictions": [1]}
-        assert json.loads(send(app, "POST", "/invocations", FULL).body) == {"predictions": [2]}

@@ -12,13 +12,11 @@ from tests.support.messages import refused
 from tests.support.serving.doubles import wait_for
 from tpuembed_serving.core.servable import State, VersionProgress, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.workers.link import SingleProcess, WorkerLink
+from tpuembed_serving.workers.link import WorkerLink
 from tpuembed_serving.workers.messages import (
     Answer,
     Ask,
     Channel,
-    Gather,
-    Listening,
     Result,
     States,
     View,
@@ -111,48 +109,6 @@ def pair() -> Iterator[tuple[WorkerLink, Supervisor, threading.Event]]:
 Pair = tuple[WorkerLink, Supervisor, threading.Event]
 
 
-def test_a_link_tells_and_is_told(pair: Pair) -> None:
-    link, supervisor, orphaned = pair
-    link.start()
-    link.listening()
-    assert supervisor.receive() == Listening()
-    states = States({"m": [status(1, State.END, StatusError(Code.DATA_LOSS, "torn"))]}, ready=False)
-    link.push(states)
-    (received,) = supervisor.receive().models["m"]
-    assert (received.state, received.error.code, received.error.message) == (State.END, Code.DATA_LOSS, "torn")
-    view = View({"m": [status(3, State.AVAILABLE)]}, ready=True)
-    supervisor.connection.send(view)
-    wait_for(lambda: link.view == view)
-    supervisor.connection.close()
-    assert orphaned.wait(60)
-    link.push(states)
-
-
-def test_a_question_is_answered_and_an_exception_is_an_answer(pair: Pair) -> None:
-    link, supervisor, _ = pair
-    link.register("double", lambda number: 2 * number)
-    link.start()
-    supervisor.connection.send(Ask(7, "double", 4))
-    assert supervisor.receive() == Answer(7, 8)
-    supervisor.connection.send(Ask(8, "double", None))
-    assert isinstance(supervisor.receive().payload, TypeError)
-    supervisor.connection.send(Ask(9, "unknown", None))
-    assert isinstance(supervisor.receive().payload, KeyError)
-
-
-def test_what_all_answer_is_gathered(pair: Pair) -> None:
-    link, supervisor, _ = pair
-    link.start()
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(link.gather("metrics", {"a": 1})))
-    thread.start()
-    call = supervisor.receive()
-    assert (call.topic, call.payload) == ("metrics", {"a": 1})
-    supervisor.connection.send(Result(call.number, (1, 2)))
-    thread.join()
-    assert found == [[1, 2]]
-
-
 def test_a_question_does_not_wait_for_a_change(pair: Pair) -> None:
     link, supervisor, _ = pair
     go_on = threading.Event()
@@ -200,20 +156,3 @@ def test_who_waits_for_answers_is_told_that_none_will_come(pair: Pair) -> None:
     supervisor.connection.close()
     thread.join(60)
     assert errors[0].code is Code.CANCELLED
-
-
-def test_one_exception_among_the_answers_is_raised(pair: Pair) -> None:
-    link, supervisor, _ = pair
-    link.start()
-    thread, errors = ask_in_vain(link)
-    call = supervisor.receive()
-    assert isinstance(call, Gather)
-    supervisor.connection.send(Result(call.number, (None, StatusError(Code.UNKNOWN, "no"))))
-    thread.join()
-    assert errors[0].to_string() == "UNKNOWN: no"
-
-
-def test_the_only_process_asks_itself() -> None:
-    worker_group = SingleProcess()
-    worker_group.register("double", lambda number: 2 * number)
-    assert worker_group.gather("double", 4) == [8]

@@ -1,7 +1,6 @@
 """A stop: the lame duck, what signals make of it, and what happens to connections and calls."""
 
 import contextlib
-import itertools
 import json
 import signal
 import socket
@@ -247,17 +246,6 @@ def test_connections_without_a_request_end_soon(serve: Serve) -> None:
         assert fresh.is_closed
 
 
-def test_a_client_that_is_quick_is_answered_in_the_drain(serve: Serve) -> None:
-    """Between two requests of one connection the server begins to drain."""
-    with serve(lame_duck_seconds=0.0) as served:
-        client = Client(served)
-        assert client.ask() == (*GOOD, False)
-        served.terminate()
-        wait_for(lambda: not served.listens)
-        assert client.ask() == (*GOOD, True)
-        served.wait(5)
-
-
 @pytest.mark.parametrize("request_bytes", [REQUEST, BY_ASGI, REQUEST[:-5], REQUEST[:20]])
 def test_what_cannot_be_finished_in_time_is_answered_503(serve: Serve, request_bytes: bytes) -> None:
     model = Blocking()
@@ -338,56 +326,3 @@ def test_who_watches_health_hears_of_it_and_does_not_keep_the_server(serve: Serv
             next(watch)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         served.wait(10)
-
-
-@pytest.mark.parametrize("kind", ["rest", "grpc"])
-def test_clients_that_ask_all_the_time_lose_nothing(serve: Serve, kind: str) -> None:
-    """Three stops; tests/e2e has more, with real models and more workers."""
-    for _ in range(3):
-        with serve(lame_duck_seconds=0.3) as served:
-            outcomes: list[str] = []
-            clients = [
-                threading.Thread(target=rest_client if kind == "rest" else grpc_client, args=(served, outcomes))
-                for _ in range(8)
-            ]
-            for client in clients:
-                client.start()
-            wait_for(lambda: len(outcomes) > 100)  # noqa: B023
-            served.terminate()
-            served.wait(20)
-            for client in clients:
-                client.join()
-            assert set(outcomes) == {"answered", "refused"}
-            assert outcomes.count("refused") == 8
-
-
-def rest_client(served: Served, outcomes: list[str]) -> None:
-    client = None
-    for _ in itertools.count():
-        try:
-            client = client or Client(served)
-        except ConnectionRefusedError:
-            outcomes.append("refused")
-            return
-        try:
-            status, answer, closed = client.ask()
-        except (OSError, IndexError, ValueError) as error:
-            outcomes.append(f"lost: {error!r}")
-            return
-        outcomes.append("answered" if (status, answer) == GOOD else f"{status}: {answer}")
-        if closed:
-            client.close()
-            client = None
-
-
-def grpc_client(served: Served, outcomes: list[str]) -> None:
-    with served.channel() as channel:
-        predict = channel.unary_unary(PREDICT)
-        while True:
-            try:
-                predict(predict_request(), timeout=30)
-            except grpc.RpcError as error:
-                was_refused = error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in error.details()
-                outcomes.append("refused" if was_refused else f"lost: {error.code()}: {error.details()}")
-                return
-            outcomes.append("answered")

@@ -4,17 +4,15 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tests.support.serving.doubles import wait_for
 from tpuembed_serving.core.servable import State, VersionStatus
-from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.settings import ModelSettings, ServerSettings
-from tpuembed_serving.workers.messages import Answer, Ask, Gather, Listening, Result, Start, States, StopTo, View
+from tpuembed_serving.workers.messages import Answer, Ask, Gather, Listening, Result, Start, States, View
 from tpuembed_serving.workers.process import Exited, WorkerProcess
-from tpuembed_serving.workers.stopping import StopStage
 from tpuembed_serving.workers.supervisor import Supervisor
 
 AVAILABLE = {"m": [VersionStatus(1, State.AVAILABLE, None)]}
@@ -143,21 +141,6 @@ def test_one_that_keeps_dying_waits_longer_and_longer(servers: MakeServer, caplo
     assert pauses == ["0.1", "0.2", "0.4"]
 
 
-def test_a_question_goes_to_all_and_the_answers_come_back(servers: MakeServer) -> None:
-    server = servers(2)
-    one, two = server.started
-    one.says(Gather(5, "metrics", "all"))
-    wait_for(lambda: two.last(Ask) is not None)
-    ask = two.last(Ask)
-    assert (ask.topic, ask.payload) == ("metrics", "all")
-    assert one.last(Ask) == ask
-    one.says(Answer(ask.number, 1))
-    two.says(Answer(ask.number, 2))
-    wait_for(lambda: one.last(Result) is not None)
-    assert one.last(Result) == Result(5, (1, 2))
-    assert two.last(Result) is None
-
-
 def test_who_dies_owes_no_answer(servers: MakeServer) -> None:
     server = servers(2)
     one, two = server.started
@@ -167,40 +150,6 @@ def test_who_dies_owes_no_answer(servers: MakeServer) -> None:
     two.dies(-9)
     wait_for(lambda: one.last(Result) is not None)
     assert one.last(Result) == Result(5, (1,))
-
-
-def test_a_reload_is_what_later_workers_start_with(servers: MakeServer) -> None:
-    server = servers(1)
-    models = (ModelSettings(name="n", base_path=Path("/n")),)
-    errors: list[Exception | None] = []
-
-    def reload() -> None:
-        try:
-            server.supervisor.reload(models)
-            errors.append(None)
-        except StatusError as error:
-            errors.append(error)
-
-    answers = [("check", None), ("reload", None), ("check", StatusError(Code.FAILED_PRECONDITION, "label"))]
-
-    def reload_twice() -> None:
-        reload()
-        reload()
-
-    thread = threading.Thread(target=reload_twice)
-    thread.start()
-    (process,) = server.started
-    for count, (topic, answer) in enumerate(answers, 1):
-        wait_for(lambda count=count: sum(isinstance(one, Ask) for one in process.received) == count)  # type: ignore[misc]
-        ask = process.last(Ask)
-        assert (ask.topic, ask.payload) == (topic, models)
-        process.says(Answer(ask.number, answer))
-    thread.join()
-    assert errors[0] is None
-    assert cast(StatusError, errors[1]).to_string() == "FAILED_PRECONDITION: label"
-    server.started[0].dies(1)
-    wait_for(lambda: len(server.started) == 2 and bool(server.started[1].received))
-    assert server.started[1].last(Start).settings.models == models
 
 
 def test_a_reload_to_no_model_at_all(servers: MakeServer) -> None:
@@ -221,19 +170,6 @@ def test_a_stop_drains_every_worker_and_starts_none(servers: MakeServer) -> None
     server.thread.join(60)
     assert not server.thread.is_alive()
     assert len(server.started) == 2
-
-
-def test_how_far_a_stop_is_reaches_every_worker(servers: MakeServer) -> None:
-    server = servers(2)
-    for stage in (StopStage.LAME_DUCK, StopStage.DRAINING, StopStage.CUT_OFF):
-        server.supervisor.stop(stage)
-    for process in server.started:
-        wait_for(lambda process=process: process.last(StopTo) == StopTo(StopStage.CUT_OFF))  # type: ignore[misc]
-        sent = [message.stage for message in process.received if isinstance(message, StopTo)]
-        assert (process.signals, sent) == (["term"], [StopStage.DRAINING, StopStage.CUT_OFF])
-        process.dies(0)
-    server.thread.join(60)
-    assert not server.thread.is_alive()
 
 
 def test_one_that_does_not_end_is_killed(servers: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
