@@ -169,16 +169,6 @@ def test_names_and_errors_are_text(server: Console, browser: Browser) -> None:
     check_clean(browser, server)
 
 
-def test_a_dark_page(server: Console) -> None:
-    with Browser(dark=True) as browser:
-        server.use()
-        browser.open(server.url)
-        browser.wait(f"{CARDS}.length === 3 && {MOVIES}.querySelector('.p99').textContent !== '\\u2013'")
-        browser.screenshot("overview-dark")
-        red, green, blue = browser.js("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
-        assert max(red, green, blue) < 60
-
-
 def test_the_recorded_request_is_sent_and_answered(server: Console, browser: Browser) -> None:
     browser.open(server.url)
     open_trial(browser)
@@ -239,24 +229,6 @@ def test_two_versions_side_by_side(server: Console, browser: Browser) -> None:
     assert "1 value differs" in browser.js("document.querySelector('#movies .note').textContent")
     browser.screenshot("compare")
     check_clean(browser, server)
-
-
-def test_a_phone_shows_all_of_it(server: Console) -> None:
-    with Browser(width=360, height=740) as browser:
-        browser.open(server.url)
-        open_trial(browser)
-        browser.click("#movies .send")
-        browser.wait("document.querySelector('#movies .status')?.textContent === '200'")
-        assert browser.js("document.documentElement.scrollWidth") <= 360
-        assert (
-            browser.js("[...document.querySelectorAll('td, .send, pre')].every((one) => one.offsetWidth > 50)") is True
-        )
-        assert browser.js("Math.min(...[...document.querySelectorAll('td')].map((one) => one.offsetWidth))") > 250
-        browser.screenshot("phone")
-        small = (
-            "[...document.querySelectorAll('button')].filter((one) => one.offsetParent && one.offsetHeight < 32).length"
-        )
-        assert browser.js(small) == 0
 
 
 def test_the_keyboard_reaches_everything(server: Console, browser: Browser) -> None:

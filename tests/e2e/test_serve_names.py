@@ -220,19 +220,6 @@ def test_an_unknown_name_fails_its_request_alone(server: ServerProcess) -> None:
         list(pool.map(ask, range(400)))
 
 
-@pytest.mark.parametrize("model", ["m", "v"])
-@pytest.mark.sampled(1)
-def test_requests_share_runs(folder: Path, model: str) -> None:
-    servable = runtime.load(folder / model / "1")
-    try:
-        for name in ("serving_default", "serving_examples", "packed"):
-            merging = servable.merging(servable.signatures[name])
-            assert merging is not None
-            assert merging.is_proven
-    finally:
-        servable.close()
-
-
 @pytest.mark.parametrize("lookups", ["native", "auto", "tensorflow"])
 @pytest.mark.sampled(1)
 def test_integers_that_are_names_are_never_rows(tmp_path: Path, lookups: Any) -> None:
@@ -256,16 +243,6 @@ def test_integers_that_are_names_are_never_rows(tmp_path: Path, lookups: Any) ->
         np.testing.assert_allclose(rows, VALUES["users"][ids].sum(1), rtol=1e-4, atol=1e-4)
     finally:
         servable.close()
-
-
-def test_packed_is_native_and_takes_rows(server: ServerProcess) -> None:
-    status, reply = predict(server, {"signature_name": "packed", "inputs": {"ids": [[3, 4, 5, -1]]}})
-    assert status == 200, reply
-    found = np.array(reply["outputs"][0], np.float32)
-    wanted = {row_.tobytes() for row_ in (VALUES["users"][3], VALUES["items"][4], VALUES["items"][3])}
-    assert found[:6].tobytes() in wanted or found[:4].tobytes() in wanted
-    status, reply = predict(server, {"signature_name": "packed", "inputs": {"ids": [["user 1", "b", "c", "d"]]}})
-    assert status == 400
 
 
 def test_descriptions_say_string(server: ServerProcess) -> None:

@@ -184,26 +184,6 @@ def test_a_restart_downloads_nothing_and_works_without_the_store(
 
 
 @pytest.mark.nightly
-def test_a_version_that_is_damaged_in_the_cache_is_pulled_again(
-    proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path
-) -> None:
-    tables = export(tmp_path, 1)
-    publish(store, bucket, tmp_path, 1)
-    with start(bucket, tmp_path) as server:
-        server.wait_for(1)
-        assert server.stop() == 0
-    (data,) = (path for path in tmp_path.glob("cache/m-*/1-*/1/variables/*") if path.stat().st_size == ROWS * 64)
-    data.chmod(0o644)
-    with data.open("r+b") as file:
-        file.seek(100)
-        file.write(b"\x55")
-    with start(bucket, tmp_path) as server:
-        server.wait_for(1)
-        assert_answers(server, tables)
-        assert "in the cache is damaged" in server.log
-
-
-@pytest.mark.nightly
 def test_one_changed_byte_in_the_store(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
     first = export(tmp_path, 1)
     publish(store, bucket, tmp_path, 1)

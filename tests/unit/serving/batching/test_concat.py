@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpuembed_serving.batching.concat import count_rows, merge, split, trailing_shapes
+from tpuembed_serving.batching.concat import merge, split, trailing_shapes
 from tpuembed_serving.core.servable import Columns
 
 
@@ -15,21 +15,6 @@ def ids(*values: int) -> Any:
 
 def floats(values: Any, dtype: Any = np.float32) -> Any:
     return np.array(values, dtype)
-
-
-def test_rows_are_counted_where_inputs_agree() -> None:
-    assert count_rows([ids(1, 2), np.zeros((2, 5))]) == 2
-    assert count_rows([ids(1, 2), np.zeros((3, 5))]) is None
-    assert count_rows([np.array(1), ids(1)]) is None
-    assert count_rows([np.array(1)]) is None
-    assert count_rows([np.zeros((0, 3))]) == 0
-    assert count_rows([]) is None
-
-
-def test_ids_of_many_inputs_are_joined_input_by_input() -> None:
-    merged = merge([[ids(1, 2), ids(10, 20)], [ids(3), ids(30)]], (), False, ())
-    assert [array.tolist() for array in merged.inputs] == [[1, 2, 3], [10, 20, 30]]
-    assert (merged.stops, merged.rows) == ([2, 3], 3)
 
 
 @pytest.mark.parametrize("allowed", [(), (8,)])
@@ -45,17 +30,6 @@ def test_columns_of_one_matrix_are_joined_as_any_inputs(allowed: tuple[int, ...]
     assert found.block is not None
     assert wanted.block is not None
     np.testing.assert_array_equal(found.block, wanted.block)
-
-
-def test_columns_are_a_sequence_of_inputs() -> None:
-    columns = Columns(ids(1, 10, 100, 2, 20, 200).reshape(2, 3))
-    assert [array.tolist() for array in columns] == [[1, 2], [10, 20], [100, 200]]
-    assert (len(columns), columns[1].tolist(), [array.tolist() for array in columns[1:]]) == (
-        3,
-        [10, 20],
-        [[10, 20], [100, 200]],
-    )
-    assert count_rows(columns) == 2
 
 
 def test_dtypes_are_kept() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from tests.support.serving.row_graphs import RowGraph
@@ -216,11 +215,3 @@ def test_random_graphs() -> None:
     counts = run(120)
     assert counts["apart and proven"] > 20
     assert counts["mixing"] > 20
-
-
-@pytest.mark.parametrize("name", MIXING)
-@pytest.mark.parametrize("wrapper", ["plain", "cond of any", "where"])
-def test_each_step_that_mixes_is_refused(name: str, wrapper: str) -> None:
-    step = WRAPPERS[wrapper](MIXING[name])
-    with RowGraph(lambda **inputs: step(inputs["x"], inputs), SPECS) as graph:
-        assert not graph.verdict.is_proven

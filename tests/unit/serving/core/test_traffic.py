@@ -8,7 +8,7 @@ import pytest
 
 from tpuembed_serving.core import traffic
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.core.traffic import SLOT_SECONDS, SLOTS, Traffic, summarize
+from tpuembed_serving.core.traffic import SLOT_SECONDS, Traffic, summarize
 
 
 class Clock:
@@ -42,16 +42,6 @@ def test_percentiles_of_two_workers_are_within_a_bucket_of_all_their_latencies(c
     assert found["answers"] == 6000
 
 
-def test_the_slot_that_is_not_over_does_not_count_yet(clock: Clock) -> None:
-    counted = Traffic()
-    for _ in range(20):
-        counted.count("m", clock.now, None)
-    assert figures(counted, now=clock.now)["m"]["per_second"] == 0
-    after = figures(counted, now=clock.now + SLOT_SECONDS)["m"]
-    assert after["per_second"] == 2.0
-    assert after["series"] == [0.0] * (SLOTS - 1) + [20 / SLOT_SECONDS]
-
-
 def test_failures_have_their_codes_and_no_latency(clock: Clock) -> None:
     counted = Traffic()
     counted.count("m", clock.now - 1, StatusError(Code.NOT_FOUND, "no"))
@@ -59,20 +49,6 @@ def test_failures_have_their_codes_and_no_latency(clock: Clock) -> None:
     found = figures(counted, now=clock.now + SLOT_SECONDS)["m"]
     assert found["failures"] == {"NOT_FOUND": 1, "INTERNAL": 1}
     assert (found["p50_ms"], found["failure_series"][-1]) == (None, 2 / SLOT_SECONDS)
-
-
-def test_old_slots_are_forgotten_and_totals_are_not(clock: Clock) -> None:
-    counted = Traffic()
-    for _ in range(3 * SLOTS):
-        counted.count("m", clock.now - 0.001, None)
-        clock.now += SLOT_SECONDS
-    (snapshot,) = counted.snapshot().values()
-    assert len(snapshot["slots"]) <= SLOTS + 2
-    assert len(snapshot["latencies"]) < 40
-    found = figures(counted, now=clock.now)["m"]
-    assert found["answers"] == 3 * SLOTS
-    assert found["series"] == [1 / SLOT_SECONDS] * SLOTS
-    assert figures(counted, now=clock.now + 1000)["m"]["p50_ms"] is None
 
 
 def test_invented_names_take_no_more_memory_than_a_thousand(clock: Clock) -> None:

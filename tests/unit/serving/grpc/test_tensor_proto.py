@@ -112,13 +112,6 @@ def test_the_bytes_of_another_dtype_are_not_sent() -> None:
     same(tf.make_ndarray(content_of(np.array([1, 2], ">i8"), "int64")), np.array([1, 2]))
 
 
-def test_inputs_of_one_name_and_one_size_keep_their_shapes() -> None:
-    for shape in ((6,), (6, 1), (1, 6), (2, 3), (3, 2), (2, 3)):
-        for name, dtype in (("int64", np.int64), ("double", np.float64)):
-            array = np.arange(6, dtype=dtype).reshape(shape)
-            same(tf.make_ndarray(content_of(array, name)), array)
-
-
 NUMBERS = {
     tf.float32: st.floats(width=32), tf.float64: st.floats(), tf.int32: st.integers(-(2**31), 2**31 - 1),
     tf.int64: st.integers(-(2**63), 2**63 - 1), tf.uint64: st.integers(0, 2**64 - 1), tf.bool: st.booleans(),
@@ -171,23 +164,6 @@ def test_any_proto_is_read_as_tensorflow_reads_it_or_refused(case: tuple[Any, An
         same(found, wanted)
 
 
-def test_floats_of_one_length_keep_their_shapes() -> None:
-    """Messages of one length may have other shapes, and others of a shape may have values for many."""
-    random = np.random.default_rng(1)
-    for shape in random.permutation([(1, 12), (12, 1), (3, 4), (4, 3), (2, 6), (6, 2)] * 5).tolist():
-        values = random.random(12, np.float32)
-        proto = tf.make_tensor_proto(values.reshape(shape))
-        proto.tensor_content = b""
-        proto.float_val.extend(values.tolist())
-        if random.random() < 0.3:
-            del proto.float_val[int(random.integers(1, 12)) :]
-        wanted = truth(proto, tf.float32)
-        found = decode_tensor(proto, "x")
-        assert found.shape == wanted.shape
-        assert found.flags.aligned
-        np.testing.assert_array_equal(found, wanted)
-
-
 @pytest.mark.parametrize("values", [[], [b"a\0"], [b"z", b"\0"], [b"", b"a\0\0"]])
 def test_a_string_for_many_keeps_its_bytes(values: list[bytes]) -> None:
     proto = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=values)
@@ -208,24 +184,6 @@ def test_a_value_for_many_fills_no_more_than_its_limit() -> None:
     assert decoded(text) is None
 
 
-def test_more_elements_than_are_converted_at_once() -> None:
-    for dtype, values in (
-        ("int64", np.arange(150_001) * 10**9),
-        ("half", (np.arange(150_001) % 999).astype(np.float16)),
-    ):
-        proto = tensor_pb2.TensorProto()
-        encode_tensor(values, dtype, proto)
-        np.testing.assert_array_equal(tf.make_ndarray(proto), values)
-
-
 def test_a_dtype_that_has_no_field_is_not_sent() -> None:
     with pytest.raises(StatusError, match=r"^tensors of type float8_e4m3fn cannot be sent$"):
         encode_tensor(np.zeros(1, np.uint8), "float8_e4m3fn", tensor_pb2.TensorProto())
-
-
-def test_many_integers_are_converted_in_pieces() -> None:
-    values = np.arange(-3, 2**16 + 4, dtype=np.int64)
-    proto = tf.make_tensor_proto(values)
-    proto.int64_val.extend(values.tolist())
-    proto.tensor_content = b""
-    np.testing.assert_array_equal(decode_tensor(proto, "x"), values)

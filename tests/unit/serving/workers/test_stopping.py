@@ -158,16 +158,6 @@ def test_the_lame_duck_answers_as_before_and_says_that_it_goes(serve: Serve) -> 
         assert served.is_alive
 
 
-def test_the_lame_duck_ends_by_itself(serve: Serve) -> None:
-    with serve(lame_duck_seconds=1.0) as served:
-        served.terminate()
-        began = time.monotonic()
-        served.wait(20)
-        assert 1.0 <= time.monotonic() - began < 8.0
-        with pytest.raises(ConnectionRefusedError):
-            Client(served)
-
-
 @pytest.mark.parametrize(
     "signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT), (signal.SIGINT,)]
 )
@@ -187,12 +177,6 @@ def test_a_second_signal_and_sigint_end_the_lame_duck(serve: Serve, signals: tup
         model.go_on.set()
         assert client.answer() == (*GOOD, True)
         served.wait(10)
-
-
-def test_a_lame_duck_of_no_seconds_is_none(serve: Serve) -> None:
-    with serve(lame_duck_seconds=0.0) as served:
-        served.terminate()
-        served.wait(5)
 
 
 def test_what_has_connected_is_answered_though_it_was_not_accepted(serve: Serve) -> None:

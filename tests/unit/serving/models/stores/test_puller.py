@@ -17,13 +17,13 @@ import pytest
 
 from tests.support.messages import refused, said
 from tests.support.serving.doubles import FakeLoader
-from tests.support.stores import S3, GcsStub, S3Proxy, S3Request, moto_server
+from tests.support.stores import S3, S3Proxy, S3Request, moto_server
 from tpuembed.errors import ServingError
 from tpuembed.files import as_path, remote
 from tpuembed.tensor_bundle import Entry, crc, write_index
 from tpuembed_serving.core.servable import State
 from tpuembed_serving.models.model import ServedModel
-from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
+from tpuembed_serving.models.policies import AllVersions, LatestVersions, VersionPolicy
 from tpuembed_serving.models.stores import cache as cache_module
 from tpuembed_serving.models.stores import puller as puller_module
 from tpuembed_serving.models.stores.puller import Puller
@@ -407,40 +407,6 @@ def test_a_store_that_stops_answering_in_a_pull(world: World, proxy: S3Proxy) ->
     assert (world.served(), world.folders()) == ([1], ["1"])
 
 
-def test_the_store_cannot_be_listed(world: World, proxy: S3Proxy, caplog: pytest.LogCaptureFixture) -> None:
-    world.publish(1, whole())
-    world.publish(2, whole())
-    world.poll()
-    proxy.fault = lambda _: (403, "ExpiredToken")
-    world.poll()
-    assert world.served() == [2]
-    assert "ExpiredToken" in world.model.listing_error
-    world.start()
-    world.poll()
-    assert (world.served(), world.model.settled) == ([2], True)
-    proxy.fault = lambda _: None
-    for name in whole():
-        world.delete(f"m/2/{name}")
-    world.poll(2)
-    assert world.served() == [1]
-    proxy.fault = lambda _: (403, "ExpiredToken")
-    world.start()
-    world.poll()
-    assert world.served() == [1], "not the version that was in the store once"
-    with caplog.at_level(logging.ERROR):
-        assert world.model.listing_error
-
-
-def test_a_store_without_versions_unloads_them_as_a_folder_does(world: World) -> None:
-    world.publish(1, whole())
-    world.poll()
-    for name in whole():
-        world.delete(f"m/1/{name}")
-    world.poll(2)
-    assert (world.served(), world.folders()) == ([], [])
-    assert world.model.settled
-
-
 def test_a_url_of_one_version(world: World) -> None:
     world.put("m/saved_model.pb", b"graph")
     world.poll()
@@ -456,15 +422,6 @@ def test_numbers_are_read_as_in_folders(world: World) -> None:
     assert world.served() == [10, 8, 7]
 
 
-def test_specific_versions(world: World) -> None:
-    world.policy = SpecificVersions(frozenset({1, 3}))
-    world.start()
-    for version in (1, 2, 3):
-        world.publish(version, whole())
-    world.poll()
-    assert (world.served(), world.folders()) == ([3, 1], ["1", "3"])
-
-
 def test_an_older_version_serves_until_a_newer_one_is_complete(world: World) -> None:
     """After a restart with an empty cache, too."""
     world.publish(1, whole())
@@ -475,19 +432,6 @@ def test_an_older_version_serves_until_a_newer_one_is_complete(world: World) -> 
     world.publish(2, whole())
     world.poll()
     assert world.served() == [2]
-
-
-def test_a_version_that_is_written_again(world: World) -> None:
-    """As with a folder: the loaded one stays, and a restart loads the new one."""
-    world.publish(1, whole())
-    world.poll()
-    world.publish(1, whole(graph=b"another"))
-    world.poll()
-    assert world.served() == [1]
-    assert world.loader.calls == ["1"]
-    world.start()
-    world.poll()
-    assert world.file(1, "saved_model.pb") == b"another"
 
 
 def test_two_servers_do_not_share_a_cache(world: World) -> None:
@@ -513,29 +457,6 @@ def test_memory_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     assert world.file(1, "empty") == b""
     (record,) = (json.loads(path.read_text()) for path in world.cache.glob("m-*/1-*/pull.json"))
     assert record["data"] == [len(data), crc.value(data)]
-
-
-def test_google(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with GcsStub() as stub:
-        for name, value in stub.environment.items():
-            monkeypatch.setenv(name, value)
-        remote._store.cache_clear()
-        world = World(
-            tmp_path,
-            "gs://bucket/m",
-            lambda key, data: stub.objects.update({f"bucket/{key}": data}),
-            lambda key: stub.objects.pop(f"bucket/{key}"),
-        )
-        world.publish(1, whole())
-        world.poll()
-        assert (world.served(), world.file(1, "data")) == ([1], DATA)
-        world.publish(2, whole(graph=b"2"))
-        world.poll()
-        assert (world.served(), world.file(2, "saved_model.pb")) == ([2], b"2")
-        world.delete("bucket/m/2/saved_model.pb".removeprefix("bucket/"))
-        world.poll()
-        assert world.served() == [2], "served until the last object is gone, or another version is complete"
-    remote._store.cache_clear()
 
 
 def test_stop_ends_a_pull(world: World, proxy: S3Proxy) -> None:
