@@ -83,6 +83,13 @@ def _example(given: dict[str, Any], row: int) -> bytes:
     return bytes(tf.train.Example(features=tf.train.Features(feature=made)).SerializeToString())
 
 
+def test_an_example_has_as_many_weights_as_ids(loaded: Any, given: dict[str, Any]) -> None:
+    example = tf.train.Example.FromString(_example(given, 1))
+    example.features.feature["follows_weights"].float_list.value.append(1.0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="as many values of follows_weights as of follows"):
+        call(loaded, {"examples": np.array([example.SerializeToString()], object)}, "serving_examples")
+
+
 @pytest.mark.parametrize(
     ("name", "ids", "outside"),
     [
