@@ -38,6 +38,13 @@ def test_an_export_computes_what_the_model_computes(whole_model: WholeModel, loa
     assert_same(call(loaded, inputs), contract_models.predict(whole_model.model, inputs))
 
 
+def test_tables_that_are_mapped_compute_the_same(whole_model: WholeModel, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": contract_models.build, "layout": "mmap", "workers": 1}
+    inputs = contract_models.draw(7, seed=4)
+    mapped = export_saved_model(whole_model.prefix, tmp_path / "m", **options).path
+    assert_same(answers(mapped, inputs), contract_models.predict(whole_model.model, inputs))
+
+
 def test_its_signature_has_the_inputs_and_outputs_of_the_model(loaded: Any) -> None:
     signature = loaded.signatures["serving_default"]
     inputs = {

@@ -1,6 +1,5 @@
 """Whole-model exports: forms of models and checkpoints, and what cannot be exported."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,18 +96,6 @@ def test_every_form_computes_the_trained_models_numbers(factory: Callable[[], An
     assert set(found) == set(truth)
     for name, values in truth.items():
         np.testing.assert_allclose(found[name], values, atol=1e-6, err_msg=name)
-
-
-def test_a_compiled_models_optimizer_is_left_behind(tmp_path: Path) -> None:
-    model, _ = _trained(_single)
-    model.compile("adam", "mse")
-    model.fit(IDS, np.ones((3, 2)), verbose=0)
-    truth = model(IDS, training=False).numpy()
-    prefix = tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(tmp_path / "ckpt"))
-    report = export_saved_model(prefix, tmp_path / "m", model=_single)
-    np.testing.assert_allclose(capi.predict(report.path, {"item": IDS})["scores"], truth, atol=1e-6)
-    data = sum(file.stat().st_size for file in (report.path / "variables").glob("variables.data-*"))
-    assert data < 10 * 4 * 4 + 4096
 
 
 @pytest.fixture(scope="module")
@@ -226,12 +213,3 @@ def test_a_serving_config_must_agree_with_the_model(checkpoint: str, tmp_path: P
     config = {"features": {"items": {"table": "t", "input": "id"}}}
     with refused(ConfigError):
         export_saved_model(checkpoint, tmp_path / "m", model=_single, serving_config=config)
-
-
-def test_a_factory_is_imported_from_the_current_directory(
-    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_models.py").write_text("from tests.e2e.test_export_models import _single as build\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    assert export_saved_model(checkpoint, "m", model="my_models:build").tables == ("t",)

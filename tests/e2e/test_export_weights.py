@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from tests.support import capi
 from tests.support.messages import refused, said
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model, open_checkpoint
-from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError, ConfigError
+from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed_cli.main import cli
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
@@ -93,25 +93,6 @@ def test_weight_files_and_folders_of_callbacks_are_sources_of_whole_models(
         np.testing.assert_allclose(found[head], truth[head], atol=1e-5, err_msg=head)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["ckpt.index", "model.keras", "model.weights.h5"])
-@pytest.mark.parametrize("outputs", [("watch",), ("watch", "click"), ("like", "watch", "click")])
-def test_some_heads_in_any_order_have_their_own_numbers(
-    name: str, outputs: tuple[str, ...], sources: dict[str, Path], truth: dict[str, Any], tmp_path: Path
-) -> None:
-    part = len(outputs) < len(HEADS)
-    if part:
-        with refused(CheckpointMismatchError):
-            export_saved_model(sources[name], tmp_path / "m", model=_heads(outputs))
-    report = export_saved_model(
-        sources[name], tmp_path / "m", model=_heads(outputs), allow_unused_weights=part, workers=1
-    )
-    found = capi.predict(report.path, {"ids": IDS})
-    assert set(found) == set(outputs)
-    for head in outputs:
-        np.testing.assert_allclose(found[head], truth[head], atol=1e-5, err_msg=head)
-
-
 def test_a_factory_with_fewer_hidden_layers_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     with refused(CheckpointMismatchError):
         export_saved_model(sources["ckpt.index"], tmp_path / "m", model=_heads(hidden=3))
@@ -177,28 +158,6 @@ def test_one_tower_of_two_is_found_by_its_tables_and_needs_the_flag(tmp_path: Pa
         report = export_saved_model(prefix, tmp_path / table, model=factory, allow_unused_weights=True)
         (found,) = capi.predict(report.path, {"ids": IDS}).values()
         np.testing.assert_allclose(found, tower(IDS), atol=1e-5)
-
-
-@pytest.mark.nightly
-def test_root_names_the_model_beside_its_average(tmp_path: Path) -> None:
-    model, average = _trained(_heads(("click",))), _trained(_heads(("click",)))
-    for weight in average.weights:
-        weight.assign(weight / 2)
-    prefix = tf.train.Checkpoint(model=model, average=average).write(str(tmp_path / "ckpt"))
-    with refused(CheckpointFormatError):
-        open_checkpoint(prefix)
-    for root, trained in (("model", model), ("average", average)):
-        options = {"root": root}
-        report = export_saved_model(
-            prefix, tmp_path / root, model=_heads(("click",)), checkpoint_options=options, workers=1
-        )
-        np.testing.assert_allclose(capi.predict(report.path, {"ids": IDS})["click"], trained(IDS), atol=1e-5)
-        table = trained.layers[1].embedding_tables
-        report = export_saved_model(prefix, tmp_path / f"{root}-lookups", checkpoint_options=options)
-        found = capi.predict(report.path, {"id": IDS[:, None]})["id"]
-        np.testing.assert_array_equal(found, tf.gather(next(iter(table.values())), IDS))
-    with refused(ConfigError, match="'modle'"):
-        open_checkpoint(prefix, root="modle")
 
 
 def test_a_weight_of_another_dtype_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -11,23 +11,18 @@ from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.manifest import FromActivations, Packing
 
 
-def save_gathers(plan: ExportPlan, folder: Path, *, dense: bool = False) -> SavedGraph:
-    """Save a SavedModel whose signature gathers rows of every stack.
-
-    With `dense` there is a variable with a value too, added to every output.
-    """
+def save_gathers(plan: ExportPlan, folder: Path) -> SavedGraph:
+    """Save a SavedModel whose signature gathers rows of every stack."""
     module = tf.Module()
     for stack in plan.stacks:
         variable = resource_variable_ops.UninitializedVariable(
             shape=[stack.rows, stack.dim], dtype=tf.float32, name=stack.name, trainable=False
         )
         setattr(module, stack.name, variable)
-    module.bias = tf.Variable(0.25) if dense else None
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64, name="ids")])
     def gather(ids: Any) -> Any:
-        rows = {stack.name: tf.gather(getattr(module, stack.name), ids) for stack in plan.stacks}
-        return {name: value + module.bias for name, value in rows.items()} if dense else rows
+        return {stack.name: tf.gather(getattr(module, stack.name), ids) for stack in plan.stacks}
 
     tf.saved_model.save(module, str(folder), signatures={"serving_default": gather})
     keys = {stack.name: f"{stack.name}/.ATTRIBUTES/VARIABLE_VALUE" for stack in plan.stacks}
