@@ -13,10 +13,8 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from tests.support import capi
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.messages import refused
-from tests.support.stores import moto_server
 from tpuembed import (
     Vocabulary,
     apply_package,
@@ -27,8 +25,6 @@ from tpuembed import (
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.errors import ConfigError
-from tpuembed.files import as_path, remote
-from tpuembed.files.bucket import Bucket
 from tpuembed.manifest import Manifest
 from tpuembed.saved_model import relocate_export, size_faults
 from tpuembed.vocabulary import BUCKETS, name_arrays, salt_text
@@ -193,35 +189,6 @@ def test_rows_are_those_of_a_dictionary(tmp_path: Path, dtype: Any, buckets: int
     assert not verify_files(version).damaged
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dtype", ["string", "int64"])
-def test_names_are_found_as_keras_finds_them(tmp_path: Path, dtype: Any) -> None:
-    names = NAMES[dtype][18:]
-    layer = (
-        keras.layers.StringLookup(vocabulary=[name.decode() for name in names], num_oov_indices=2)
-        if dtype == "string"
-        else keras.layers.IntegerLookup(vocabulary=names, num_oov_indices=2)
-    )
-    values = random_table(ROWS, DIM)
-    version = export(tmp_path, values, config(Vocabulary(names, dtype=dtype, oov_buckets=2)), layout="mmap")
-    inputs = request(dtype, names, UNKNOWN[dtype])
-    found = signature(version)(inputs)["one"]
-    np.testing.assert_array_equal(found, values[np.array(layer(tf.constant(inputs["one"].tolist())))])
-
-
-@pytest.mark.nightly
-def test_the_c_api_finds_names(tmp_path: Path) -> None:
-    served = ServingConfig(
-        features={k: v for k, v in config(Vocabulary(STRINGS), "zeros").features.items() if k != "weighted"}
-    )
-    for layout in ("variables", "mmap"):
-        version = export(tmp_path, random_table(ROWS, DIM), served, layout, layout=layout)
-        inputs = {k: v for k, v in request("string", STRINGS, UNKNOWN["string"]).items() if "weighted" not in k}
-        wanted, found = signature(version)(inputs), capi.predict(version, inputs)
-        for name, value in wanted.items():
-            np.testing.assert_array_equal(found[name], value)
-
-
 @pytest.mark.nightly
 def test_a_salt_is_used(tmp_path: Path) -> None:
     def colliding(names: Any, salt: bytes) -> Any:
@@ -239,52 +206,6 @@ def test_a_salt_is_used(tmp_path: Path) -> None:
     check(version, inputs, expected(values, inputs, lambda name: rows.get(name, None if name == b"" else -1)))
     manifest = _manifest(version)
     assert manifest.names[0].salt.encode() == salt
-
-
-@pytest.mark.nightly
-def test_packed_takes_rows(tmp_path: Path) -> None:
-    served = config(Vocabulary(STRINGS))
-    features = {name: served.features[name] for name in ("one", "list", "row")}
-    values = random_table(ROWS, DIM)
-    version = export(tmp_path, values, ServingConfig(features=features))
-    manifest = _manifest(version)
-    order = [packed.name for packed in manifest.packing.inputs]
-    ids = {"one": np.array([[7], [3]]), "row": np.array([[1], [2]]), "list": np.array([[4, 5], [6, -1]])}
-    matrix = np.concatenate([ids[name] for name in order], 1)
-    found = signature(version, "packed")({"ids": matrix})["activations"]
-    by_name = {
-        "one": values[[7, 3]],
-        "row": values[[1, 2]],
-        "list": values[[4, 6]] + [values[5], 0 * values[5]],
-    }
-    for output in manifest.packing.outputs or ():
-        np.testing.assert_allclose(found[:, output.start : output.stop], by_name[output.name], rtol=1e-6)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("dtype", ["string", "int64"])
-def test_examples_hold_names(tmp_path: Path, dtype: Any) -> None:
-    values = random_table(ROWS, DIM)
-    vocabulary = Vocabulary(NAMES[dtype], dtype=dtype)
-    features = {name: config(vocabulary).features[name] for name in ("one", "list")}
-    version = export(tmp_path, values, ServingConfig(features=features), layout="mmap")
-
-    def listed(names: list[Any]) -> Any:
-        if dtype == "string":
-            return tf.train.Feature(bytes_list=tf.train.BytesList(value=names))
-        return tf.train.Feature(int64_list=tf.train.Int64List(value=names))
-
-    names = NAMES[dtype]
-    lines = [(names[3], [names[1], names[2]]), (names[0], [])]
-    examples = [
-        tf.train.Example(features=tf.train.Features(feature={"one": listed([one]), "list": listed(many)}))
-        for one, many in lines
-    ]
-    found = signature(version, "serving_examples")(
-        {"examples": np.array([e.SerializeToString() for e in examples], object)}
-    )
-    np.testing.assert_array_equal(found["one"], values[[3, 0]])
-    np.testing.assert_allclose(found["list"], [(values[1] + values[2]), np.zeros(DIM)], rtol=1e-6)
 
 
 @pytest.mark.nightly
@@ -425,29 +346,3 @@ def test_a_manifest_with_names_is_checked(tmp_path: Path) -> None:
     with refused(ConfigError):
         keys, numbers = entry.arrays
         dataclasses.replace(entry, arrays=(keys, dataclasses.replace(numbers, size=4)))
-
-
-@pytest.mark.nightly
-def test_a_store_has_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server copies a version out of a store, and a version that lacks a file of names is not whole."""
-    names = names_of(50)
-    values = random_table(ROWS, DIM)
-    with moto_server() as store:
-        for name, value in store.environment.items():
-            monkeypatch.setenv(name, value)
-        store.make_bucket("names")
-        remote._store.cache_clear()
-        write_checkpoint(tmp_path / "ckpt", {"users": values})
-        root = str(tmp_path / "here")
-        report = export_saved_model(
-            tmp_path / "ckpt", "s3://names/m", serving_config=only_one(names), layout="mmap", serving_root=root
-        )
-        assert not verify_files(report.path).damaged
-        keys = list(Bucket("names").keys("m/1/"))
-        for key in keys:
-            target = tmp_path / "here" / key.removeprefix("m/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(as_path(f"s3://names/{key}").read_bytes())
-        np.testing.assert_array_equal(answers(tmp_path / "here" / "1", names), values[:50])
-        Bucket("names").delete(["m/1/names/0.keys"])
-        assert any(one.file.endswith("names/0.keys") for one in verify_files(report.path).damaged)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import capi
 from tests.support.messages import refused
 from tpuembed import (
     FeatureConfig,
@@ -24,11 +23,8 @@ from tpuembed import (
     export_saved_model,
 )
 from tpuembed.checkpoint.keras.proven_names import check_names_in
-from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tpuembed.export.graph.vocabularies import compare_vocabularies
-from tpuembed.manifest import Manifest
-from tpuembed_serving.tensorflow import session as runtime
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
@@ -159,49 +155,6 @@ class Hidden(keras.layers.Layer):
 
     def compute_output_spec(self, names: Any) -> Any:
         return keras.KerasTensor(names.shape, "int64")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", ["kept for another feature", "two tables", "hidden", "in between", "one in between"])
-def test_names_are_those_of_the_lookup_of_their_table(tmp_path: Path, case: str) -> None:
-    """The file says which lookup is of which table if the layer takes its output itself. Otherwise there is a warning."""
-    names, other = ["ann", "bob", "eve"], ["bob", "ann", "eve"]
-
-    def build(given: Any) -> keras.Model:
-        inputs = {name: keras.Input((), dtype="string", name=name) for name in ("user", "friend")}
-        is_one, one = case in ("kept for another feature", "hidden", "one in between"), TableConfig(4, 2, "users")
-        tables = {"user": one, "friend": one if is_one else TableConfig(4, 2, "friends")}
-        kept = keras.layers.StringLookup(vocabulary=names, name="lookup")
-        ids, vocabularies, shared = {}, {}, None if given is None else Vocabulary(given[0], oov_buckets=1)
-        for name, words in {"user": names, "friend": names if is_one else other}.items():
-            if given is not None and (case != "kept for another feature" or name == "user"):
-                ids[name] = inputs[name]
-                vocabularies[name] = shared if is_one else Vocabulary(given[name == "friend"], oov_buckets=1)
-                continue
-            lookup = keras.layers.StringLookup(vocabulary=words, name=f"of_{name}")
-            lookup = {"kept for another feature": kept, "hidden": Hidden(name=f"of_{name}")}.get(case, lookup)
-            found = lookup(inputs[name])
-            is_between = case == "in between" or (case == "one in between" and name == "friend")
-            ids[name] = keras.layers.Reshape((), name=f"after_{name}")(found) if is_between else found
-        features = {name: FeatureConfig(table, vocabulary=vocabularies.get(name)) for name, table in tables.items()}
-        activations = TPUEmbedding(features, optimizer="sgd", name="e")(ids)
-        return keras.Model(inputs, keras.layers.Concatenate()([activations["user"], activations["friend"]]))
-
-    model = build(None)
-    layer = model.get_layer("e")
-    for table in layer.embedding_tables:
-        layer.assign_rows(table.name, 0, np.arange(8, dtype=np.float32).reshape(4, 2))
-    model.save(tmp_path / "m.keras")
-    if case in ("hidden", "in between", "one in between"):
-        with pytest.warns(UserWarning, match="the names that the factory gives cannot be compared"):
-            export_saved_model(tmp_path / "m.keras", tmp_path / "w", model=lambda: build((other, names)))
-        return
-    with refused(CheckpointMismatchError):
-        export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build((other, names)))
-    version = export_saved_model(tmp_path / "m.keras", tmp_path / "m", model=lambda: build((names, other))).path
-    users = {"user": tf.constant(["ann", "zoe"]), "friend": tf.constant(["ann", "bob"])}
-    found = tf.saved_model.load(str(version)).signatures["serving_default"](**users)
-    np.testing.assert_array_equal(next(iter(found.values())), model(users))
 
 
 def shifted(names: Any) -> Any:
@@ -465,44 +418,6 @@ def test_an_inner_model_that_casts_ids_proves_nothing(tmp_path: Path, inner: str
     assert np.array_equal(model(tf.constant(wrapped))[:, 0], given.lookup(wrapped)) == is_proof
 
 
-@keras.saving.register_keras_serializable("tests")
-class OtherOptions(keras.layers.Layer):
-    """A user's layer whose options are called like those of Keras' lookups."""
-
-    def __init__(self, others: dict[str, Any], **options: Any) -> None:
-        super().__init__(**options)
-        self.others = others
-
-    def call(self, rows: Any) -> Any:
-        return rows
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), **self.others}
-
-    @classmethod
-    def from_config(cls, config: Any) -> Any:
-        return cls({}, name=config["name"])
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"num_oov_indices": [1, 2]},
-        {"num_oov_indices": "two"},
-        {"num_oov_indices": 1, "vocabulary_size": [10, 20]},
-        {"num_oov_indices": 3, "salt": 1.5},
-        {"bin_boundaries": [[0, 1], [2, 3]]},
-    ],
-)
-def test_a_users_layer_may_have_options_of_the_same_names(tmp_path: Path, others: dict[str, Any]) -> None:
-    user = keras.Input((), dtype="string", name="user")
-    layer = TPUEmbedding(FeatureConfig(TableConfig(8, 2, "users")), optimizer="sgd", name="e")
-    rows = layer(keras.layers.StringLookup(vocabulary=["ann", "bob"])(user))
-    keras.Model(user, OtherOptions(others)(rows)).save(tmp_path / "m.keras")
-    assert is_taken_in_silence(tmp_path / "m.keras", {"users": Vocabulary(["ann", "bob"], oov_buckets=1)})
-    assert not is_taken_in_silence(tmp_path / "m.keras", {"users": Vocabulary(["bob", "ann"], oov_buckets=1)})
-
-
 def test_names_of_a_serving_config_are_those_of_the_lookup(tmp_path: Path) -> None:
     user = keras.Input((), dtype="string", name="user")
     layer = TPUEmbedding({"user": FeatureConfig(TableConfig(8, 2, "users"))}, optimizer="sgd", name="e")
@@ -646,40 +561,3 @@ def test_a_call_takes_no_row_numbers_of_a_table_with_names(tmp_path: Path) -> No
     users = {"user": tf.constant(["eve", "ann"])}
     found = tf.saved_model.load(str(version)).signatures["serving_default"](**users)
     np.testing.assert_array_equal(next(iter(found.values())), model(users))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-def test_a_whole_model_takes_names(tmp_path: Path, layout: str) -> None:
-    keras.utils.set_random_seed(1)
-    trained = model()
-    prefix = tf.train.Checkpoint(model=trained).write(str(tmp_path / "ckpt"))
-    (layer,) = [layer for layer in trained.layers if isinstance(layer, TPUEmbedding)]
-    tables = {
-        getattr(key, "name", key): tf.convert_to_tensor(value).numpy() for key, value in layer.embedding_tables.items()
-    }
-    version = export_saved_model(prefix, tmp_path / "m", model=model, layout=layout).path
-    manifest = Manifest.read(version)
-    assert manifest is not None
-    assert {entry.table: (entry.dtype, entry.count) for entry in manifest.names} == {
-        "users": ("string", 40),
-        "items": ("int64", 30),
-    }
-    assert not manifest.from_activations.left_out
-    inputs = {"user": np.array([b"user 3", b"user 39"], object), "item": np.array([2**53 + 7, 2**53])}
-    wanted = (tables["users"][[3, 39]] * tables["items"][[7, 0]]).sum(-1)
-    np.testing.assert_allclose(capi.predict(version, inputs)["score"], wanted, rtol=1e-5)
-    assert not verify_files(version).damaged
-    servable = runtime.load(version)
-    try:
-        signature = servable.signatures["serving_default"]
-        found = servable.run(signature, [inputs[info.alias] for info in signature.inputs])
-        np.testing.assert_allclose(found[0], wanted, rtol=1e-5)
-        with pytest.raises(Exception, match="feature users: a name of row 1 is not in the vocabulary of table users"):
-            servable.run(
-                signature, [{**inputs, "user": np.array([b"user 3", b"x"], object)}[i.alias] for i in signature.inputs]
-            )
-    finally:
-        servable.close()
-    loaded = tf.data.TFRecordDataset(str(version / "assets.extra" / "tf_serving_warmup_requests"))
-    assert any(b"user 0" in record.numpy() for record in loaded)

@@ -77,8 +77,7 @@ def check(version: Path, model: keras.Model, whole: bool) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-@pytest.mark.parametrize("kind", ["checkpoint", "keras"])
+@pytest.mark.parametrize(("kind", "layout"), [("checkpoint", "variables"), ("keras", "mmap")])
 def test_saves_are_exported_by_name(kind: str, layout: str, tmp_path: Path) -> None:
     model = build(NAMES[:-3])
     for seed, count in enumerate((10, 30, len(NAMES) - 3)):
@@ -98,20 +97,6 @@ def test_saves_are_exported_by_name(kind: str, layout: str, tmp_path: Path) -> N
     assert not manifest.from_activations.left_out
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-def test_deltas_of_a_live_layer_have_its_rows(layout: str, tmp_path: Path) -> None:
-    model, folder = build(NAMES), tmp_path / "models"
-    train(model, NAMES[:20], 0)
-    export_model(model, folder, layout=layout)
-    check(folder / "1", model, whole=True)
-    for number in range(2, 8):
-        train(model, NAMES[5 * number - 5 : 5 * number + 5], number)
-        report = export_model(model, folder, layout=layout, base=1, max_overlay=1.0)
-        assert report.base is not None
-        check(folder / str(number), model, whole=True)
-
-
 def test_the_next_model_has_the_rows_of_old_names_and_new_rows_for_new_ones(tmp_path: Path) -> None:
     """What docs/how-to/names.md does with the names of a new day: adapt, restore by name, train, export."""
     monday = build(NAMES[:30])
@@ -129,12 +114,3 @@ def test_the_next_model_has_the_rows_of_old_names_and_new_rows_for_new_ones(tmp_
     train(tuesday, NAMES[20:40], 1)
     export_model(tuesday, tmp_path / "models")
     check(tmp_path / "models" / "1", tuesday, whole=True)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_live_model_or_layer_is_exported_by_name(whole: bool, tmp_path: Path) -> None:
-    model = build(NAMES)
-    train(model, NAMES[:30], 0)
-    export_model(model if whole else model.get_layer("embedding"), tmp_path / "models")
-    check(tmp_path / "models" / "1", model, whole)
