@@ -14,7 +14,6 @@ from tests.support import capi
 from tests.support.export.fakes import write_checkpoint
 from tests.support.export.overlays import (
     CONFIG,
-    PLAIN,
     ROWS_ALONE,
     Array,
     all_ids,
@@ -26,7 +25,6 @@ from tests.support.export.overlays import (
     tables,
 )
 from tests.support.messages import refused
-from tests.support.serving.process import ServerProcess
 from tpuembed import (
     FeatureConfig,
     TableConfig,
@@ -88,56 +86,9 @@ def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: s
         assert not verify_files(overlay.path).damaged
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["mmap", "variables"])
-def test_packed_and_a_server_answer_the_same(tmp_path: Path, layout: str) -> None:
-    random, values = np.random.default_rng(3), tables()
-    options: dict[str, Any] = {"layout": layout, "serving_config": PLAIN}
-    write_checkpoint(tmp_path / "ckpt", values)
-    export_saved_model(tmp_path / "ckpt", tmp_path / "m", **options)
-    values = changed(values, random, 0.2)
-    write_checkpoint(tmp_path / "ckpt", values)
-    path = export_saved_model(tmp_path / "ckpt", tmp_path / "m", base="latest", max_overlay=3, **options).path
-    full = export_saved_model(tmp_path / "ckpt", tmp_path / "full", resume=False, **options).path
-    manifest = Manifest.read(path)
-    assert manifest
-    columns = [each.columns or 3 for each in manifest.packing.inputs]
-    ids = random.integers(0, 70, (500, sum(columns)))
-    assert_same(answers(path, {"ids": ids}, "packed"), answers(full, {"ids": ids}, "packed"))
-    with ServerProcess(tmp_path / "m", tmp_path / "log") as server:
-        server.wait_for(2)
-        inputs = {name: ids.tolist() for name, ids in all_ids(values, random).items() if "tag" not in name}
-        status, body = server.predict({"inputs": inputs})
-        assert status == 200
-    truth = answers(full, {name: np.array(ids) for name, ids in inputs.items()})
-    for name, value in body["outputs"].items():
-        np.testing.assert_array_equal(np.array(value, np.float32), truth[name])
-
-
 def write(tmp_path: Path, values: Mapping[str, Array], config: Any = ROWS_ALONE, to: str = "m", **options: Any) -> Any:
     write_checkpoint(tmp_path / "ckpt", values)
     return export_saved_model(tmp_path / "ckpt", tmp_path / to, serving_config=config, **options)
-
-
-@pytest.mark.nightly
-def test_only_rows_that_changed_are_written(tmp_path: Path) -> None:
-    values = tables()
-    base = write(tmp_path, values)
-    values["users"][7] += 1
-    values["videos"][[0, 199]] += 1
-    overlay = write(tmp_path, values, base=1)
-    assert (overlay.base, overlay.rows_changed) == (1, 3)
-    manifest = Manifest.read(overlay.path)
-    assert manifest
-    assert manifest.base
-    by_name = {stack.name: stack for stack in manifest.stacks}
-    assert by_name["stack_float32_4"].overlay is None
-    linked = {stack.file: stack.base_file for stack in manifest.stacks}
-    assert all((overlay.path / own).samefile(base.path / theirs) for own, theirs in linked.items())
-    again = write(tmp_path, values, base=2)
-    assert (again.base, again.rows_changed) == (1, 3)
-    values["users"][7] -= 1
-    assert write(tmp_path, values, base="latest").rows_changed in (2, 3)  # x + 1 - 1 may not be x
 
 
 @pytest.mark.nightly
@@ -345,6 +296,18 @@ def test_compact_resumes_and_refuses_damage(tmp_path: Path, monkeypatch: pytest.
     with refused(ExportError):
         compact_version(tmp_path / "m", 2)
     assert [info.version for info in list_versions(tmp_path / "m")] == [1, 2, 3, 4]
+
+
+def test_a_compaction_removes_what_one_of_another_version_left(tmp_path: Path) -> None:
+    values = tables()
+    write(tmp_path, values)
+    for _ in range(2):
+        values["users"][7] += 1
+        write(tmp_path, values, base="latest")
+    left = tmp_path / "m" / ".staging-compact-2"
+    (left / "tables").mkdir(parents=True)
+    compact_version(tmp_path / "m", 3)
+    assert not left.exists()
 
 
 @pytest.mark.nightly

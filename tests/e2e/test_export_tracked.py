@@ -21,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
 Array = npt.NDArray[Any]
 ROWS = {"users": 300, "items": 70}
-COMBINATIONS = [("mmap", "float32"), ("variables", "int8")]
 
 
 def make(**options: Any) -> TPUEmbedding:
@@ -57,54 +56,15 @@ def assert_same(report: ExportReport, full: ExportReport) -> None:
     assert not verify_files(report.path).damaged
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("layout", "storage"), COMBINATIONS)
-def test_of_a_model_in_memory(tmp_path: Path, layout: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows that were touched are read, and no others."""
-    read: list[Array] = []
-    import tpuembed.live.tables as live
-
-    def gather(variable: Any, numbers: Array, out: Array) -> None:
-        read.append(numbers)
-        out[...] = variable.numpy()[numbers]
-
-    monkeypatch.setattr(live, "gather_rows", gather)
-    monkeypatch.setattr(live, "read_rows", lambda variable, start, stop: variable.numpy()[start:stop])
-    random, layer = np.random.default_rng(1), make()
-    options: dict[str, Any] = {"layout": layout, "storage": storage}
-    step(layer, [1, 2])
-    base = export_model(layer, tmp_path / "m", **options)
-    assert (base.rows_changed, base.rows_compared, len(read)) == (None, None, 0)
-    touched: set[int] = set()
-    for count in (1, 40):
-        users = random.integers(0, ROWS["users"], count)
-        touched |= set(users.tolist())
-        step(layer, users)
-        read.clear()
-        report = export_model(layer, tmp_path / "m", base="latest", max_overlay=3, **options)
-        assert (report.base, report.rows_changed, report.rows_compared) == (1, len(touched) + 1, 0)
-        assert {tuple(numbers.tolist()) for numbers in read} == {tuple(sorted(touched)), (1,)}
-        assert_same(report, export_model(layer, tmp_path / "full", **options))
-    error = report.errors["users"]
-    assert error.max_abs == (0 if storage == "float32" else max(error.max_abs, base.errors["users"].max_abs))
-
-
 FILES = [
     ("ckpt", "mmap", "float32"),
     ("model.keras", "variables", "int8"),
     ("model.weights.h5", "mmap", "float32"),
 ]
-OTHER_FILES = [
-    ("ckpt", "variables", "int8"),
-    ("model.keras", "mmap", "float32"),
-    ("model.weights.h5", "variables", "int8"),
-]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "layout", "storage"), [*FILES, *(pytest.param(*one, marks=pytest.mark.nightly) for one in OTHER_FILES)]
-)
+@pytest.mark.parametrize(("name", "layout", "storage"), FILES)
 def test_of_files(tmp_path: Path, name: str, layout: str, storage: str) -> None:
     users, items = (keras.Input((), dtype="int64", name=name) for name in ("user", "item"))
     layer = make()
@@ -218,34 +178,6 @@ def test_compact_proves_what_nobody_read(tmp_path: Path) -> None:
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     with refused(ExportError):
         compact_version(tmp_path / "m", overlay.version)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("storage", ["float32", "int8"])
-def test_more_rows_than_the_base(tmp_path: Path, storage: str) -> None:
-    """A table of which the base has a part: rows that it lacks are in the overlay, touched or not."""
-    layer = make()
-    step(layer, [101])
-    tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
-    config = {"features": {"user": {"table": "users", "input": "id"}}}
-    options: dict[str, Any] = {"serving_config": config, "tables": ["users"], "storage": storage}
-    export_saved_model(tmp_path / "ckpt", tmp_path / "m", rows={"users": (100, 200)}, **options)
-    step(layer, [150, 199])
-    tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
-    asked = tf.range(100, 250, dtype=tf.int64)
-    more: dict[str, Any] = {"rows": {"users": (100, 250)}, "base": 1, "max_overlay": 3}
-    of_file = export_saved_model(tmp_path / "ckpt", tmp_path / "m", **options, **more)
-    of_memory = export_model(layer, tmp_path / "m", **options, **more)
-    full = export_saved_model(tmp_path / "ckpt", tmp_path / "full", **options, rows={"users": (100, 250)})
-    for report in (of_file, of_memory, full):
-        loaded = tf.saved_model.load(str(report.path))
-        found = loaded.signatures["serving_default"](user=asked)["user"].numpy()
-        if report is not full:
-            assert (report.base, report.rows_changed, report.rows_compared) == (1, 52, 0)
-        if storage == "float32":
-            np.testing.assert_array_equal(found, layer({"user": asked, "item": asked % 70})["user"])
-    assert not diff_checkpoints(of_file.path, full.path).differs
-    assert not diff_checkpoints(of_memory.path, full.path).differs
 
 
 def whole_model(**options: Any) -> Any:
