@@ -4,9 +4,7 @@ import errno
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import types
@@ -24,7 +22,7 @@ from tests.support.export.killed_export import SHARD_BYTES, slow_down
 from tests.support.export.processes import children
 from tests.support.messages import refused
 from tpuembed import export_saved_model
-from tpuembed.errors import CheckpointError, CheckpointNotFoundError, ExportError, TpuEmbedError, WorkerError
+from tpuembed.errors import CheckpointError, ExportError, TpuEmbedError
 from tpuembed.export.stream.engines import local
 from tpuembed.export.stream.resume_log import read_record
 from tpuembed.tensor_bundle import shard_path
@@ -94,15 +92,6 @@ def fails(checkpoint: Path, model_dir: Path, trouble: Trouble, error: type[TpuEm
     assert all(path.name.startswith(".staging-") for path in model_dir.iterdir())
 
 
-def goes_on(checkpoint: Path, model_dir: Path) -> None:
-    """The next one goes on, to the right rows."""
-    report = export(checkpoint, model_dir)
-    assert 0 < report.bytes_reused < LARGE.nbytes
-    assert [path.name for path in model_dir.iterdir()] == ["1"]
-    ids = np.arange(0, len(LARGE), 7)
-    np.testing.assert_array_equal(capi.predict(report.path, {"x": ids})["x"], LARGE[ids])
-
-
 def on_small_disk(tmp_path: Path, size: str, module: str) -> dict[str, Any]:
     """What `module` prints, which exports `ckpt` onto a real disk of that size.
 
@@ -144,68 +133,6 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     assert 0 < found["reused"] < LARGE.nbytes
     assert found["after"] == ["1"]
     assert (tmp_path / "ckpt.copy").read_bytes() == LARGE.tobytes()
-
-
-@pytest.mark.nightly
-def test_a_file_that_may_grow_no_further(large: Path, tmp_path: Path) -> None:
-    """The kernel refuses a worker's write: a limit on the size of files, as a quota would."""
-
-    def limit(worker: int) -> None:
-        resource.prlimit(worker, resource.RLIMIT_FSIZE, (SHARD_BYTES, resource.RLIM_INFINITY))
-
-    message = r"^data file .*/m/\.staging-1-.*stack_float32_8\.data: cannot be written: File too large\. Free space"
-    fails(large, tmp_path / "m", Trouble(tmp_path / "m", limit), ExportError, message)
-    goes_on(large, tmp_path / "m")
-
-
-@pytest.mark.nightly
-def test_a_worker_that_is_killed_once(large: Path, tmp_path: Path) -> None:
-    trouble = Trouble(tmp_path / "m", lambda worker: os.kill(worker, signal.SIGKILL))
-    with pytest.warns(UserWarning, match="was killed by SIGKILL .*. Retrying"):
-        report = export(large, tmp_path / "m", on_progress=trouble)
-    trouble.check_no_worker_is_left()
-    found = capi.predict(report.path, {"x": np.arange(len(LARGE))})["x"]
-    np.testing.assert_array_equal(found, LARGE)
-
-
-@pytest.mark.nightly
-def test_a_worker_that_is_killed_again_and_again(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kill(worker: int) -> None:
-        os.kill(worker, signal.SIGKILL)
-        # The next ones before they have read anything: a worker that waits says nothing.
-        monkeypatch.setattr(local, "_spawn", lambda stderr: _dead(spawn(stderr)))
-
-    spawn = local._spawn
-    trouble = Trouble(tmp_path / "m", kill)
-    with pytest.warns(UserWarning, match="Retrying"):
-        fails(
-            large, tmp_path / "m", trouble, WorkerError, r"killed by SIGKILL .*. It failed 3 times. .* (was|were) kept"
-        )
-    monkeypatch.setattr(local, "_spawn", spawn)
-    goes_on(large, tmp_path / "m")
-
-
-def _dead(process: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
-    process.kill()
-    return process
-
-
-@pytest.mark.nightly
-def test_a_source_that_is_gone(large: Path, tmp_path: Path) -> None:
-    def unmount(worker: int) -> None:
-        large.parent.rename(tmp_path / "elsewhere")
-        os.kill(worker, signal.SIGKILL)  # the next one opens the files anew
-
-    with pytest.warns(UserWarning, match="Retrying"):
-        fails(
-            large,
-            tmp_path / "m",
-            Trouble(tmp_path / "m", unmount),
-            CheckpointNotFoundError,
-            f"{large}.* (was|were) kept",
-        )
-    (tmp_path / "elsewhere").rename(large.parent)
-    goes_on(large, tmp_path / "m")
 
 
 def test_a_source_that_is_cut_short(large: Path, tmp_path: Path) -> None:

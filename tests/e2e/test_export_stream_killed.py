@@ -1,7 +1,6 @@
 """A killed export leaves no version and no process; the next one goes on from the shards that were finished."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -39,7 +38,6 @@ with FolderWriter(model_dir, plan, ExportOptions(), source) as writer:
     writer.publish()
 """
 TABLES = {name: random_table(10_000, dim) for name, dim in (("a", 8), ("b", 9), ("c", 10))}
-SHARDS = 180
 
 
 @pytest.fixture
@@ -81,38 +79,6 @@ def wait_for_reads(prefix: Path, before: int, process: "subprocess.Popen[str]") 
     log = Path(f"{prefix}.log")
     while process.poll() is None and (not log.exists() or len(log.read_text().splitlines()) <= before):
         time.sleep(0.005)
-
-
-@pytest.mark.nightly
-def test_an_export_killed_at_any_moment_goes_on_and_streams_no_recorded_shard_again(
-    prefix: Path, tmp_path: Path
-) -> None:
-    """SIGKILL to the exporter alone, again and again until it gets to its end."""
-    model_dir, plan, moments = tmp_path / "model", plan_of(prefix), random.Random(7)
-    assert len(plan.shards) >= SHARDS
-    kills = 0
-    while not model_dir.exists() or not numeric(model_dir):
-        done = set(recorded_shards(model_dir)) if model_dir.exists() else set()
-        log_before = len(read_shards(prefix, plan))
-        process = start(prefix, model_dir)
-        if moments.random() < 0.8:  # else it dies while it starts
-            wait_for_reads(prefix, log_before, process)
-        time.sleep(moments.uniform(0, 0.6))
-        process.kill()
-        process.communicate()
-        kills += 1
-        wait_for_end(process.pid, 30)
-        assert not done & set(read_shards(prefix, plan)[log_before:])
-        assert done <= set(recorded_shards(model_dir)) or numeric(model_dir)
-        assert len([path for path in model_dir.iterdir() if path.name.startswith(".")]) <= 1
-    assert kills >= 3, "one export was killed many times"
-    assert_complete(model_dir / "1")
-    assert len(read_shards(prefix, plan)) < len(plan.shards) + kills * 2 * plan.workers
-    last = start(prefix, model_dir)
-    assert last.communicate(timeout=60) == ("", "")
-    assert sorted(path.name for path in model_dir.iterdir()) == ["1", "2"]
-    assert_complete(model_dir / "2")
-    assert all((model_dir / "1" / file.name).stat().st_nlink == 1 for file in (model_dir / "2").iterdir())
 
 
 @pytest.mark.sampled(1)

@@ -1,11 +1,7 @@
-"""A whole export that is slow and logs what it reads, to be killed.
-
-`python -m tests.support.export.killed_export PREFIX MODEL_DIR CONFIG`
-"""
+"""Exports that are slow and log what they read."""
 
 import functools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +11,6 @@ import pytest
 import tpuembed.export.run as steps
 from tests.support.export.fakes import LoggedReads
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.export import export_saved_model
 from tpuembed.export.plan import planner
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
@@ -59,14 +54,3 @@ def recorded_shards(model_dir: Path) -> dict[int, int]:
             index = json.loads(line[9:])["index"]
             counts[index] = counts.get(index, 0) + 1
     return counts
-
-
-def main() -> None:
-    slow_down()
-    print("started", flush=True)
-    report = export_saved_model(sys.argv[1], sys.argv[2], serving_config=sys.argv[3], workers=2)
-    print(report.bytes_reused, flush=True)
-
-
-if __name__ == "__main__":
-    main()
