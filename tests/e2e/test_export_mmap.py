@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from tests.support import capi
 from tests.support.export.fakes import random_table, write_checkpoint
-from tests.support.messages import refused, said
-from tests.support.serving.process import SCRIPT, Fork, ServerProcess, run_command
+from tests.support.messages import refused
+from tests.support.serving.process import SCRIPT, Fork, run_command
 from tpuembed import export_saved_model
 from tpuembed.manifest import Manifest
 
@@ -174,21 +174,6 @@ def test_the_server_maps_from_where_the_version_lies(
 
 
 @pytest.mark.nightly
-def test_relocated_for_other_loaders(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
-    version = export(checkpoint, tmp_path / "m")
-    moved = tmp_path / "elsewhere" / "1"
-    moved.parent.mkdir()
-    version.rename(moved)
-    with pytest.raises(capi.TensorFlowError, match="No such file"):
-        capi.predict(moved, dict.fromkeys(SHAPES, IDS))
-    done = run_command("relocate", moved, moved.parent)
-    assert done.returncode == 0, done.stderr
-    check(capi.predict(moved, dict.fromkeys(SHAPES, IDS)), tables)
-    check(ask_python(in_python(moved)), tables)
-    assert run_command("verify", moved).returncode == 0
-
-
-@pytest.mark.nightly
 def test_a_serving_root_is_for_another_machine(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
     root = tmp_path / "srv" / "models"
     version = export(checkpoint, tmp_path / "m", serving_root=str(root), version=7)
@@ -238,32 +223,6 @@ def test_damaged_files_are_refused_by_name(copied: Path, change: str) -> None:
         ask_server(copied)
 
 
-@pytest.mark.nightly
-def test_commands_name_what_is_wrong(checkpoint: Path, copied: Path, tmp_path: Path) -> None:
-    version = copied
-    done = run_command("relocate", tmp_path / "m", "/srv/models", "--json")
-    files = {
-        f"stack_float32_{dim}": f"/srv/models/1/variables/variables.data-0000{n}-of-00003"
-        for n, dim in ((1, 4), (2, 8))
-    }
-    assert json.loads(done.stdout) == {"path": str(version), "files": files, "changed": True, "found": False}
-    said(run_command("relocate", version, "/srv/models").stderr)
-    for arguments in (
-        (tmp_path / "m", "models"),
-        (checkpoint.parent, "/srv/models"),
-        (tmp_path / "none", "/srv/models"),
-    ):
-        done = run_command("relocate", *arguments)
-        assert done.returncode == 1
-        said(done.stderr)
-    file = spoil(version, "short")
-    damaged = run_command("verify", tmp_path / "m")
-    assert damaged.returncode == 1
-    assert damaged.stdout.startswith(
-        f"{version / file}: stack_float32_8: which holds stack 'stack_float32_8', has 959 bytes"
-    )
-
-
 def test_prewarming_finds_one_bit(copied: Path, tables: dict[str, Array]) -> None:
     from tpuembed_serving.core.status import Code, StatusError
 
@@ -287,25 +246,6 @@ def test_a_graph_of_another_export_is_refused(checkpoint: Path, copied: Path, tm
     with refused(StatusError) as caught:
         ask_server(copied)
     assert caught.value.code is Code.DATA_LOSS
-
-
-def test_served_over_http_with_a_swap(exported: Path, tables: dict[str, Array], tmp_path: Path) -> None:
-    served = tmp_path / "served"
-    served.mkdir()
-    shutil.copytree(exported, served / "1")
-    with ServerProcess(served, tmp_path / "log", "--prewarm", "--random-access") as server:
-        server.wait_for(1)
-        body = {"inputs": dict.fromkeys(SHAPES, IDS.tolist())}
-        for version in (1, 2):
-            if version == 2:
-                shutil.copytree(exported, served / ".new")
-                (served / ".new").rename(served / "2")
-                server.wait_for(2)
-            status, reply = server.predict(body)
-            assert status == 200, reply
-            check({name: np.array(value) for name, value in reply["outputs"].items()}, tables)
-        assert server.stop() == 0
-        assert "random access:" not in server.log
 
 
 def inodes(version: Path) -> list[int]:

@@ -148,13 +148,6 @@ def test_the_tables_of_a_serving_config_are_held_against_a_model(
         )
 
 
-@pytest.mark.parametrize("version", [0, -1, True, 2.0, "3", 2**63])
-def test_a_version_that_no_server_reads_is_refused(version: Any, tmp_path: Path) -> None:
-    with refused(ConfigError):
-        export_saved_model(_checkpoint(_sequential(), tmp_path), tmp_path / "m", version=version)
-    assert not (tmp_path / "m").exists()
-
-
 def test_one_name_is_no_list_of_tables(tmp_path: Path) -> None:
     with refused(ConfigError):
         export_saved_model(_checkpoint(_sequential(), tmp_path), tmp_path / "m", tables="t")

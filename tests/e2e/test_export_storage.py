@@ -1,7 +1,6 @@
 """Exports of every storage type from every source dtype, answered in Python and through the C API."""
 
 import json
-from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tests.support import capi
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, QuantizationConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.backends import host
-from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
+from tpuembed.errors import CheckpointMismatchError, ExportError
 from tpuembed.manifest import Manifest, QuantizationEntry
 from tpuembed_cli.describe import describe as describe_command
 from tpuembed_cli.export import export as export_command
@@ -27,10 +26,6 @@ Array = npt.NDArray[Any]
 SOURCES, STORAGES = ("float32", "bfloat16", "float16"), ("float32", "bfloat16", "float16", "int8")
 TABLES = {f"{source}_{storage}": (source, storage) for source, storage in product(SOURCES, STORAGES)}
 ROWS, DIM = 50, 12
-IDS = np.array([[3, 1, 3, -1], [-1, -1, -1, -1], [7, -1, -1, -1], [0, 49, 5, 6]])
-WEIGHTS = np.array(
-    [[0.5, 2.0, 1.0, 9.0], [9.0, 9.0, 9.0, 9.0], [3.0, 9.0, 9.0, 9.0], [0.25, 0.5, 1.5, 2.0]], np.float32
-)
 
 
 @pytest.fixture(scope="module")
@@ -42,125 +37,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Arr
     path = tf.train.Checkpoint(**{name: getattr(module, name) for name in TABLES})
     rows = {name: tf.cast(getattr(module, name), tf.float32).numpy() for name in TABLES}
     return path.write(str(tmp_path_factory.mktemp("ckpt") / "ckpt")), rows
-
-
-def _features(tables: Mapping[str, Any] = TABLES) -> dict[str, Any]:
-    """A pooled feature of every table; of float32 sources the other kinds too."""
-    features: dict[str, Any] = {}
-    for name in tables:
-        features[f"{name}/mean"] = {"table": name, "weighted": True, "combiner": "mean"}
-    for name in (name for name, (source, _) in tables.items() if source == "float32"):
-        features[f"{name}/id"] = {"table": name, "input": "id"}
-        features[f"{name}/sequence"] = {"table": name, "max_sequence_length": 3}
-    return features
-
-
-def _stored(rows: Array, storage: str) -> Array:
-    """What a lookup of `rows` should find: TensorFlow's cast, or for int8 its formula in float64."""
-    if storage != "int8":
-        cast: Array = tf.cast(tf.cast(rows, storage), tf.float32).numpy()
-        return cast
-    low, high = rows.astype(np.float64).min(1, keepdims=True), rows.astype(np.float64).max(1, keepdims=True)
-    scale, centre = (high - low) / 254, (high + low) / 2
-    return np.rint((rows - centre) / scale) * scale + centre
-
-
-def _truths(rows: dict[str, Array]) -> dict[str, Array]:
-    truths: dict[str, Array] = {}
-    for name, (_, storage) in TABLES.items():
-        stored = _stored(rows[name], storage).astype(np.float64)
-        weights = np.where(IDS >= 0, WEIGHTS, 0).astype(np.float64)
-        total = np.maximum(weights.sum(1, keepdims=True), 1e-9)
-        truths[f"{name}/id"] = stored[IDS[:, 0] + 1]
-        truths[f"{name}/mean"] = (stored[IDS] * weights[..., None]).sum(1) / total
-        truths[f"{name}/sequence"] = np.where(IDS[:, :3, None] >= 0, stored[IDS[:, :3]], 0.0)
-    return truths
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-def test_every_storage_of_every_source_is_looked_up_as_float32(source: Any, tmp_path: Path, layout: str) -> None:
-    tables = (
-        TABLES if layout == "variables" else {name: kinds for name, kinds in TABLES.items() if kinds[0] == "float32"}
-    )
-    storage = {name: stored for name, (_, stored) in tables.items() if stored != "float32"}
-    features = _features(tables)
-    report = export_saved_model(
-        source[0], tmp_path / "m", serving_config={"features": features}, storage=storage, layout=layout
-    )
-    inputs = {name: IDS[:, 0] + 1 if name.endswith("/id") else IDS for name in features}
-    inputs |= {f"{name}/mean_weights": WEIGHTS for name in tables}
-    found = capi.predict(report.path, inputs)
-    loaded = tf.saved_model.load(str(report.path))  # a mapped table lives as long as it
-    in_python = loaded.signatures["serving_default"](**{name: tf.constant(value) for name, value in inputs.items()})
-    truths = _truths(source[1])
-    for name in features:
-        assert found[name].dtype == np.float32
-        np.testing.assert_allclose(found[name], truths[name], atol=2e-6, err_msg=name)
-        np.testing.assert_array_equal(in_python[name], found[name], err_msg=name)
-    if layout == "variables":
-        _check_examples(report.path, found)
-        _check_report(report, source[1])
-
-
-def _check_examples(version: Path, expected: dict[str, Array]) -> None:
-    """The last example alone: no ids are padded."""
-    feature: dict[str, Any] = {}
-    for name in _features():
-        ids = [int(IDS[3, 0]) + 1] if name.endswith("/id") else IDS[3].tolist()
-        feature[name] = tf.train.Feature(int64_list=tf.train.Int64List(value=ids))
-        if name.endswith("/mean"):
-            feature[f"{name}_weights"] = tf.train.Feature(float_list=tf.train.FloatList(value=WEIGHTS[3].tolist()))
-    example = tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
-    found = capi.predict(version, {"examples": [example]}, "serving_examples")
-    for name, activation in found.items():
-        np.testing.assert_allclose(activation[0], expected[name][3], atol=1e-6, err_msg=name)
-
-
-def _check_report(report: Any, rows: dict[str, Array]) -> None:
-    manifest = Manifest.read(report.path)
-    assert manifest is not None
-    sizes = {"float32": 4 * DIM, "bfloat16": 2 * DIM, "float16": 2 * DIM, "int8": DIM + 8}
-    assert [(stack.storage, stack.size) for stack in manifest.stacks] == [
-        (storage, 3 * ROWS * sizes[storage]) for storage in sorted(STORAGES)
-    ]
-    errors = json.loads(json.dumps(report.to_dict()))["errors"]
-    for name, (dtype, storage) in TABLES.items():
-        difference = np.abs(_stored(rows[name], storage) - rows[name])
-        assert errors[name]["storage"] == storage
-        assert errors[name]["max_abs"] == pytest.approx(difference.max(), rel=1e-4)
-        assert errors[name]["rms"] == pytest.approx(np.sqrt((difference**2).mean()), rel=1e-4)
-        assert 0.9999 < errors[name]["min_cosine"] <= errors[name]["cosine"] <= 1
-        if storage in ("float32", dtype):
-            assert errors[name]["max_abs"] == 0
-
-
-@pytest.mark.nightly
-def test_a_bound_on_the_error_publishes_nothing(source: Any, tmp_path: Path) -> None:
-    config = {"features": {name: {"table": name} for name in ("float32_int8", "float32_float32")}}
-
-    def export(max_error: float) -> Any:
-        return export_saved_model(
-            source[0], tmp_path / "m", serving_config=config, storage={"float32_int8": "int8"}, max_error=max_error
-        )
-
-    with refused(ExportError):
-        export(1e-4)
-    assert not list((tmp_path / "m").glob("[0-9]*"))
-    report = export(0.1)
-    assert report.errors["float32_int8"].max_abs <= 0.1
-    with refused(ConfigError):
-        export(-1)
-
-
-def test_a_row_that_cannot_be_stored_publishes_nothing(tmp_path: Path) -> None:
-    rows = np.ones((20, 4), np.float32)
-    rows[13, 2] = 70000.0
-    path = tf.train.Checkpoint(t=tf.Variable(rows)).write(str(tmp_path / "ckpt"))
-    config = {"features": {"x": {"table": "t"}}}
-    with refused(ExportError):
-        export_saved_model(path, tmp_path / "m", serving_config=config, storage="float16")
-    assert not list((tmp_path / "m").glob("[0-9]*"))
 
 
 # ---- what training looked up

@@ -1,6 +1,5 @@
 """`tpuembed export CKPT s3://...` by the engines that users get: TensorFlow loads the result, which is a local export's."""
 
-import filecmp
 import json
 import os
 import re
@@ -22,12 +21,11 @@ from tests.support.messages import said
 from tests.support.serving.process import run_command
 from tests.support.stores import S3, S3Proxy, S3Request, moto_server
 from tpuembed import export_saved_model
-from tpuembed.files import UrlPath, remote
+from tpuembed.files import remote
 
 TABLES = {f"small{i}": random_table(3 + i, 64, seed=i) for i in range(10)}
 TABLES |= {"large": random_table(100_000, 64, seed=100), "narrow": random_table(100, 8)}
 """24 MiB in shards of 7, of which the store wants parts of 5 MiB at least."""
-TABLE_BYTES = sum(table.nbytes for table in TABLES.values())
 CONFIG: dict[str, Any] = {"features": {name: {"table": name, "input": "id"} for name in TABLES}}
 
 
@@ -71,68 +69,6 @@ def assert_answers(version: Path) -> None:
         np.testing.assert_array_equal(found[name], rows[ids[name]])
 
 
-def assert_same_files(version: Path, other: Path) -> None:
-    """Data files and index, bit by bit."""
-    names = sorted(path.name for path in (version / "variables").iterdir())
-    assert names == sorted(path.name for path in (other / "variables").iterdir())
-    tables = [name for name in names if "data-00000" not in name]
-    assert len(tables) == 3
-    same, _, _ = filecmp.cmpfiles(version / "variables", other / "variables", tables, shallow=False)
-    assert sorted(same) == tables
-
-
-def files_in(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.nightly
-def test_tensorflow_loads_what_a_local_export_would_have_written(
-    prefix: Path, server: S3, bucket: str, tmp_path: Path
-) -> None:
-    report = export(prefix, f"s3://{bucket}/models/ranker")
-    assert report.path == UrlPath("s3", bucket, "models/ranker/1")
-    assert (report.version, report.bytes_written) == (1, TABLE_BYTES)
-    assert 0 < report.worker_peak_rss_bytes < 64_000_000
-    version = server.download(bucket, "models/ranker/1", tmp_path / "there" / "1")
-    assert_answers(version)
-    local = export(prefix, tmp_path / "models")
-    assert_same_files(version, local.path)
-    assert files_in(version) == files_in(local.path)
-    done = run_command("verify", version)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert server.uploads(bucket) == []
-    assert all(key.startswith("models/ranker/1/") for key in server.keys(bucket))
-
-
-@pytest.mark.nightly
-def test_from_a_store_into_a_store(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
-    source = server.upload(prefix.parent, bucket, "checkpoints")
-    report = export(f"{source}/ckpt", f"s3://{bucket}/models")
-    assert_answers(server.download(bucket, "models/1", tmp_path / "there"))
-    assert report.bytes_written == TABLE_BYTES
-
-
-@pytest.mark.nightly
-def test_two_exports_at_once(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
-    """Of one process: the graphs are saved one after another, the tables at once."""
-    reports, tables = list[Any](), {}
-    for name in ("a", "b"):
-        write_checkpoint(tmp_path / name, TABLES)
-        tables[name] = tmp_path / name
-    threads = [
-        threading.Thread(target=lambda path=path: reports.append(export(path, f"s3://{bucket}/m")))
-        for path in tables.values()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(report.version for report in reports) == [1, 2]
-    for version in ("1", "2"):
-        assert_answers(server.download(bucket, f"m/{version}", tmp_path / "there" / version))
-    assert server.uploads(bucket) == []
-
-
 @pytest.mark.nightly
 def test_mapped_tables_lie_where_the_version_will_be_copied_to(
     prefix: Path, server: S3, bucket: str, tmp_path: Path
@@ -143,22 +79,6 @@ def test_mapped_tables_lie_where_the_version_will_be_copied_to(
     (root).mkdir()
     (tmp_path / "elsewhere").rename(root / "1")
     assert_answers(root / "1")
-
-
-@pytest.mark.nightly
-def test_the_command(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    arguments = (prefix, f"s3://{bucket}/m", "--serving-config", tmp_path / "config.json")
-    planned = run_command("export", *arguments, "--dry-run")
-    assert planned.returncode == 0, planned.stderr
-    assert server.keys(bucket) == []
-    done = run_command("export", *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["path"] == f"s3://{bucket}/m/1"
-    assert_answers(server.download(bucket, "m/1", tmp_path / "there"))
-    again = run_command("export", *arguments, "--version", "1", "--dry-run")
-    assert again.returncode == 1
-    said(again.stderr)
 
 
 @pytest.mark.nightly

@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import prediction_log_pb2
 
-from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.manifest import Manifest
 
@@ -61,17 +60,6 @@ def test_lookups_are_warmed_up_with_rows_of_their_tables(checkpoint: str, tmp_pa
     manifest = Manifest.read(path)
     assert manifest is not None
     assert manifest.files[WARMUP].size == (path / WARMUP).stat().st_size < 20_000
-
-
-@pytest.mark.nightly
-def test_the_c_api_answers_the_records(checkpoint: str, tmp_path: Path) -> None:
-    features = {**FEATURES, "heavy": {"table": "t", "weighted": True}}
-    path = export_saved_model(checkpoint, tmp_path / "m", serving_config={"features": features}).path
-    requests = _requests(path)
-    assert [name for name, _ in requests] == ["serving_default", "serving_examples"] * 2
-    for name, inputs in requests[2:]:
-        given = {"examples": inputs["examples"].tolist()} if name == "serving_examples" else inputs
-        assert capi.predict(path, given, name)["heavy"].shape == (32, 4)
 
 
 def _inputs() -> dict[str, Any]:
