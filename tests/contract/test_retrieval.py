@@ -159,11 +159,11 @@ def test_vectors_have_strings_as_ids_and_an_empty_one_is_missing(trained: Traine
 @pytest.mark.parametrize(
     ("changed", "word"),
     [
-        ({"candidates": np.array([[1, 2, 3, np.nan]])}, "nan"),
-        ({"candidates": np.ones((2, DIM + 1))}, "5"),
-        ({"ids": [1, 2, 1]}, "1"),
-        ({"k": 0}, "k"),
-        ({"index": "hnsw"}, "hnsw"),
+        ({"candidates": np.array([[1, 2, 3, np.nan]])}, "vector 0 contains nan"),
+        ({"candidates": np.ones((2, DIM + 1))}, "width 4, and the candidates 5"),
+        ({"ids": [1, 2, 1]}, "the id 1 is that of candidates 0 and 2"),
+        ({"k": 0}, "k must be at least 1"),
+        ({"index": "hnsw"}, "must be one of auto, exact, ivf"),
     ],
     ids=["nan", "width", "ids", "k", "index"],
 )

@@ -18,8 +18,7 @@ import tensorflow as tf
 from tests.support import capi
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_retrieval, export_saved_model
-from tpuembed.checkpoint.tools import verify_files
-from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, UnknownTableError
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tpuembed.manifest import Manifest, RetrievalEntry
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.tensorflow import session as runtime
@@ -28,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
 Array = npt.NDArray[Any]
 USERS, FILMS, WIDTH, DIM = 60, 900, 8, 4
-TITLES = [b"film \xff\0%d" % number for number in range(FILMS)]
 
 
 def tower(table: str, rows: int, name: str) -> keras.Model:
@@ -174,50 +172,6 @@ def test_vectors_of_another_width_are_refused(tmp_path: Path, index: str) -> Non
                     server.run(filtered, [np.zeros((3, 1), exclude), np.zeros(3, tags), vectors[:3]])
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-@pytest.mark.parametrize("index", ["exact", "ivf"])
-def test_the_best_candidates_are_those_of_numpy(trained: Trained, tmp_path: Path, index: str, layout: str) -> None:
-    version = export_retrieval(
-        trained.prefix, tmp_path, query=query, candidates=films, k=20, index=index, layout=layout, min_recall=1
-    ).path
-    entry = entry_of(version)
-    assert (entry.index, entry.candidates, entry.ids, entry.has_tags) == (index, FILMS, "int64", True)
-    assert not verify_files(version).damaged
-    users = np.array([5, 0, 59, 5])
-    wanted, scores = best(trained.users[users], trained.films, 20)
-    found = capi.predict(version, {"user": users})
-    if index == "ivf":  # all of the rows were queries, and each of them finds all
-        assert entry.measured_on == "rows"
-    np.testing.assert_array_equal(found["ids"], wanted * 7 - 303)
-    np.testing.assert_allclose(found["scores"], scores, rtol=1e-5, atol=1e-6)
-    assert capi.predict(version, {"user": np.zeros(0, np.int64)})["ids"].shape == (0, 20)
-    loaded = tf.saved_model.load(str(version))
-    exclude = np.stack([np.concatenate([row[:5], row[9:11], [-1, -1]]) for row in found["ids"]])
-    require = np.array([0, 1, 3, 4], np.uint64)  # no film has the bit 4
-    passes = (np.arange(FILMS)[None] % 4 & require[:, None].astype(int)) == require[:, None].astype(int)
-    passes &= ~np.stack([np.isin(np.arange(FILMS) * 7 - 303, row) for row in exclude])
-    wanted, scores = best(trained.users[users], trained.films, 20, passes)
-    found = loaded.signatures["filtered"](
-        user=tf.constant(users), exclude=tf.constant(exclude), require_tags=tf.constant(require)
-    )
-    got, given = found["ids"].numpy(), found["scores"].numpy()
-    missing = wanted < 0
-    assert missing[3].all()
-    if index == "exact":
-        np.testing.assert_array_equal(got, np.where(missing, -1, wanted * 7 - 303))
-        np.testing.assert_allclose(given, scores, rtol=1e-5, atol=1e-6)
-    else:  # a search of some partitions may miss what comes after the first 20
-        assert all(
-            set(row[row != -1]) <= set(np.flatnonzero(its) * 7 - 303) for row, its in zip(got, passes, strict=True)
-        )
-        number = np.maximum(got + 303, 0) // 7
-        exact = np.take_along_axis(trained.users[users] @ trained.films.T, number, 1)
-        np.testing.assert_allclose(given, np.where(got == -1, -np.inf, exact), rtol=1e-5, atol=1e-6)
-    vectors = loaded.signatures["query"](user=tf.constant(users))["query"]
-    np.testing.assert_allclose(vectors, trained.users[users], rtol=1e-5, atol=1e-6)
-
-
 MANY = """
 import resource, sys
 import numpy as np
@@ -286,34 +240,6 @@ def test_ids_and_tags_of_lists(trained: Trained, tmp_path: Path) -> None:
             )
 
 
-def test_names_of_an_array_are_found_and_excluded(trained: Trained, tmp_path: Path) -> None:
-    np.save(tmp_path / "vectors.npy", trained.films)
-    version = export_retrieval(
-        trained.prefix,
-        tmp_path / "m",
-        query=query,
-        candidates=tmp_path / "vectors.npy",
-        ids=TITLES,
-        k=3,
-    ).path
-    wanted, scores = best(trained.users, trained.films, 6)
-    loaded = tf.saved_model.load(str(version))
-    ids = np.arange(USERS)
-    found = loaded.signatures["serving_default"](user=tf.constant(ids))
-    assert found["ids"].numpy().tolist() == [[TITLES[one] for one in row] for row in wanted[:, :3]]
-    np.testing.assert_allclose(found["scores"], scores[:, :3], rtol=1e-5)
-    exclude = [[TITLES[row[0]], b"", TITLES[row[2]], b"unknown"] for row in wanted]
-    found = loaded.signatures["filtered"](
-        user=tf.constant(ids), exclude=tf.constant(exclude), require_tags=tf.zeros(USERS, tf.uint64)
-    )
-    assert found["ids"].numpy().tolist() == [[TITLES[one] for one in row[[1, 3, 4]]] for row in wanted]
-    found = loaded.signatures["filtered"](  # there are no tags, so none passes
-        user=tf.constant(ids), exclude=tf.constant(exclude), require_tags=tf.ones(USERS, tf.uint64)
-    )
-    assert set(found["ids"].numpy().ravel()) == {b""}
-    assert np.isneginf(found["scores"]).all()
-
-
 @pytest.mark.parametrize("storage", ["int8", "bfloat16"])
 def test_rows_of_a_table_are_searched_as_they_are_stored(trained: Trained, tmp_path: Path, storage: str) -> None:
     rows = tf.random.stateless_normal([300, DIM], [4, 4]).numpy()
@@ -353,17 +279,12 @@ def wrong(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (wrong(candidates=np.array([[1, 2, 3, np.nan]])), "vector 0 contains nan"),
-        (wrong(candidates=np.ones((2, DIM + 1))), "width 4, and the candidates 5"),
-        (wrong(ids=[1, 2, 1]), "the id 1 is that of candidates 0 and 2"),
         (wrong(ids=["a", "", "b"]), "the padding of exclusions"),
         (wrong(ids=[1, 2]), "there are 2, but the array has 3 rows"),
         (wrong(tags=[1, -2, 3]), "tags must be integers from 0"),
         (wrong(candidates=np.ones((0, DIM))), "there are none"),
         (wrong(candidates="vectors.csv"), "expected"),
         (wrong(candidates=films, ids=[1]), "come with its dataset"),
-        (wrong(k=0), "k must be at least 1"),
-        (wrong(index="hnsw"), "must be one of auto, exact, ivf"),
         (wrong(min_recall=1.5), "at most 1"),
         (wrong(index="exact", queries={"user": [1]}), "this one is exact"),
         (wrong(rows={"users": (0, 9)}), "Leave rows out"),
@@ -377,11 +298,6 @@ def test_wrong_arguments_are_refused_and_nothing_is_left(
         export_retrieval(trained.prefix, tmp_path / "m", **arguments)
     assert says in str(raised.value)
     assert not (tmp_path / "m").exists()
-
-
-def test_an_unknown_table_is_named(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(UnknownTableError, match="film"):
-        export_retrieval(trained.prefix, tmp_path / "m", query=query, candidates="table:film", k=2)
 
 
 def test_a_retrieval_is_no_base(trained: Trained, tmp_path: Path) -> None:
@@ -433,15 +349,6 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_an_error(trained: Trained, t
             tmp_path / "ckpt" / "ckpt", tmp_path / "m", query=replaced_query, candidates=replaced_films, k=3
         )
     assert not [*(tmp_path / "m").glob("[0-9]*")]
-
-
-@pytest.mark.nightly
-def test_an_id_outside_of_its_table_is_named(trained: Trained, tmp_path: Path) -> None:
-    batch = {"film": np.array([3, FILMS]), "id": np.arange(2)}
-    with pytest.raises(ConfigError, match=f"id {FILMS} of row 1"):
-        export_retrieval(
-            trained.prefix, tmp_path, query=query, candidates=lambda: (tower("films", FILMS, "film"), [batch]), k=2
-        )
 
 
 @pytest.mark.nightly
