@@ -1,10 +1,7 @@
 """Ids outside of their tables: the same numbers in training, in predict, in whole-model and lookup exports, and by hand."""
 
-import concurrent.futures
 import dataclasses
-import json
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tests.support.serving.process import ServerProcess
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import ConfigError
-from tpuembed.live import export_model
 
 Array = np.ndarray[Any, Any]
 ROWS = {"users": 7, "items": 11, "ünïts": 5}
@@ -288,96 +283,18 @@ def test_an_unchecked_negative_id_of_a_sequence_is_no_padding(policy: str | int)
             np.testing.assert_array_equal(call(features)["x"], [[rows[1], instead], [rows[3], np.zeros(DIM)]])
 
 
-SERVED_FORMS = ("dense1", "dense2_zeros", "sparse_mean", "ragged_sqrtn", "ragged_sum_2", "sequence_ragged")
-SERVED = {name: case for name, case in CASES.items() if name.startswith(SERVED_FORMS) and "weighted" not in name}
+def test_a_serving_config_overrides_lookups_and_is_refused_for_a_model(tmp_path: Path) -> None:
+    def build() -> Any:
+        ids = keras.Input((), dtype="int64", name="dense1_zeros")
+        config = {"dense1_zeros": FeatureConfig(TableConfig(7, DIM, "users_mean"), out_of_vocabulary="zeros")}
+        return keras.Model(ids, TPUEmbedding(config, "sgd")({"dense1_zeros": ids}))
 
-
-def model(embedding: Any) -> Any:
-    inputs = {}
-    for name, case in SERVED.items():
-        kind = {"sparse": "sparse" in case.form, "ragged": "ragged" in case.form}
-        shape = (BATCH, 2, 3)[1 : int(case.form[-1])] if case.is_dense else (None,)
-        inputs[name] = keras.Input(shape, dtype="int64", name=name, **kind)
-    return keras.Model(inputs, embedding(inputs))
-
-
-def build() -> Any:
-    return model(layer(SERVED))
-
-
-def padded(case: Case, ids: Any) -> Array:
-    if case.is_dense:
-        return np.asarray(ids)
-    width = max(map(len, ids))
-    return np.array([[*one, *[-1] * (width - len(one))] for one in ids], np.int64).reshape(BATCH, width)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(a model, its tables' rows, its checkpoint, a folder)."""
-    folder = tmp_path_factory.mktemp("policies")
     made = build()
-    embedding = next(one for one in made.layers if isinstance(one, TPUEmbedding))
-    rows = fill(embedding)
-    return made, rows, tf.train.Checkpoint(model=made).write(str(folder / "ckpt")), folder
-
-
-def check(found: Any, rows: dict[str, Array], ids: dict[str, Any], names: Iterable[str]) -> None:
-    for name in names:
-        case = SERVED[name]
-        wanted, _ = by_hand(case, rows[f"{case.table}_{case.combiner}"], ids[name], None)
-        np.testing.assert_allclose(np.asarray(found[name]), wanted, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.nightly
-def test_predict_equals_the_exports(trained: Any) -> None:
-    made, rows, checkpoint, folder = trained
-    exported = export_saved_model(checkpoint, folder / "whole", model=build).path
-    live = export_model(made, folder / "live").path
-    signatures = [tf.saved_model.load(str(path)).signatures["serving_default"] for path in (exported, live)]
-    for seed in range(3):
-        ids, _ = drawn(seed, SERVED, hot=5)
-        features, _ = as_tensors(SERVED, ids, dict.fromkeys(SERVED))
-        check(made(features), rows, ids, SERVED)
-        if seed == 0:
-            check(tf.function(made)(features), rows, ids, SERVED)
-        inputs = {name: tf.constant(padded(case, ids[name])) for name, case in SERVED.items()}
-        for signature in signatures:
-            check(signature(**inputs), rows, ids, SERVED)
-
-
-@pytest.mark.nightly
-def test_lookups_take_the_layers_policies(trained: Any) -> None:
-    made, rows, checkpoint, folder = trained
-    lists = {name: case for name, case in SERVED.items() if not case.is_dense}
-    single = {name: case for name, case in SERVED.items() if case.form == "dense1"}
-    config: dict[str, dict[str, dict[str, Any]]] = {
-        "features": {name: {"table": f"{case.table}_{case.combiner}", "input": "id"} for name, case in single.items()}
-    }
-    config["features"] |= {
-        name: {"table": f"{case.table}_{case.combiner}", "max_sequence_length": case.length}
-        for name, case in lists.items()
-    }
-    embedding = next(one for one in made.layers if isinstance(one, TPUEmbedding))
-    configured = export_model(embedding, folder / "live-lookups", serving_config=config).path
-    own = export_saved_model(checkpoint, folder / "own").path
-    for path in (configured, own):
-        signatures = tf.saved_model.load(str(path)).signatures
-        names = list(lists) if path == own else [*lists, *single]
-        for seed in range(3):
-            ids, _ = drawn(seed + 10, SERVED, hot=5)
-            asked = {name: padded(SERVED[name], ids[name]) for name in names}
-            if path == own:
-                asked |= {name: np.zeros((BATCH, 1), np.int64) for name in SERVED if name not in lists}
-            found = signatures["serving_default"](**{name: tf.constant(one) for name, one in asked.items()})
-            check(found, rows, ids, names)
-
-
-def test_a_serving_config_overrides_lookups_and_is_refused_for_a_model(trained: Any) -> None:
-    _, rows, checkpoint, folder = trained
+    rows = fill(next(one for one in made.layers if isinstance(one, TPUEmbedding)))
+    checkpoint = tf.train.Checkpoint(model=made).write(str(tmp_path / "ckpt"))
     feature = {"table": "users_mean", "input": "id"}
     config = {"features": {"dense1_zeros": feature | {"out_of_vocabulary": 4}, "new": feature}}
-    path = export_saved_model(checkpoint, folder / "overridden", serving_config=config).path
+    path = export_saved_model(checkpoint, tmp_path / "overridden", serving_config=config).path
     call = tf.saved_model.load(str(path)).signatures["serving_default"]
     found = call(dense1_zeros=tf.constant([99, 1], tf.int64), new=tf.constant([0, 1], tf.int64))
     np.testing.assert_array_equal(found["dense1_zeros"], rows["users_mean"][[4, 1]])
@@ -385,7 +302,7 @@ def test_a_serving_config_overrides_lookups_and_is_refused_for_a_model(trained: 
         call(dense1_zeros=tf.constant([99, 1], tf.int64), new=tf.constant([0, 7], tf.int64))
     stated = {"features": {"dense1_zeros": feature | {"out_of_vocabulary": "error"}}}
     with refused(ConfigError):
-        export_saved_model(checkpoint, folder / "refused", model=build, serving_config=stated)
+        export_saved_model(checkpoint, tmp_path / "refused", model=build, serving_config=stated)
 
 
 def test_parts_of_tables(tmp_path: Path) -> None:
@@ -422,146 +339,3 @@ def test_parts_of_tables(tmp_path: Path) -> None:
         call(a=tf.constant(ids), b=tf.constant(ids), c=tf.constant(ids))
     with refused(ConfigError):
         export_saved_model(checkpoint, tmp_path / "n", model=small, rows={"t": (6, 8)})
-
-
-# ---- served
-
-
-def ranker() -> Any:
-    """A whole model with an id, a ragged and a sparse list; names with quotes and signs that are no ASCII."""
-    tables = {name: TableConfig(rows, DIM, name) for name, rows in {"users": 7, "l'été": 11}.items()}
-    inputs = {
-        "user": keras.Input((), dtype="int64", name="user"),
-        "seen": keras.Input((None,), dtype="int64", name="seen", ragged=True),
-        "liked": keras.Input((None,), dtype="int64", name="liked", sparse=True),
-    }
-    config = {
-        "who": FeatureConfig(tables["users"]),
-        "lists": {
-            "seen": FeatureConfig(tables["l'été"]),
-            "liked": FeatureConfig(tables["l'été"], out_of_vocabulary="zeros"),
-        },
-    }
-    ids = {"who": inputs["user"], "lists": {"seen": inputs["seen"], "liked": inputs["liked"]}}
-    found = TPUEmbedding(config, "sgd")(ids)
-    joined = keras.ops.concatenate([found["who"], found["lists"]["seen"], found["lists"]["liked"]], -1)
-    return keras.Model(inputs, {"score": keras.layers.Dense(1, name="score")(joined)})
-
-
-CONFIG = """
-model_config_list {{
-  config {{ name: "ranker" base_path: "{root}/ranker" model_platform: "tensorflow" }}
-  config {{ name: "lookups" base_path: "{root}/lookups" model_platform: "tensorflow" }}
-}}
-"""
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """(a server of a whole model and of lookups, that puts requests together and takes long ones apart; the model)."""
-    root = tmp_path_factory.mktemp("served")
-    made = ranker()
-    checkpoint = tf.train.Checkpoint(model=made).write(str(root / "ckpt"))
-    export_saved_model(checkpoint, root / "ranker", model=ranker)
-    features = {"who": {"table": "users", "input": "id"}, "seen": {"table": "l'été", "combiner": "sum"}}
-    export_saved_model(checkpoint, root / "lookups", serving_config={"features": features})
-    (root / "models.config").write_text(CONFIG.format(root=root))
-    (root / "batching.pbtxt").write_text(
-        "max_batch_size { value: 1024 } enable_large_batch_splitting { value: true } max_execution_batch_size { value: 16 }"
-    )
-    options = ("--config", str(root / "models.config"), "--enable-batching", "--batching-parameters-file")
-    with ServerProcess(None, root / "log", *options, str(root / "batching.pbtxt"), "--grpc-port", "0") as running:
-        while running.request("GET", "/readyz")[0] != 200:
-            time.sleep(0.05)
-        yield running, made
-
-
-def ask(server: ServerProcess, model: str, body: Any) -> tuple[int, Any]:
-    status, answer = server.request("POST", f"/v1/models/{model}:predict", json.dumps(body))
-    return status, json.loads(answer)
-
-
-def rows_of(count: int) -> list[dict[str, Any]]:
-    return [{"user": index % 7, "seen": [index % 11], "liked": [index % 11]} for index in range(count)]
-
-
-@pytest.mark.parametrize("count", [3, 40])
-@pytest.mark.sampled(1)
-def test_the_sentence_over_rest(served: Any, count: int) -> None:
-    server, _ = served
-    for bad in (7, -1, 2**62, -(2**63)):
-        rows = rows_of(count)
-        rows[count - 2]["user"] = bad
-        sentence = f"feature who: id {bad} of row {count - 2} is not in table users, which has 7 rows{REMEDY}"
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        assert ask(server, "ranker", {"instances": rows}) == (400, {"error": sentence})
-        assert ask(server, "ranker", {"inputs": columns}) == (400, {"error": sentence})
-        lookups = [{"who": row["user"], "seen": row["seen"]} for row in rows]
-        assert ask(server, "lookups", {"instances": lookups}) == (400, {"error": sentence})
-    rows = rows_of(count)
-    rows[count - 1]["seen"] = [3, 11]  # the other rows have one id: lists of different lengths
-    sentence = f"feature lists/seen: id 11 of row {count - 1} is not in table l'été, which has 11 rows{REMEDY}"
-    assert ask(server, "ranker", {"instances": rows}) == (400, {"error": sentence})
-    lookups = [{"who": 0, "seen": row["seen"]} for row in rows]
-    sentence = f"feature seen: id 11 of row {count - 1} is not in table l'été, which has 11 rows{REMEDY}"
-    assert ask(server, "lookups", {"instances": lookups}) == (400, {"error": sentence})
-
-
-def test_the_sentence_over_grpc(served: Any) -> None:
-    import grpc
-    from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
-
-    server, _ = served
-    request = predict_pb2.PredictRequest()
-    request.model_spec.name = "ranker"
-    for name, values in {"user": [1, 8, 9], "seen": [[1], [1], [1]], "liked": [[99], [1], [-1]]}.items():
-        request.inputs[name].CopyFrom(tf.make_tensor_proto(np.array(values, np.int64)))
-    with grpc.insecure_channel(server.grpc_address) as channel:
-        call = prediction_service_pb2_grpc.PredictionServiceStub(channel).Predict
-        with pytest.raises(grpc.RpcError) as caught:
-            call(request, timeout=30)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details() == f"feature who: id 8 of row 1 is not in table users, which has 7 rows{REMEDY}"
-
-
-def test_every_request_of_a_shared_run_has_its_own_row(served: Any) -> None:
-    server, _ = served
-
-    def one(index: int) -> tuple[int, Any]:
-        rows = rows_of(5)
-        if index % 3 == 0:
-            rows[index % 5]["user"] = 100 + index
-        return ask(server, "ranker" if index % 2 else "lookups", {
-            "instances": rows if index % 2 else [{"who": row["user"], "seen": row["seen"]} for row in rows]
-        })  # fmt: skip
-
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(one, range(120)))
-    for index, (status, answer) in enumerate(answers):
-        if index % 3:
-            assert status == 200, answer
-        else:
-            where = f"feature who: id {100 + index} of row {index % 5} is not in table users, which has 7 rows"
-            assert (status, answer) == (400, {"error": where + REMEDY})
-
-
-def test_lists_of_different_lengths_for_a_whole_model(served: Any) -> None:
-    """Sparse and ragged inputs; ids outside of a table whose policy is zeros; equal to the model itself."""
-    server, made = served
-    rng = np.random.default_rng(5)
-    for _ in range(5):
-        lists = {
-            name: [rng.integers(0, 11, rng.integers(0, 5)).tolist() for _ in range(4)] for name in ("seen", "liked")
-        }
-        lists["seen"][0], lists["liked"][1] = [3, 4, 5, 6, 7], [12, 3, -7, 2, 2**40]
-        users = rng.integers(0, 7, 4)
-        ragged = {name: tf.ragged.constant(values, tf.int64, ragged_rank=1) for name, values in lists.items()}
-        wanted = made({"user": tf.constant(users), "seen": ragged["seen"], "liked": ragged["liked"].to_sparse()})[
-            "score"
-        ]
-        columns = {"user": users.tolist(), **lists}
-        rows = [{name: values[index] for name, values in columns.items()} for index in range(4)]
-        for body, key in (({"instances": rows}, "predictions"), ({"inputs": columns}, "outputs")):
-            status, answer = ask(server, "ranker", body)
-            assert status == 200, answer
-            np.testing.assert_allclose(answer[key], wanted, atol=1e-5)
