@@ -14,7 +14,7 @@ import tensorflow as tf
 from tests.support import capi
 from tests.support.export import named_model, whole_model
 from tests.support.messages import said
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_model, export_saved_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_model
 from tpuembed.export.graph.warmup import WARMUP_PATH
 from tpuembed.manifest import ActivationEntry, FromActivations, Manifest
 
@@ -237,18 +237,6 @@ def test_a_table_that_is_read_whole_is_named(tmp_path: Path) -> None:
     rows = np.asarray(layer.embedding_tables[config])
     outputs = loaded["from_activations"](x=tf.constant(rows[[4, 5]]))
     np.testing.assert_allclose(outputs["scores"], rows[[4, 5]] @ rows.T, rtol=1e-5)
-
-
-@pytest.mark.nightly
-def test_of_a_checkpoint(tmp_path: Path) -> None:
-    """The model is built without tables there. Another process would trace it alike."""
-    model = whole_model.build()
-    prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
-    path = export_saved_model(prefix, tmp_path / "m", model=whole_model.build, layout="mmap").path
-    inputs = whole_model.draw(np.random.default_rng(2), 4, 3)
-    expected = capi.predict(path, inputs)
-    found = capi.predict(path, activations_of(model, inputs), "from_activations")
-    np.testing.assert_allclose(found["score"], expected["score"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.nightly

@@ -318,44 +318,6 @@ def test_a_sparse_spec_is_taken_padded() -> None:
     assert tf.sparse.to_dense(value["a"]).numpy().tolist() == [[b"x", b""], [b"", b"y"]]
 
 
-def test_random_structures_of_specs() -> None:
-    for seed in range(40):
-        rng = random.Random(seed)
-        count = iter(range(100))
-
-        def structure(depth: int = 0, rng: Any = rng, count: Any = count) -> Any:
-            kind = rng.choice(["leaf", "dict", "list", "dict"] if depth else ["leaf", "dict", "list"])
-            if kind == "leaf" or depth > 2:
-                return next(count)
-            children = [structure(depth + 1) for _ in range(rng.randint(1, 3))]
-            return dict(zip(rng.sample("abc", len(children)), children, strict=True)) if kind == "dict" else children
-
-        made = structure()
-        named = not isinstance(made, dict)
-        specs = mapped(made, lambda n, named=named: tf.TensorSpec([None], tf.int64, name=f"own_{n}" if named else None))
-        truth = dict(names_of(made))
-        names = {f"own_{number}" if named else path: number for path, number in truth.items()}
-        value, found = seen(specs, {name: tf.constant([number], tf.int64) for name, number in names.items()})
-        assert found.keys() == names.keys()
-        assert all(spec.name == name for name, spec in found.items())
-        assert mapped(value, lambda tensor: int(tensor[0])) == made, seed
-
-
-def mapped(structure: Any, function: Any) -> Any:
-    if isinstance(structure, dict):
-        return {key: mapped(child, function) for key, child in structure.items()}
-    return [mapped(child, function) for child in structure] if isinstance(structure, list) else function(structure)
-
-
-def names_of(structure: Any, path: str = "") -> Any:
-    if isinstance(structure, dict | list):
-        pairs = structure.items() if isinstance(structure, dict) else enumerate(structure)
-        for key, child in pairs:
-            yield from names_of(child, f"{path}/{key}".lstrip("/"))
-    else:
-        yield path, structure
-
-
 @pytest.mark.parametrize(
     "specs",
     [
@@ -369,27 +331,3 @@ def names_of(structure: Any, path: str = "") -> Any:
 def test_specs_that_cannot_be(specs: Any) -> None:
     with refused(ConfigError):
         wrap_model((Echo(), specs), "m")
-
-
-@pytest.mark.nightly
-def test_one_spec_is_exported_and_served(tmp_path: Path) -> None:
-    class Bag(keras.Model):
-        def __init__(self) -> None:
-            super().__init__(name="bag")
-            self.embedding = TPUEmbedding(table(), optimizer="sgd")
-
-        def call(self, ids: Any) -> Any:
-            return self.embedding(ids)
-
-    model = Bag()
-    truth = model(ragged(IDS, tf.int64))
-    report = export_model((model, tf.RaggedTensorSpec([None, None], tf.int64)), tmp_path / "m")
-    manifest = Manifest.read(report.path)
-    assert manifest is not None
-    assert list(manifest.signatures["serving_default"]["inputs"]) == ["inputs"]
-    assert [one.ids for one in manifest.from_activations.features] == ["inputs"]
-    with loaded(report.path) as servable:
-        found = run(servable, inputs=padded(IDS, -1))
-        packed = run(servable, "packed", ids=padded(IDS, -1))
-    for outputs in (found, packed):
-        np.testing.assert_allclose(outputs["output_0"], truth, atol=1e-6)

@@ -1,8 +1,6 @@
 """Every output of a model is in the signature once, under a name of its own, with the numbers that `predict` gives in its place."""
 
 import json
-import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,99 +176,6 @@ def outer_named(name: str) -> Any:
     return keras.Model(x, two_heads()(x), name=name)
 
 
-class Build:
-    """A random model: `picks` are (name of a tensor on its own, tensor)."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.x = x_input()
-        self.picks: list[tuple[str, Any]] = [("x", self.x)]
-        for number in range(self.random.randint(1, 4)):
-            getattr(self, self.random.choice(["head", "tower", "recurrent", "again"]))(f"n{number}")
-
-    def head(self, name: str) -> None:
-        layer = dense(name)
-        self.picks += [(name, layer(self.x))] * self.random.randint(1, 2)
-        if self.random.random() < 0.5:
-            self.picks.append((name, layer(2 * self.x)))
-
-    def tower(self, name: str) -> None:
-        names = self.random.sample(["p", "q", "r"], self.random.randint(1, 3))
-        by_key = self.random.random() < 0.5
-        tower = heads(
-            name,
-            lambda x: {n: dense(f"{n}_layer")(x) for n in names} if by_key else [dense(n)(x) for n in names],
-        )
-        for _ in range(self.random.randint(1, 2)):
-            made = tower(self.x)
-            made = made if isinstance(made, list | dict) else [made]
-            pairs = made.items() if isinstance(made, dict) else zip(names, made, strict=True)
-            self.picks += [(f"{name}/{n}" if len(names) > 1 else name, value) for n, value in pairs]
-
-    def recurrent(self, name: str) -> None:
-        made = keras.layers.GRU(2, return_state=True, name=name)(keras.ops.expand_dims(self.x, 1))
-        self.picks += [(name, value) for value in made]
-
-    def again(self, name: str) -> None:
-        self.picks.append(self.random.choice(self.picks))
-        self.head(name)
-
-    def structure(self, depth: int = 0) -> Any:
-        kind = self.random.choice(["leaf", "list", "dict", "tuple"] if depth else ["list", "dict", "tuple"])
-        if kind == "leaf" or depth > 2:
-            return self.random.choice(self.picks)
-        children = [self.structure(depth + 1) for _ in range(self.random.randint(1, 3))]
-        if kind == "dict":
-            return dict(zip(self.random.sample(["k", "l", "m"], len(children)), children, strict=True))
-        return children if kind == "list" else Group(children)
-
-
-class Group(list[Any]):
-    """Becomes a tuple; a tuple is a pick."""
-
-
-def tensors(structure: Any) -> Any:
-    if isinstance(structure, dict):
-        return {key: tensors(child) for key, child in structure.items()}
-    if isinstance(structure, list):
-        made = [tensors(child) for child in structure]
-        return tuple(made) if isinstance(structure, Group) else made
-    return structure[1]
-
-
-def expected_names(structure: Any, path: str = "") -> Iterator[str]:
-    """A second telling of the rule: keys from the first dict on, else the name of what makes it."""
-    if isinstance(structure, dict):
-        for key in sorted(structure):
-            yield from expected_names(structure[key], f"{path}/{key}".lstrip("/"))
-    elif isinstance(structure, list):
-        for index, child in enumerate(structure):
-            yield from expected_names(child, f"{path}/{index}" if path else "")
-    else:
-        yield path or structure[0]
-
-
-@pytest.mark.nightly
-def test_random_models_answer_each_output_once() -> None:
-    for seed in range(60):
-        build = Build(seed)
-        structure = build.structure()
-        model = keras.Model(build.x, tensors(structure))
-        bases = list(expected_names(structure))
-        count, seen, names = Counter(bases), Counter[str](), []
-        for base in bases:
-            names.append(f"{base}/{seen[base]}" if count[base] > 1 else base)
-            seen[base] += 1
-        if len(set(names)) < len(names):
-            with refused(ConfigError):
-                called(model)
-            continue
-        found = called(model)
-        assert sorted(found) == sorted(names), seed
-        for name, (_, value) in zip(names, leaves(model(X, training=False)), strict=True):
-            np.testing.assert_allclose(found[name], value, atol=1e-6, err_msg=f"{seed} {name}")
-
-
 # ---- new names
 
 
@@ -364,23 +269,6 @@ def served(path: Path, ids: Any) -> dict[str, Any]:
         return {info.alias: value for info, value in zip(signature.outputs, values, strict=True)}
     finally:
         servable.close()
-
-
-@pytest.mark.nightly
-def test_both_exporters_and_both_readers(tmp_path: Path) -> None:
-    model, ids = ranker(), np.array([0, 8, 3])
-    truth = dict(zip(("click", "ranker/watch"), model.predict(ids, verbose=0), strict=True))
-    names = {"ranker/click": "click"}
-    checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
-    live = export_model(model, tmp_path / "live", output_names=names)
-    saved = export_saved_model(checkpoint, tmp_path / "saved", model=ranker, output_names=names)
-    for report in (live, saved):
-        loaded = tf.saved_model.load(str(report.path))
-        python = loaded.signatures["serving_default"](item=tf.constant(ids))
-        for found in (python, served(report.path, ids)):
-            assert found.keys() == truth.keys()
-            for name, values in truth.items():
-                np.testing.assert_allclose(found[name], values, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.nightly

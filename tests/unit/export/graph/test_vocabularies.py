@@ -4,7 +4,6 @@ import hashlib
 import json
 import random
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -132,33 +131,6 @@ def test_lookups_inside_of_other_layers(tmp_path: Path) -> None:
         compare_vocabularies(build(WORDS[:2], WORDS[::-1]), tmp_path / "m.keras")
 
 
-@pytest.mark.nightly
-def test_random_models(tmp_path: Path) -> None:
-    """Layers with names and without, given or adapted: the same ones and fewer pass, swapped or shuffled ones are refused."""
-    for seed in range(25):
-        rng = random.Random(seed)
-        count = rng.randint(1, 4)
-        words = [rng.sample(WORDS, rng.randint(2, 5)) for _ in range(count)]
-        names = [f"name_{number}" if rng.random() < 0.5 else None for number in range(count)]
-        options: list[dict[str, Any]] = [{} if name is None else {"name": name} for name in names]
-        path = tmp_path / f"{seed}.keras"
-        model_of(*(lookup(w, rng.random() < 0.5, **o) for w, o in zip(words, options, strict=True))).save(path)
-
-        def build(which: list[int], words: list[list[str]], options: list[dict[str, Any]] = options) -> Any:
-            return model_of(*(lookup(words[number], **options[number]) for number in which))
-
-        kept = sorted(rng.sample(range(count), rng.randint(1, count)))
-        compare_vocabularies(build(list(range(count)), words), path)
-        compare_vocabularies(build(kept, words), path)
-        changed = rng.randrange(count)
-        other = [*words[:changed], words[changed][::-1], *words[changed + 1 :]]
-        with refused(CheckpointMismatchError):
-            compare_vocabularies(build(list(range(count)), other), path)
-        if count > 1 and words[0] != words[1]:
-            with refused(CheckpointMismatchError):
-                compare_vocabularies(build(list(range(count)), [words[1], words[0], *words[2:]]), path)
-
-
 def test_a_lookup_that_the_factory_adds_is_its_own(tmp_path: Path) -> None:
     model_of(lookup(WORDS, name="users")).save(tmp_path / "m.keras")
     with pytest.warns(
@@ -172,25 +144,6 @@ def test_a_lookup_that_the_factory_adds_is_its_own(tmp_path: Path) -> None:
     keras.Model(x, keras.layers.Dense(1)(x)).save(tmp_path / "none.keras")
     with pytest.warns(UserWarning, match="cannot be compared with the training"):
         compare_vocabularies(model_of(lookup(["x", "y"])), tmp_path / "none.keras")
-
-
-@keras.saving.register_keras_serializable(package="tests")
-class URLLookup(keras.layers.StringLookup):
-    """Keras makes url_lookup_3 of it."""
-
-
-@pytest.mark.parametrize("adapt", [True, False])
-def test_classes_of_ones_own(adapt: bool, tmp_path: Path) -> None:
-    def build(words: list[str], adapt: bool = False) -> Any:
-        layer = URLLookup() if adapt else URLLookup(vocabulary=words)
-        if adapt:
-            layer.adapt(np.repeat(words, range(len(words), 0, -1)))
-        return model_of(layer)
-
-    build(WORDS, adapt).save(tmp_path / "m.keras")
-    compare_vocabularies(build(WORDS), tmp_path / "m.keras")
-    with refused(CheckpointMismatchError, match="'eel'"):
-        compare_vocabularies(build(WORDS[::-1]), tmp_path / "m.keras")
 
 
 def test_names_beside_numbers(tmp_path: Path) -> None:
@@ -379,18 +332,6 @@ def len_and_text(name: str) -> tuple[int, str]:
     return len(name), name
 
 
-def test_a_layer_that_two_models_share(tmp_path: Path) -> None:
-    def build(words: list[str]) -> Any:
-        shared = lookup(words)
-        x, y = keras.Input((), dtype="string"), keras.Input((), dtype="string")
-        return keras.Model([x, y], [functional(shared)(x), functional(shared)(y)])
-
-    build(WORDS).save(tmp_path / "m.keras")
-    assert list(compared(build(WORDS), tmp_path / "m.keras").values()) == [True]
-    with refused(CheckpointMismatchError):
-        compare_vocabularies(build(WORDS[::-1]), tmp_path / "m.keras")
-
-
 @keras.saving.register_keras_serializable(package="tests")
 class Silent(keras.layers.Layer):
     """Makes a lookup of which no config says anything, as of words in the code."""
@@ -448,23 +389,6 @@ def test_what_is_called_compared_is_equal(monkeypatch: pytest.MonkeyPatch, tmp_p
         outcomes["unknown"] += 1
         assert [entry.compared for entry in found if entry.sha256 == wrong] == [False], (seed, kinds, names, changed)
     assert min(outcomes.values()) > 5, outcomes
-
-
-@pytest.mark.parametrize("make", [lambda words: lookup(words, name="words"), lambda words: Listed(words, name="own")])
-def test_layers_of_one_name_in_two_models(make: Callable[[list[str]], Any], tmp_path: Path) -> None:
-    """The file does not say which is which."""
-
-    def build(*words: list[str]) -> Any:
-        inputs = [keras.Input((), dtype="string") for _ in words]
-        return keras.Model(inputs, [functional(make(w))(x) for w, x in zip(words, inputs, strict=True)])
-
-    build(WORDS, WORDS[::-1]).save(tmp_path / "m.keras")
-    for words in ((WORDS, WORDS[::-1]), (WORDS[::-1], WORDS)):
-        with pytest.warns(
-            UserWarning, match="vocabularies of layers 'words', 'words' of the factory cannot be compared"
-        ):
-            found = compare_vocabularies(build(*words), tmp_path / "m.keras")
-        assert [entry.compared for entry in found] == [False, False]
 
 
 def test_a_damaged_vocabulary_of_a_file(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.messages import refused
@@ -280,16 +280,6 @@ _UNUSED_HEADS = "ignore:`build..` was called on layer 'subclassed:UserWarning"
 """Keras warns where a model has heads that its call does not use."""
 
 
-@pytest.mark.nightly
-@pytest.mark.filterwarnings(_UNUSED_HEADS)
-@given(specs(), _FORMS)
-@settings(deadline=None, max_examples=12)
-def test_a_factory_computes_the_trained_models_numbers_or_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, pair: tuple[Spec, Spec], form: str
-) -> None:
-    _compare(tmp_path_factory.mktemp("model"), *pair, form)
-
-
 @pytest.mark.filterwarnings(_UNUSED_HEADS)
 @pytest.mark.parametrize("outputs", [("like",), ("watch", "click")])
 @pytest.mark.sampled(1)
@@ -405,18 +395,6 @@ def build_heads(heads: Mapping[str, Head], outputs: Sequence[str], as_dict: bool
     return keras.Model(numbers, model({name: keras.ops.cast(value, "int64") for name, value in numbers.items()}))
 
 
-@st.composite
-def _heads(draw: st.DrawFn) -> dict[str, Head]:
-    """Heads that a config tells apart: by the names of their last layers, or by how they are made."""
-    steps = st.lists(st.sampled_from(sorted(STEPS)), max_size=3).map(tuple)
-    ends = st.sampled_from(["dense", "activation", "none"])
-    head = st.builds(Head, st.sampled_from("uv"), steps, ends, st.booleans())
-    drawn = draw(st.lists(head, min_size=2, max_size=3))
-    unnamed = [dataclasses.replace(head, end="") for head in drawn]
-    assume(len(set(unnamed)) == len(unnamed) or all(head.end != "none" for head in drawn))
-    return {f"h{number}": head for number, head in enumerate(drawn)}
-
-
 def _compare_heads(
     folder: Path, heads: Mapping[str, Head], options: Mapping[str, Any], order: Sequence[str], kept: Sequence[str]
 ) -> None:
@@ -471,25 +449,6 @@ def _compare_heads(
 def test_a_config_tells_unnamed_layers_apart(tmp_path: Path, first: Head, second: Head) -> None:
     options = {"as_dict": False, "made_before": 1, "outer": False}
     _compare_heads(tmp_path, {"h0": first, "h1": second}, options, ["h1", "h0"], ["h1", "h0"])
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@given(_heads(), st.data())
-@settings(deadline=None, max_examples=150)
-def test_heads_over_unnamed_layers_in_another_order_are_told_apart_by_the_config_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head], data: st.DataObject
-) -> None:
-    order = data.draw(st.permutations(sorted(heads)))
-    kept = data.draw(
-        st.one_of(st.permutations(sorted(heads)), st.lists(st.sampled_from(sorted(heads)), min_size=1, unique=True))
-    )
-    options = {
-        "as_dict": data.draw(st.booleans()),
-        "made_before": data.draw(st.integers(0, 1)),
-        "outer": data.draw(st.booleans()),
-    }
-    _compare_heads(tmp_path_factory.mktemp("model"), heads, options, order, kept)
 
 
 def test_a_file_without_names_is_matched_one_to_one_only(tmp_path: Path) -> None:
@@ -595,53 +554,6 @@ def test_a_tower_without_its_extra_head_is_not_the_other_tower(tmp_path: Path, n
     except CheckpointMismatchError:
         return
     np.testing.assert_allclose(found["q"], truth["q"], atol=1e-5)
-
-
-@keras.saving.register_keras_serializable("tests")
-class Prefixed(keras.layers.Layer):
-    """A layer that names the ones below it after itself."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.hidden = keras.layers.Dense(DIM, activation="tanh", name=f"{self.name}_h")
-        self.last = keras.layers.Dense(DIM, name=f"{self.name}_o")
-
-    def build(self, shape: Any) -> None:
-        self.hidden.build(shape)
-        self.last.build(shape)
-
-    def call(self, x: Any) -> Any:
-        return self.last(self.hidden(x))
-
-
-def _recurrent() -> Any:
-    layer = keras.layers.Bidirectional(keras.layers.LSTM(2))
-    return lambda x: layer(keras.layers.Reshape((DIM, 1))(x))
-
-
-@pytest.mark.parametrize("form", ["model", "h5", "keras"])
-@pytest.mark.parametrize("make", [Prefixed, _recurrent])
-@pytest.mark.nightly
-def test_names_made_of_names_that_keras_makes_up_are_no_evidence(tmp_path: Path, make: Any, form: str) -> None:
-    def train() -> Any:
-        ids, x = _inputs()
-        query, item = make(), make()
-        q = query(x)
-        return keras.Model(ids, {"i": item(x), "q": q})
-
-    def serve() -> Any:
-        ids, x = _inputs()
-        return keras.Model(ids, {"i": make()(x)})
-
-    def later() -> Any:
-        make(), make()(keras.Input((DIM,)))
-        return train()
-
-    with refused(CheckpointMismatchError):
-        _served(tmp_path, train, serve, form)
-    truth, found = _served(tmp_path, train, later, form)
-    for name, values in truth.items():
-        np.testing.assert_allclose(found[name], values, atol=1e-5)
 
 
 @keras.saving.register_keras_serializable("tests")

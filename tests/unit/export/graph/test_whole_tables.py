@@ -13,9 +13,7 @@ import tensorflow as tf
 
 from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
-from tpuembed.compat import tfrs
 from tpuembed.errors import ConfigError, ExportError
-from tpuembed.export.graph.keras_model import KerasModel
 from tpuembed.manifest import Manifest
 from tpuembed_serving.tensorflow import session as runtime
 
@@ -144,60 +142,6 @@ def test_a_subclassed_model(tmp_path: Path) -> None:
 def trained_after(model: Any) -> Any:
     model(tf.constant(IDS))
     return trained(model)
-
-
-class Compatible(keras.Model):
-    """Layers of TensorFlow Recommenders' names, whose tables lie in several of ours."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__(name="compatible")
-        self.items, self.users = TableConfig(7, 4, "items"), TableConfig(90, 4, "users")
-        config = {"item": FeatureConfig(self.items), "user": FeatureConfig(self.users)}
-        options = {"size_threshold": 10} if kind is tfrs.PartialTPUEmbedding else {}
-        self.embedding = kind(config, optimizer="sgd", **options)
-
-    def call(self, ids: Any) -> Any:
-        tables, rows = self.embedding.embedding_tables, self.embedding({"item": ids, "user": ids})
-        return {
-            "items": tf.matmul(rows["user"], tables[self.items], transpose_b=True),
-            "users": tf.matmul(rows["item"], tables[self.users], transpose_b=True),
-        }
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", [tfrs.TPUEmbedding, tfrs.PartialTPUEmbedding])
-def test_layers_of_tensorflow_recommenders_names(kind: Any, tmp_path: Path) -> None:
-    spec = tf.TensorSpec([None], tf.int64, name="id")
-    model = Compatible(kind)
-    truth = trained_after(model)(tf.constant(IDS))
-    checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
-    check(export_model((model, spec), tmp_path / "a").path, {"id": IDS}, truth)
-    saved = export_saved_model(checkpoint, tmp_path / "b", model=lambda: (Compatible(kind), spec))
-    check(saved.path, {"id": IDS}, truth)
-
-
-@pytest.mark.nightly
-def test_models_that_cannot_read_a_table_are_not_traced_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    traced: list[Any] = []
-
-    def trace(model: Any) -> None:
-        traced.append(model)
-
-    monkeypatch.setattr(KerasModel, "trace", trace)
-
-    def build(layer: Any) -> Any:
-        x = keras.Input((), dtype="int64", name="id")
-        rows = TPUEmbedding(FeatureConfig(TableConfig(7, 4, "items")), optimizer="sgd")(x)
-        return keras.Model(x, keras.Sequential([keras.layers.Dense(2), layer])(rows))
-
-    for layer, count in ((keras.layers.ReLU(), 0), (keras.layers.Lambda(lambda x: x + 1), 2)):
-        model = build(layer)
-        checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
-        export_saved_model(checkpoint, tmp_path / "a", model=lambda layer=layer: build(layer))
-        export_model(model, tmp_path / "b")
-        assert len(traced) == count
 
 
 class Decorated(keras.Model):
