@@ -1,6 +1,5 @@
 """The planner: every row once, in its place, within the budget."""
 
-import json
 import time
 from typing import Any
 
@@ -112,14 +111,6 @@ def test_a_thousand_tables_and_ten_terabytes_plan_in_a_second() -> None:
     assert max(task.size for task in made.shards) < 2 * made.table_bytes / 16_384
 
 
-def test_the_estimate_is_by_what_is_moved_and_the_stated_rate() -> None:
-    made = plan(info("t", 10**9 // 64, 16), workers=2)  # 1 GB
-    assert made.estimated_seconds == pytest.approx(1.0)
-    assert plan(info("t", 10**9 // 64, 16), workers=1, storage="bfloat16").estimated_seconds == pytest.approx(2.0)
-    assert made.to_dict()["stated_bytes_per_second"] == 10**9
-    assert made.to_dict()["estimated_seconds"] == 1.0
-
-
 def test_a_killed_export_is_the_same_with_less_memory_and_fewer_workers() -> None:
     """And not with other bytes in other places."""
     source = Source(path="ckpt", fingerprint="f")
@@ -142,40 +133,6 @@ def test_large_tables_are_cut_into_pieces_for_all_workers() -> None:
     sizes = [task.size for task in made.shards]
     assert len(sizes) == 32
     assert set(sizes) == {64 << 20}
-
-
-def test_chunks_are_four_mebibytes_where_the_budget_allows() -> None:
-    assert plan(info("t", 1 << 20, 64)).shards[0].chunk_rows == (4 << 20) // 256
-    assert plan(info("t", 1 << 20, 64), max_memory_bytes=1 << 20).shards[0].chunk_rows == (1 << 20) // 256
-    halves = info("t", 1 << 20, 64, np.dtype(np.float16))
-    assert plan(halves, max_memory_bytes=1 << 20).shards[0].chunk_rows == (1 << 20) // 384
-
-
-def test_no_more_workers_than_shards() -> None:
-    assert plan(info("t", 10, 4), workers=7).workers == 1
-
-
-def test_a_plan_is_json_and_text() -> None:
-    made = plan(info("users", 5, 8), info("ads", 3, 8, np.dtype(np.float16)))
-    decoded = json.loads(json.dumps(made.to_dict()))
-    assert decoded["table_bytes"] == 256
-    assert decoded["stacks"][0]["tables"][0] == {
-        "table": "ads",
-        "rows": 3,
-        "row_offset": 0,
-        "source_dtype": "float16",
-        "quantization": None,
-        "first_row": 0,
-        "is_whole": True,
-    }
-    assert ShardTask(**decoded["shards"][1]) == made.shards[1]
-    assert made.describe().split("\n") == [
-        "2 tables in 1 stack, 256 B, layout variables: 2 shards by 1 worker, 160 B of buffers (at most 537 MB)",
-        "about 0.1 s, if each worker moves 500 MB/s (an assumed rate, not measured)",
-        "  stack_float32_8: float32 [8, 8], 256 B",
-        "    ads: 3 rows from row 0, from float16; bytes 0 to 95 in 1 shard",
-        "    users: 5 rows from row 3; bytes 96 to 255 in 1 shard",
-    ]
 
 
 def test_parts_of_tables() -> None:

@@ -1,6 +1,5 @@
 """Versions appear by one rename, under their own number, or not at all."""
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -90,24 +89,6 @@ def test_everything_is_on_the_disk_before_it_is_visible(tmp_path: Path, monkeypa
     at = events.index("-> 1")
     assert set(events[:at]) == {"graph", "data", "variables", "version"}
     assert events[at + 1 :] == ["m"]
-
-
-def test_a_failed_export_leaves_no_folder(tmp_path: Path) -> None:
-    with contextlib.suppress(KeyboardInterrupt), version_writer(tmp_path) as staging:
-        (staging.path / "half").write_text("x")
-        raise KeyboardInterrupt
-    assert names(tmp_path) == []
-
-
-def test_an_existing_version_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
-    commit(tmp_path, 7, "first")
-    with refused(ExportError, match="version 7"):
-        version_writer(tmp_path, 7).reserve()  # before anything is written
-    (tmp_path / "0012").mkdir()
-    with refused(ExportError, match="version 12"):
-        version_writer(tmp_path, 12).reserve()
-    assert (tmp_path / "7" / "saved_model.pb").read_text() == "first"
-    assert names(tmp_path) == ["0012", "7"]
 
 
 def test_an_explicit_version_that_is_taken_meanwhile_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.support.export.in_process import InProcessEngine
 from tests.support.export.store_exports import SHARD_BYTES, TABLES, plan_of, save_graph
 from tests.support.messages import refused
 from tests.support.stores import S3
-from tpuembed.errors import CheckpointCorruptError, ConfigError, ExportError, TpuEmbedError, UnknownTableError
+from tpuembed.errors import CheckpointCorruptError, ConfigError, ExportError, TpuEmbedError
 from tpuembed.export import export_saved_model
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan import planner
@@ -25,7 +25,7 @@ from tpuembed.export.run import choose_writer
 from tpuembed.export.stream import resume_log
 from tpuembed.export.stream.execute import stream_tables
 from tpuembed.export.stream.shard import ShardResult, Source
-from tpuembed.files import MissingBucketError, UrlPath, as_path
+from tpuembed.files import MissingBucketError, as_path
 
 NARROW, WIDE = b"".join(TABLES[name].tobytes() for name in "abcd"), TABLES["wide"].tobytes()
 
@@ -99,13 +99,6 @@ def assert_complete(place: Place, version: str) -> None:
     assert not any(name.startswith(".staging") for name in files)
 
 
-def test_a_version_has_all_tables(place: Place, prefix: Path) -> None:
-    path, report = export(place, prefix)
-    assert path == f"{place.url}/1"
-    assert (report.bytes_written, report.bytes_reused) == (len(NARROW) + len(WIDE), 0)
-    assert_complete(place, "1")
-
-
 def test_an_interrupted_export_says_what_is_kept_and_the_next_one_reuses_it(place: Place, prefix: Path) -> None:
     kept = r"^no more\. (1 finished shard was|\d+ finished shards were) kept\. Run the same export again to resume\.$"
     with pytest.raises(ExportError, match=kept):
@@ -171,11 +164,6 @@ def test_an_error_of_the_system_names_model_dir_and_the_remedy(model_dir: str, e
     with pytest.raises(ExportError) as caught, naming_model_dir(as_path(model_dir)):
         raise error
     assert str(caught.value).startswith(f"MODEL_DIR {model_dir}: {text}")
-
-
-def test_an_error_of_ours_is_not_renamed() -> None:
-    with refused(UnknownTableError), naming_model_dir(UrlPath("s3", "b", "m")):
-        raise UnknownTableError("t")
 
 
 def test_an_unknown_option_of_an_export_is_refused_by_name(prefix: Path, tmp_path: Path) -> None:

@@ -51,27 +51,6 @@ def moved(exported: Path, to: Path) -> Path:
     return to
 
 
-def test_the_newest_stay(tmp_path: Path) -> None:
-    model_dir = plain(tmp_path, 1, 2, 7, 10)
-    (model_dir / "notes").mkdir()
-    (model_dir / "11").write_text("a file")
-    report = prune_versions(model_dir)
-    assert report.removed == (1, 2)
-    assert report.kept == {7: "one of the newest 2", 10: "newest"}
-    assert report.bytes_freed == 3000 + 2 * len(b"graph")
-    assert names(model_dir) == ["10", "11", "7", "notes"]
-    assert prune_versions(model_dir, keep=5).removed == ()
-
-
-def test_a_dry_run_says_the_same_and_removes_nothing(tmp_path: Path) -> None:
-    model_dir = plain(tmp_path, 1, 2, 3)
-    planned = prune_versions(model_dir, keep=1, dry_run=True)
-    assert names(model_dir) == ["1", "2", "3"]
-    done = prune_versions(model_dir, keep=1)
-    assert (planned.removed, planned.kept, planned.bytes_freed) == (done.removed, done.kept, done.bytes_freed)
-    assert names(model_dir) == ["3"]
-
-
 def test_versions_in_use_stay(tmp_path: Path) -> None:
     model_dir, asked = plain(tmp_path, 1, 2, 3, 4), list[set[int]]()
 
@@ -182,21 +161,6 @@ def test_a_manifest_that_cannot_be_read_may_name_a_base(exported: Path, tmp_path
     assert "format" in list_versions(model_dir)[-1].fault
 
 
-def test_a_version_disappears_by_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_dir, seen = plain(tmp_path, 1, 2, 3), list[list[str]]()
-    delete = shutil.rmtree
-
-    def deleting(path: Path, **options: Any) -> None:
-        seen.append([name for name in names(model_dir) if not name.startswith(".")])
-        assert (path / "saved_model.pb").is_file()
-        delete(path, **options)
-
-    monkeypatch.setattr(shutil, "rmtree", deleting)
-    prune_versions(model_dir, keep=1)
-    assert seen == [["3"], ["3"]]
-    assert names(model_dir) == ["3"]
-
-
 def test_the_next_prune_finishes_an_interrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = plain(tmp_path, 1, 2, 3)
 
@@ -280,17 +244,6 @@ def test_a_model_dir_is_a_folder_with_versions(tmp_path: Path, place: str) -> No
     for function in (prune_versions, list_versions):
         with refused(ConfigError):
             function(where)
-
-
-def test_an_export_keeps_the_newest_and_itself(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "ckpt", {"users": random_table(50, 8)})
-    model_dir = plain(tmp_path / "rec", 3, 8, 9)
-    with exports_in_this_process():
-        report = export_saved_model(tmp_path / "ckpt", model_dir, serving_config=CONFIG, keep=2)
-        assert (report.version, report.removed) == (10, (3, 8))
-        report = export_saved_model(tmp_path / "ckpt", model_dir, serving_config=CONFIG, keep=1, version=4)
-        assert (report.version, report.removed) == (4, (9,))
-    assert names(model_dir) == ["10", "4"]
 
 
 def test_an_export_that_cannot_prune_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,17 +54,6 @@ def model_dir(made: Path, tmp_path: Path) -> Path:
     return to
 
 
-def test_the_version_before_the_newest_is_the_newest_again(model_dir: Path) -> None:
-    report = rollback_version(model_dir)
-    assert report.to_dict() == {"path": str(model_dir / "3"), "version": 3, "source": 1, "newest": 2}
-    assert names(model_dir) == ["1", "2", "3"]
-    assert not verify_files(str(model_dir / "3")).damaged
-    np.testing.assert_array_equal(rows(model_dir / "3"), random_table(ROWS, DIM, seed=1))
-    again = rollback_version(model_dir)
-    assert (again.version, again.source) == (4, 2)
-    np.testing.assert_array_equal(rows(model_dir / "4"), random_table(ROWS, DIM, seed=2))
-
-
 def test_a_mapped_version_needs_nothing_of_the_old_one(model_dir: Path) -> None:
     rollback_version(model_dir, 1)
     assert prune_versions(model_dir, keep=1).removed == (1, 2)

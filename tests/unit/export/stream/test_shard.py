@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
-import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.support.export.fakes import FakeCheckpoint, random_table, source_of, write_checkpoint
+from tests.support.export.fakes import random_table, source_of, write_checkpoint
 from tests.support.messages import refused
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ExportError
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.stream.shard import Source, peak_rss_bytes, run_shard
+from tpuembed.export.stream.shard import Source, run_shard
 from tpuembed.tensor_bundle import shard_path
 
 OFFSET = 24
@@ -57,16 +56,6 @@ def test_a_shard_is_written_where_its_task_says_whatever_the_chunks(tmp_path: Pa
     assert result.source_crc32c == result.crc32c
     assert seen == [min(rows, 73) * 20 for rows in range(chunk_rows, 73 + chunk_rows, chunk_rows)]
     assert result.seconds > 0
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_halves_are_widened_to_float32(tmp_path: Path, dtype: Any) -> None:
-    values, source = prepare(tmp_path, dtype)
-    result = run_shard(task_for(0, 100, 9, np.dtype(dtype).name), source, tmp_path)
-    expected = values.astype(np.float32).tobytes()
-    assert (tmp_path / "s.data").read_bytes()[OFFSET : OFFSET + 2000] == expected
-    assert result.crc32c == google_crc32c.value(expected)
-    assert result.source_crc32c == google_crc32c.value(values.tobytes())
 
 
 def test_every_bit_pattern_of_float32_passes_through(tmp_path: Path) -> None:
@@ -121,23 +110,3 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: whole(fd, data[:13], offset))
     run_shard(task_for(0, 100, 50), source, tmp_path)
     assert (tmp_path / "s.data").read_bytes()[OFFSET : OFFSET + 2000] == values.tobytes()
-
-
-def test_the_source_is_opened_once_per_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, source = prepare(tmp_path)
-    opened: list[str] = []
-    original = FakeCheckpoint.__init__
-
-    def counting(self: FakeCheckpoint, path: str) -> None:
-        opened.append(path)
-        original(self, path)
-
-    monkeypatch.setattr(FakeCheckpoint, "__init__", counting)
-    for _ in range(3):
-        run_shard(task_for(0, 10, 10), source, tmp_path)
-    assert len(opened) == 1
-
-
-def test_peak_memory_is_what_the_kernel_says() -> None:
-    reported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert peak_rss_bytes() == pytest.approx(reported, rel=0.05)

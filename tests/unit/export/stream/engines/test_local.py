@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import pytest
 from tests.support.export import fakes
 from tests.support.export.fakes import random_table, source_of, write_checkpoint
 from tests.support.export.processes import children
-from tests.support.export.writers import TablesWriter, stream_tables
+from tests.support.export.writers import stream_tables
 from tests.support.messages import refused
 from tpuembed.errors import (
     CheckpointCorruptError,
@@ -111,36 +110,6 @@ def test_workers_that_were_started_before_their_tasks_were_known_do_them(tmp_pat
     assert set(children(os.getpid())) <= before
 
 
-def test_workers_that_were_started_for_nothing_end(tmp_path: Path, plan: ExportPlan) -> None:
-    engine = local.LocalEngine(plan.workers)
-    before = set(children(os.getpid()))
-
-    def fail() -> None:
-        with engine.starting(source_of(tmp_path / "ckpt"), 1):
-            assert len(set(children(os.getpid())) - before) == 1, "no more than tasks"
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert set(children(os.getpid())) <= before
-
-
-def test_workers_that_were_started_for_another_source_get_no_task(tmp_path: Path, plan: ExportPlan) -> None:
-    other = dataclasses.replace(source_of(tmp_path / "ckpt"), fingerprint="another")
-    engine = local.LocalEngine(plan.workers)
-    with engine.starting(other, len(plan.shards)):
-        report = stream_tables(plan, source_of(tmp_path / "ckpt"), tmp_path / "out", engine)
-    assert report.bytes_written == plan.table_bytes
-
-
-def test_results_come_in_the_order_of_their_shards(tmp_path: Path, plan: ExportPlan) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "stack_float32_16.data").touch()
-    source = source_of(tmp_path / "ckpt")
-    results = choose_engine("local", 3).run(plan.shards[::-1], source, TablesWriter(tmp_path / "out", plan, source))
-    assert [result.index for result in results] == list(range(6))
-
-
 def test_a_worker_imports_no_tensorflow_and_little_else(tmp_path: Path, plan: ExportPlan) -> None:
     report = stream(plan, tmp_path)
     assert 0 < report.worker_peak_rss_bytes < 48_000_000
@@ -190,34 +159,6 @@ def test_what_may_pass_is_tried_again(
     assert not list(tmp_path.glob("*.trouble-*"))
     assert (tmp_path / "out" / "stack_float32_16.data").read_bytes() == values.tobytes()
     assert report.bytes_written == values.nbytes
-
-
-def test_a_retry_keeps_its_pause_though_a_started_worker_is_idle(
-    tmp_path: Path, plan: ExportPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What may pass has passed after a while, and a worker that waits for tasks would not wait for longer."""
-    pause_seconds, told = 0.25, list[float]()
-    monkeypatch.setattr(local, "_RETRY_SECONDS", (pause_seconds,))
-    send = local._WorkerProcess._send
-
-    def listen(worker: Any, message: Mapping[str, Any]) -> None:
-        told.extend([message["delay_seconds"]] if "delay_seconds" in message else [])
-        send(worker, message)
-
-    monkeypatch.setattr(local._WorkerProcess, "_send", listen)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / plan.shards[0].file).touch()
-    (tmp_path / "0.trouble-EIO").touch()
-    source, engine = source_of(tmp_path / "ckpt", fakes.FlakyCheckpoint), local.LocalEngine(WORKERS)
-    writer = TablesWriter(tmp_path / "out", plan, source)
-    with engine.starting(source, WORKERS):
-        assert told == [0] * WORKERS
-        started = time.monotonic()
-        with pytest.warns(UserWarning, match="Retrying"):
-            (result,) = engine.run(plan.shards[:1], source, writer)
-        assert time.monotonic() - started >= pause_seconds
-    assert told == [0] * WORKERS + [pause_seconds], "one was idle, and another one was started"
-    assert result.bytes == plan.shards[0].size
 
 
 @pytest.mark.parametrize("trouble", ["EACCES", "ENOENT", "ESTALE"])
