@@ -31,21 +31,6 @@ def value(path: Path | str) -> float:
         return float(checkpoint.read("table")[0, 0])
 
 
-def test_prefix_and_files(tmp_path: Path) -> None:
-    first, second = save(tmp_path, 1, 2)
-    for path, expected in [(first, 1), (second, 2)]:
-        for ending in ["", ".index", ".data-00000-of-00001"]:
-            assert value(path + ending) == expected
-            assert value(Path(path + ending)) == expected
-
-
-def test_the_latest_of_a_directory(tmp_path: Path) -> None:
-    paths = save(tmp_path, 1, 2)
-    assert value(tmp_path) == 2
-    write_state(tmp_path, paths[0])
-    assert value(tmp_path) == 1
-
-
 def test_highest_number_without_a_state_file(tmp_path: Path) -> None:
     save(tmp_path, *range(1, 12))
     (tmp_path / "checkpoint").unlink()

@@ -255,20 +255,6 @@ def test_layers_of_different_hardware(tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint.read("a", 3, 5), stack.numpy()[[72, 1], :6])
 
 
-@pytest.mark.parametrize("names", [("parameters", "accumulators"), ("a", "a.Saccumulators"), ("x/y", "x.Sy")])
-def test_names_that_look_like_slots_or_escapes(tmp_path: Path, names: tuple[str, str]) -> None:
-    values = random_values(dict.fromkeys(names, (9, 4)), "adagrad")
-    for number, roles in enumerate(values.values()):
-        roles["parameters"] += number
-    prefix = write(tmp_path / "ckpt", sparse_core_embedding(values, "adagrad", devices=2))
-    with open_checkpoint(prefix) as checkpoint:
-        assert set(checkpoint.tables()) == set(names)
-        for name, roles in values.items():
-            assert checkpoint.tables()[name].slots == ("accumulators",)
-            np.testing.assert_array_equal(checkpoint.read(name), roles["parameters"])
-            np.testing.assert_array_equal(checkpoint.read(name, slot="accumulators"), roles["accumulators"])
-
-
 def test_keras_2_slots(tmp_path: Path) -> None:
     """What a Keras 2 optimizer keeps for a stack lies as the stack does."""
     values = random_values({"a": (20, 6)}, "sgd")

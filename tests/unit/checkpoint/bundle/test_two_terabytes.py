@@ -88,43 +88,9 @@ def command(*arguments: object) -> tuple[Any, float]:
     return json.loads(done.stdout), float(done.stderr)
 
 
-def test_describe_takes_few_seconds(prefix: Path) -> None:
-    found, seconds = command("describe", prefix)
-    assert [table["rows"] for table in found["tables"]] == [ROWS]
-    assert seconds < 5
-
-
 def test_head_of_rows_beyond_32_bits_takes_few_seconds(prefix: Path) -> None:
     start = 1 << 32
     found, seconds = command("head", prefix, "table", "--rows", f"{start}:{start + 6}")
     expected = [marker(row) if row in MARKED else np.zeros(DIM) for row in range(start, start + 6)]
     np.testing.assert_array_equal(found["values"], expected)
     assert seconds < 5
-
-
-GIGABYTE = """
-import re, sys
-from tpuembed.checkpoint import open_checkpoint
-with open_checkpoint(sys.argv[1]) as checkpoint:
-    first, found = (1 << 32) - (1 << 21) + 3, {}
-    for start in range(0, 1 << 22, step := int(sys.argv[2])):
-        rows = checkpoint.read("table", first + start, first + start + step)
-        found |= {start + row: rows[row, 0].item() for row in rows.any(1).nonzero()[0].tolist()}
-        del rows
-print(list(found), list(found.values()))
-print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("pieces", [1, 64])
-def test_a_gigabyte_across_the_32_bit_border(prefix: Path, pieces: int) -> None:
-    step = (1 << 22) // pieces
-    command = [sys.executable, "-c", GIGABYTE, str(prefix), str(step)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    first = (1 << 32) - (1 << 21) + 3
-    inside = [row for row in MARKED if first <= row < first + (1 << 22)]
-    assert len(inside) == 4
-    rows, peak = done.stdout.splitlines()
-    assert rows == f"{[row - first for row in inside]} {[float(marker(row)[0]) for row in inside]}"
-    assert int(peak) * 1024 < step * ROW_BYTES + (128 << 20), "the rows of a piece and 128 MB"

@@ -30,17 +30,6 @@ def near(row: int, by: float) -> Any:
     return LargestChange(row, pytest.approx(by, rel=1e-12))  # type: ignore[arg-type]
 
 
-def test_tables_added_and_removed(tmp_path: Path) -> None:
-    table = np.ones((2, 2), np.float32)
-    write(tmp_path / "a", {"both": table, "old": table})
-    write(tmp_path / "b", {"both": table, "new": table, "newer": table})
-    found = diff_checkpoints(tmp_path / "a", tmp_path / "b")
-    assert (found.added, found.removed) == (("new", "newer"), ("old",))
-    assert found.differs
-    assert [(table.name, table.differs) for table in found.tables] == [("both", False)]
-    assert found.paths == (str(tmp_path / "a"), str(tmp_path / "b"))
-
-
 def test_equal_values_do_not_differ(tmp_path: Path) -> None:
     """By value: NaN is NaN, whatever its bits, and -0 is 0."""
     write(tmp_path / "a", {"t": np.array([[0.0, NAN], [INF, -INF]], np.float32)})
@@ -155,10 +144,3 @@ def test_rows_of_one_slot_alone_changed(tmp_path: Path) -> None:
     assert differs.largest_abs.row == 3
     assert differs.largest_abs.by == pytest.approx(8, rel=1e-6)
     assert not diff_checkpoints(golden / "ckpt", tmp_path / "copy" / "ckpt").differs
-
-
-def test_progress(tmp_path: Path) -> None:
-    write(tmp_path / "a", {"t": np.ones((10, 3), np.float32), "u": np.ones((2, 2), np.float32)})
-    calls: list[tuple[int, int]] = []
-    diff_checkpoints(tmp_path / "a", tmp_path / "a", on_progress=lambda done, total: calls.append((done, total)))
-    assert calls == [(120, 136), (136, 136)]

@@ -1,6 +1,5 @@
 """Rows of exports, against the lookups that TensorFlow makes in them, and against the checkpoint they were made of."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +42,6 @@ def looked_up(version: Path, table: str, ids: Any) -> Any:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["variables", "mmap"])
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
-def test_rows_are_what_lookups_answer(tmp_path: Path, tables: dict[str, Any], storage: Any, layout: str) -> None:
-    version = exported(tmp_path, tables, storage=storage, layout=layout)
-    for name, rows in ROWS.items():
-        found = read_rows(version, name, 0, rows).values
-        np.testing.assert_array_equal(found.astype(np.float32), looked_up(version, name, np.arange(rows)))
-        np.testing.assert_array_equal(read_rows(version.parent, name, 7, 9).values, found[7:9])
-        assert len(read_rows(version, name).values) == 5
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("storage", ["float32", "int8"])
 def test_of_some_rows_the_numbers_are_those_of_training(tmp_path: Path, tables: dict[str, Any], storage: Any) -> None:
     version = exported(tmp_path, tables, storage=storage, rows={"users": (10, 31)})
@@ -70,35 +57,6 @@ def test_of_some_rows_the_numbers_are_those_of_training(tmp_path: Path, tables: 
 
 
 @pytest.mark.nightly
-def test_two_versions_are_compared_row_by_row(tmp_path: Path, tables: dict[str, Any]) -> None:
-    first = exported(tmp_path, tables)
-    changed = {name: table.copy() for name, table in tables.items()}
-    changed["videos"][3] += 1
-    changed["videos"][11, 2] = 9
-    second = exported(tmp_path, changed, layout="mmap")
-    assert (first.name, second.name) == ("1", "2")
-    found = diff_checkpoints(first, second)
-    assert {table.name: (table.rows_compared, table.rows_changed) for table in found.tables} == {
-        "users": (40, 0),
-        "videos": (25, 2),
-        "wide": (30, 0),
-    }
-    expected = np.abs(changed["videos"][11, 2] - tables["videos"][11, 2])
-    [videos] = [table for table in found.tables if table.name == "videos"]
-    assert videos.largest_abs is not None
-    assert videos.largest_abs.row == 11
-    assert videos.largest_abs.by == pytest.approx(expected)
-
-
-@pytest.mark.nightly
-def test_a_checkpoint_and_its_export_are_the_same(tmp_path: Path, tables: dict[str, Any]) -> None:
-    version = exported(tmp_path, tables, tables=["users", "wide"])
-    found = diff_checkpoints(tmp_path / "ckpt", version)
-    assert [table.differs for table in found.tables] == [False, False]
-    assert (found.removed, found.added) == (("videos",), ())
-
-
-@pytest.mark.nightly
 def test_int8_is_compared_decoded(tmp_path: Path, tables: dict[str, Any]) -> None:
     version = exported(tmp_path, tables, storage="int8")
     for table in diff_checkpoints(tmp_path / "ckpt", version).tables:
@@ -106,15 +64,6 @@ def test_int8_is_compared_decoded(tmp_path: Path, tables: dict[str, Any]) -> Non
         assert table.dtypes == ("float32", "float32")
         assert table.largest_abs is not None
         assert table.largest_abs.by == pytest.approx(np.abs(tables[table.name] - decoded).max())
-
-
-@pytest.mark.nightly
-def test_commands(tmp_path: Path, tables: dict[str, Any]) -> None:
-    version = exported(tmp_path, tables)
-    shown = CliRunner().invoke(cli, ["head", str(version), "videos", "--rows", "3:5", "--json"])
-    np.testing.assert_array_equal(np.float32(json.loads(shown.stdout)["values"]), tables["videos"][3:5])
-    shown = CliRunner().invoke(cli, ["diff", str(tmp_path / "ckpt"), str(version.parent), "--json"])
-    assert (shown.exit_code, json.loads(shown.stdout)["differs"]) == (0, False)
 
 
 def test_what_an_export_does_not_have_is_refused(tmp_path: Path, tables: dict[str, Any]) -> None:

@@ -13,21 +13,6 @@ from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 GOLDEN = Path(__file__).parents[3] / "golden" / "tfrs" / "adam_lookups"
 
 
-def test_rows_are_those_written() -> None:
-    rows = read_rows(GOLDEN / "ckpt", "table_2", 1, 4)
-    assert (rows.table, rows.slot, rows.start) == ("table_2", None, 1)
-    np.testing.assert_array_equal(rows.values, np.load(GOLDEN / "table2.npy")[1:4])
-    rows = read_rows(GOLDEN / "ckpt", "table_2", slot="momenta")
-    np.testing.assert_array_equal(rows.values, np.load(GOLDEN / "table2-momenta.npy")[:5])
-
-
-@pytest.mark.parametrize(("rows", "start", "expected"), [(3, 0, 3), (9, 0, 5), (9, 7, 2), (9, 9, 0), (0, 0, 0)])
-def test_the_first_five_or_as_many_as_there_are(tmp_path: Path, rows: int, start: int, expected: int) -> None:
-    table = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
-    write(tmp_path / "ckpt", {"t": table})
-    np.testing.assert_array_equal(read_rows(tmp_path / "ckpt", "t", start).values, table[start : start + expected])
-
-
 def test_streamed_pieces_are_all_rows_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = np.arange(22, dtype=np.float32).reshape(11, 2)
     write(tmp_path / "ckpt", {"t": table, "empty": np.ones((9, 0), np.float32)})
