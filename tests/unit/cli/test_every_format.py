@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from click.testing import CliRunner
@@ -94,35 +93,12 @@ def test_describe(name: str, golden: Golden) -> None:
     assert found["bytes"] == sum(rows.nbytes for slots in golden.tables.values() for rows in slots.values())
 
 
-@pytest.mark.sampled(4)
-def test_head(golden: Golden) -> None:
-    last = max(golden.tables)
-    for table, slots in golden.tables.items():
-        for slot, rows in slots.items() if table == last else [(None, slots[None])]:
-            words = ["--slot", slot] if slot else []
-            start = len(rows) // 3
-            found = run(0, "head", golden.path, table, *words, "--rows", f"{start}:{len(rows)}", options=golden.options)
-            assert (found["table"], found["slot"], found["start"]) == (table, slot, start)
-            np.testing.assert_array_equal(np.array(found["values"], np.float32), rows[start:].astype(np.float32))
-    assert run(0, "head", golden.path, table, options=golden.options)["start"] == 0
-
-
 def test_verify(name: str, golden: Golden) -> None:
     """Where a format has no checksums, or lacks some, that is said; whatever is read is no less than the tables."""
     found = run(0, "verify", golden.path, options=golden.options)
     assert found["damaged"] == []
     assert bool(found["unchecked"]) == (CALLED[name] in ("keras", "orbax") and name != "keras")
     assert found["bytes"] >= sum(rows.nbytes for slots in golden.tables.values() for rows in slots.values())
-
-
-@pytest.mark.sampled(4)
-def test_diff_with_itself(golden: Golden) -> None:
-    found = run(0, "diff", golden.path, golden.path, "--slots", options=golden.options)
-    compared = [(table["name"], table["slot"]) for table in found["tables"]]
-    assert sorted(compared, key=str) == sorted(
-        ((table, slot) for table, slots in golden.tables.items() for slot in slots), key=str
-    )
-    assert found["differs"] is False
 
 
 def test_diff_of_two_formats() -> None:

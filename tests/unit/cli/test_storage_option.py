@@ -6,12 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tpuembed import native_lookup
-from tpuembed.export.storage.formats import STORAGES
-from tpuembed.saved_model import mapped_paths
-from tpuembed.tensor_bundle.dtypes import numpy_dtype
-from tpuembed_cli.options import STORAGE_TYPES, storage_option
-from tpuembed_serving.tf_serving import redis_rows
+from tpuembed_cli.options import storage_option
 
 
 @click.command()
@@ -54,14 +49,3 @@ def test_bad_usage_is_named(values: tuple[str, ...], message: str) -> None:
     done = CliRunner().invoke(show, _given(*values))
     assert done.exit_code == 2
     assert message in done.output
-
-
-def test_the_types_are_the_exporters() -> None:
-    assert set(STORAGE_TYPES) == set(STORAGES)
-
-
-def test_tools_and_mapped_files_read_every_type() -> None:
-    assert all(numpy_dtype(storage) for storage in STORAGES)
-    assert set(STORAGES) <= set(mapped_paths._DTYPES.values())
-    assert set(mapped_paths._ITEM_BYTES) == set(mapped_paths._DTYPES.values())
-    assert set(native_lookup.DECODED) == set(redis_rows.DECODE) == set(STORAGES)

@@ -105,20 +105,6 @@ def test_a_server_that_asks_for_a_key_is_told_from_others(model_dir: Path) -> No
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("prune", "rec", "--keep", "0"),
-        ("export", "ckpt", "rec", "--keep", "0"),
-        ("rollback", "rec", "0"),
-        ("rollback", "rec", "newest"),
-    ],
-)
-def test_bad_usage_exits_with_2(model_dir: Path, arguments: tuple[str, ...]) -> None:
-    assert run(*arguments).exit_code == 2
-    assert len(list(model_dir.iterdir())) == 4
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
         ("versions", "nowhere"),
         ("prune", "s3://bucket/rec"),
         ("prune", "rec", "--config", "nowhere"),
