@@ -41,19 +41,6 @@ def test_every_so_many_epochs(tmp_path: Path, every: int, at_end: bool, versions
         np.testing.assert_allclose(_score(callback.reports[-1].path), model.predict(X, verbose=0), rtol=1e-6, atol=1e-7)
 
 
-def test_each_version_has_its_epochs_tables(tmp_path: Path) -> None:
-    model, seen = _model(), []
-
-    class Note(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            seen.append(self.model(X).numpy())
-
-    model.fit(X, Y, epochs=2, verbose=0, callbacks=[ExportCallback(tmp_path), Note()])
-    for version, expected in enumerate(seen, start=1):
-        np.testing.assert_allclose(_score(tmp_path / str(version)), expected, rtol=1e-6, atol=1e-7)
-    assert np.abs(seen[0] - seen[1]).max() > 1e-5
-
-
 @pytest.mark.nightly
 def test_every_so_many_seconds(tmp_path: Path) -> None:
     """0 seconds: after every batch. An overlay of the first version after that."""

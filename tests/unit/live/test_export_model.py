@@ -14,7 +14,7 @@ from tests.support.layer.simulated import EXAMPLES
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
 from tpuembed.compat import keras_rs, tfrs
-from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
+from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.testing import simulated_tpu
 
 TABLES = {
@@ -62,14 +62,6 @@ def test_a_model_answers_as_in_memory_and_trains_on(tmp_path: Path, optimizer: s
     )
 
 
-def test_tables_are_written_once(tmp_path: Path) -> None:
-    report = export_model(_trained(_functional(_layer())), tmp_path)
-    tables = sum(4 * table.vocabulary_size * table.dim for table in TABLES.values())
-    assert report.bytes_written == tables
-    stored = sum(file.stat().st_size for file in (report.path / "variables").glob("*.data-*"))
-    assert tables <= stored < tables + 4000  # and the dense weights with the object graph
-
-
 def test_a_layer_answers_lookups(tmp_path: Path) -> None:
     layer = _layer()
     _trained(_functional(layer))
@@ -81,13 +73,6 @@ def test_a_layer_answers_lookups(tmp_path: Path) -> None:
         found["liked"], [rows["items"][3] + rows["items"][4], rows["items"][29]], rtol=1e-6, atol=1e-7
     )
     np.testing.assert_array_equal(found["who"], rows["users"][[49, 0]])
-
-
-def test_some_tables_of_a_layer(tmp_path: Path) -> None:
-    report = export_model(_layer(), tmp_path, tables=["tags"])
-    assert (report.tables, report.dropped_features) == (("tags",), ("item", "user"))
-    with refused(UnknownTableError):
-        export_model(_layer(), tmp_path, tables=["tagz"])
 
 
 class Tower(keras.Model):

@@ -15,7 +15,6 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, resto
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tpuembed.restore import NamesPlan
 from tpuembed.row_history import UNKNOWN
-from tpuembed.table_access import write_numbers
 
 HOSTILE: list[Any] = [b"", "ö", b"\xff\xfe", "line\nend", "\x1b[31m", "a/b", "a" * 3000, "\0", "[UNK]", "ö ", " ö"]
 
@@ -216,14 +215,6 @@ def test_refusals(tmp_path: Path, why: str) -> None:
         act(tmp_path)
 
 
-def test_what_is_refused_has_moved_nothing(tmp_path: Path) -> None:
-    layer = _layer(["b", "a"], 2, 4)
-    before = held(layer)
-    with pytest.raises(CheckpointMismatchError):
-        layer.restore_tables(_write(tmp_path, ["a", "b"], _rows(2, 3)), by="name")
-    assert_held(layer, before)
-
-
 def test_by_number_names_follow_their_rows(tmp_path: Path) -> None:
     path, truth = _write(tmp_path, ["b", "a"], _rows(2, 3)), _rows(2, 3)[None]
     for names in ([], ["b"], ["b", "a"]):
@@ -260,29 +251,6 @@ def test_rows_count_as_changed(tmp_path: Path, slots: bool) -> None:
         assert len(now.spans) == len(own.spans) + 1
         assert (stamps > own.updates).all()
         assert (stamps < UNKNOWN).all()
-
-
-class _Runs:
-    """An accelerator's table, which is written by ranges."""
-
-    def __init__(self, rows: int) -> None:
-        self.values, self.writes = np.zeros((rows, 2), np.float32), 0
-
-    def assign_rows(self, start: int, values: Array) -> None:
-        self.values[start : start + len(values)] = values
-        self.writes += 1
-
-
-def test_an_accelerator_is_written_by_runs() -> None:
-    table, rows = _Runs(9), _rows(6, 2)[None]
-    numbers = np.array([7, 0, 2, 1, 8, 4])
-    write_numbers(table, numbers, rows)
-    expected = np.zeros((9, 2), np.float32)
-    expected[numbers] = rows
-    np.testing.assert_array_equal(table.values, expected)
-    assert table.writes == 3
-    write_numbers(table, np.zeros(0, np.int64), rows[:0])
-    assert table.writes == 3
 
 
 def test_every_copy_is_written(tmp_path: Path) -> None:

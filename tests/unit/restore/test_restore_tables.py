@@ -17,7 +17,6 @@ from tpuembed import FTRL, Adam, FeatureConfig, TableConfig, TPUEmbedding, resto
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
-    CheckpointNotFoundError,
     ConfigError,
     UnknownTableError,
 )
@@ -308,10 +307,6 @@ def test_a_table_that_may_grow_need_not(prefix: str) -> None:
     layer = layer_for(TRUTH)
     layer.restore_tables(prefix, resize={"plain": "grow"})
     assert_held(layer, TRUTH)
-
-
-def test_no_checkpoint(tmp_path: Path) -> None:
-    _refused(layer_for(TRUTH), CheckpointNotFoundError, "no such file", tmp_path / "none")
 
 
 def test_linears_of_another_meaning_are_refused(tmp_path: Path) -> None:

@@ -66,18 +66,6 @@ def done(libtpu: Path, **variables: str) -> Any:
     return json.loads(finished.stdout)
 
 
-def test_everything_is_set_where_nothing_was(libtpu: Path) -> None:
-    found = done(libtpu)
-    assert found["environ"] == {
-        "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": str(libtpu),
-        "PJRT_DEVICE": "TPU",
-        "NEXT_PLUGGABLE_DEVICE_USE_C_API": "true",
-        "TF_XLA_FLAGS": FLAGS,
-    }
-    assert (found["set"], found["kept"], found["warnings"]) == (found["environ"], {}, [])
-    assert not found["tensorflow"]
-
-
 def test_what_is_right_already_is_kept_in_silence(libtpu: Path) -> None:
     given = {"PJRT_DEVICE": "TPU", "TF_XLA_FLAGS": f"--tf_xla_auto_jit=2 {FLAGS}"}
     found = done(libtpu, **given)
@@ -112,19 +100,6 @@ def test_a_file_of_flags_is_not_broken(libtpu: Path) -> None:
     found = done(libtpu, TF_XLA_FLAGS="/my/flags")
     assert found["environ"]["TF_XLA_FLAGS"] == found["kept"]["TF_XLA_FLAGS"] == "/my/flags"
     assert f"TF_XLA_FLAGS keeps your value '/my/flags'. TPUs with SparseCores need '{FLAGS}'" in found["warnings"][0]
-
-
-def test_after_tensorflow_it_is_too_late(libtpu: Path) -> None:
-    (libtpu.parents[1] / "tensorflow.py").touch()
-    finished = run(libtpu.parents[1], "import tensorflow\n" + CODE)
-    assert "ConfigError: tpuembed.configure_tpu(): TensorFlow is already imported" in finished.stderr
-    assert "Call it before `import tensorflow` and `import keras`" in finished.stderr
-
-
-def test_without_libtpu_the_command_is_named(tmp_path: Path) -> None:
-    finished = run(tmp_path)
-    assert "MissingExtraError: tpuembed.configure_tpu() needs libtpu" in finished.stderr
-    assert "pip install 'tpuembed[tpu]'" in finished.stderr
 
 
 def test_a_libtpu_without_its_library_is_refused(libtpu: Path) -> None:

@@ -6,11 +6,13 @@ import random
 import google_crc32c
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tensorflow.core.protobuf import tensor_bundle_pb2
 
 from tests.support.checkpoint.strings import encode_strings
 from tests.support.messages import refused
-from tpuembed.protobuf import MalformedError, Message, UnsupportedError, read_varint, varint
+from tpuembed.protobuf import MalformedError, Message, UnsupportedError, bytes_field, read_varint, varint, varint_field
 from tpuembed.sstable import read_table, write_table
 from tpuembed.tensor_bundle import crc
 from tpuembed.tensor_bundle.entries import Entry, Slice, decode_entry, decode_header, encode_entries, encode_header
@@ -193,3 +195,14 @@ def test_entries_that_contradict_themselves(fields: dict[str, int]) -> None:
     proto.shape.dim.add(size=7)
     with refused(MalformedError):
         decode_entry(proto.SerializeToString())
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.lists(st.integers(-(2**63), 2**63 - 1)))
+def test_repeated_integers_packed_and_not(packed: list[int], loose: list[int]) -> None:
+    """Source: "Packed Repeated Fields" of protobuf's encoding guide: parsers must accept both, even mixed."""
+    tag = varint(6 << 3)
+    data = bytes_field(6, b"".join(map(varint, packed))) + b"".join(tag + varint(value) for value in loose)
+    message = Message(varint_field(5, 7) + data)
+    assert message.signed_integers(6) == packed + loose
+    assert message.signed_integers(5) == [7]
+    assert message.signed_integers(4) == []
