@@ -6,13 +6,10 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from tests.support.contract_command import tpuembed
 from tests.support.serving.process import run_command
-
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
 
 
 def test_the_json_of_one_epoch(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from tests.support.serving.process import run_command
 from tpuembed import export_saved_model
 from tpuembed.errors import TpuEmbedError
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 IDS = {"features": {"user": {"table": "users", "input": "id"}, "video": {"table": "videos", "input": "id"}}}
 TABLE_BYTES = sum(rows * dim * 4 for rows, dim in SHAPES.values())
 

@@ -17,8 +17,6 @@ from tests.support.contract_command import json_of
 from tests.support.contract_lookups import Lookups, answers
 from tests.support.serving.process import SCRIPT, Fork
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 
 def _die_at_the_commit() -> None:
     """Kill this process in the moment in which it renames something to a version. Python announces each rename."""

@@ -11,8 +11,6 @@ from tests.support.contract_lookups import Lookups, answers
 from tests.support.serving.process import run_command
 from tests.support.stores import S3, moto_server
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[S3]:

@@ -12,8 +12,6 @@ from tests.support.contract_command import json_of, tpuembed
 from tests.support.contract_lookups import answers, call, load
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 Array = np.ndarray[Any, Any]
 NAMES = [b"ann", b"a\0", b"\xff\xfe", "\u00e9".encode(), b"ann ", b"0"]
 NUMBERS = [7, -2, 2**63 - 1, -(2**63), 2**53 + 1, 2**53]

@@ -13,8 +13,6 @@ from tests.support.contract_command import json_of
 from tests.support.contract_lookups import answers
 from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 Array = np.ndarray[Any, Any]
 ROWS, DIM = 300, 4
 IDS = {"item": {"table": "items", "input": "id"}}

@@ -36,8 +36,6 @@ from tests.support.contract_serve import (
     zoo_inputs,
 )
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 SECONDS = 60
 HALF = "half_plus_two"
 CODES = grpc.StatusCode

@@ -10,8 +10,6 @@ from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
 
 from tests.support.contract_serve import TABLES, Server, draw_ids, outputs_of, predict_request, refusal, shared_server
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 CODES = grpc.StatusCode
 
 

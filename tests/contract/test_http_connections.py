@@ -12,8 +12,6 @@ import pytest
 
 from tests.support.contract_serve import Server, eventually, shared_server
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 TARGET = "/v1/models/half_plus_two:predict"
 BODY = b'{"instances": [1, 2]}'
 ANSWER = b'{"predictions":[2.5,3.0]}'

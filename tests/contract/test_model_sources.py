@@ -12,8 +12,6 @@ from tests.support.contract_lookups import answers
 from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
 from tpuembed.errors import ConfigError
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 Array = np.ndarray[Any, Any]
 IDS = np.arange(12)
 

@@ -26,8 +26,6 @@ from tests.support.contract_serve import (
     zoo_inputs,
 )
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 Array = npt.NDArray[Any]
 DATATYPES = {
     "int64": "INT64", "int32": "INT32", "uint8": "UINT8", "float32": "FP32", "float64": "FP64", "bool": "BOOL", "object": "BYTES",

@@ -12,8 +12,6 @@ from tests.support.contract_lookups import FEATURES, Lookups
 from tests.support.contract_models import WholeModel
 from tpuembed import export_saved_model
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 Array = np.ndarray[Any, Any]
 
 PROGRAM = """

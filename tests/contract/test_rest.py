@@ -26,8 +26,6 @@ from tests.support.contract_serve import (
     zoo_inputs,
 )
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 HALF = "half_plus_two"
 
 

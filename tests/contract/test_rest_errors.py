@@ -11,8 +11,6 @@ import pytest
 
 from tests.support.contract_serve import Server, shared_server
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 HALF, ZOO = "half_plus_two:predict", "zoo:predict"
 ROW = "Failed to process element: 0 of 'instances' list. Error: INVALID_ARGUMENT: "
 PLAIN = "but expecting {} as multiple input tensors required as per tensorinfo_map"

@@ -9,8 +9,6 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 from tests.support.contract_serve import Server, saved_models, shared_server
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 HALF = "half_plus_two"
 
 

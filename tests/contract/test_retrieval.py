@@ -14,8 +14,6 @@ from tests.support.contract_lookups import answers, call, load
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_retrieval
 from tpuembed.errors import ConfigError, TpuEmbedError
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 Array = npt.NDArray[Any]
 USERS, FILMS, DIM, K = 40, 600, 4, 10
 FIRST, STEP = -303, 7

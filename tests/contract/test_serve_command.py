@@ -14,8 +14,6 @@ from tests.support.contract_serve import Server, eventually
 from tests.support.serving.models import save_scale, save_zoo
 from tests.support.serving.process import run_command
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 VARIABLES = {
     "REST_PORT": "0", "GRPC_PORT": "0", "POLL_SECONDS": "0.05", "LAME_DUCK_SECONDS": "0.5", "KEEP_VERSIONS": "7",
     "METRICS": "0",

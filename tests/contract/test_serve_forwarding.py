@@ -28,8 +28,6 @@ from tests.support.messages import said
 from tests.support.serving.models import save_scale
 from tests.support.serving.process import run_command
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 
 @pytest.fixture(scope="module")
 def behind(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Server:

@@ -12,8 +12,6 @@ import pytest
 from tests.support.contract_serve import predict_request
 from tests.support.contract_strict import KEY, MAX_BODY_BYTES, StrictServer, strict_server
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 HEADERS = {"X-API-Key": KEY}
 METADATA = (("x-api-key", KEY),)
 CODES = grpc.StatusCode

@@ -23,8 +23,6 @@ from tests.support.contract_serve import (
 )
 from tests.support.serving.process import run_command
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 HEALTH, PREDICT = "/v1/endpoints/7/deployedModels/8", "/v1/endpoints/7/deployedModels/8:predict"
 """Such as Vertex AI's own routes, which begin like TensorFlow Serving's."""
 

@@ -17,8 +17,6 @@ from tests.support.contract_strict import ADMIN, KEY, StrictServer, strict_serve
 from tests.support.messages import said
 from tests.support.serving.process import run_command
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 CODES = grpc.StatusCode
 ROWS = {"signature_name": "double", "instances": [3.0]}
 OPEN = ("/", "/readyz", "/ping", "/v2/health/live", "/v2/health/ready")

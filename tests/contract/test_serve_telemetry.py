@@ -14,8 +14,6 @@ import pytest
 from tests.support.contract_open_inference import message
 from tests.support.contract_serve import Server, eventually, predict_request, shared_server
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 PREFIX = ":tensorflow:serving:"
 
 

@@ -18,8 +18,6 @@ from tests.support.serving.models import save_scale
 from tests.support.serving.process import run_command
 from tpuembed import export_saved_model
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 CODES = grpc.StatusCode
 ALL = "model_version_policy { all {} }"
 GOOD = {"error_code": "OK", "error_message": ""}

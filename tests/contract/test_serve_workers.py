@@ -17,8 +17,6 @@ from tests.support.contract_serve import Server, eventually, outputs_of, predict
 from tests.support.serving.models import save_scale
 from tests.support.serving.process import workers
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 ASKED = 40
 """Enough connections that each of two processes gets one: the kernel distributes them by chance."""
 

@@ -8,8 +8,6 @@ import tensorflow as tf
 
 from tests.support.contract_lookups import FEATURES, SHAPES, Lookups, call, draw, load, look_up
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 BATCH = 17
 
 

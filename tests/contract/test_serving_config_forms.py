@@ -12,8 +12,6 @@ from tests.support.contract_lookups import Lookups, answers
 from tpuembed import FeatureConfig, TableConfig, export_saved_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError, TpuEmbedError
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 Export = Callable[..., Path]
 
 

@@ -12,8 +12,6 @@ from tests.support.contract_command import json_of, tpuembed
 from tests.support.contract_lookups import FEATURES, SHAPES, Lookups, answers
 from tpuembed import export_saved_model
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 Array = np.ndarray[Any, Any]
 
 

@@ -11,8 +11,6 @@ from tests.support.contract_lookups import answers
 from tpuembed import export_saved_model, list_versions, prune_versions, rollback_version
 from tpuembed.errors import TpuEmbedError
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 CONFIG = {"features": {"item": {"table": "items", "input": "id"}}}
 
 

@@ -16,8 +16,6 @@ from tests.support.contract_models import WholeModel
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError, TpuEmbedError
 
-pytestmark = pytest.mark.nightly  # until it has run beside the others in CI
-
 Array = np.ndarray[Any, Any]
 USERS = np.array([0, 19, 7])
 
