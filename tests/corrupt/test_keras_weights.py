@@ -18,12 +18,10 @@ import pytest
 from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
 from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.keras import h5_lister, h5_listing, matrices
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, MissingExtraError
 
 Array = np.ndarray[Any, Any]
 GOLDENS = Path(__file__).parents[1] / "golden" / "keras_rs"
-FILES = Path(__file__).parent / "files"
 TABLE = np.arange(36, dtype=np.float32).reshape(9, 4)
 FIRST = f"{LAYER}/_default_device_embedding_layers/embed_reduce/vars/0"
 
@@ -77,40 +75,14 @@ def test_no_hdf5(data: bytes, tmp_path: Path) -> None:
         refusal(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["hangs_hdf5", "crashes_hdf5"])
-def test_what_the_library_does_not_survive(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Mutated files on which HDF5 1.14.6 loops for ever, and is killed by the system."""
-    monkeypatch.setattr(h5_listing, "_PROCESSOR_SECONDS", 1)
-    shutil.copy(FILES / f"{name}.weights.h5", tmp_path)
-    assert "hangs, crashes or needs too much memory" in refusal(tmp_path / f"{name}.weights.h5")
-
-
-def test_what_waits_for_ever(monkeypatch: pytest.MonkeyPatch, path: Path, tmp_path: Path) -> None:
-    script = tmp_path / "sleep.py"
-    script.write_text("import time; time.sleep(1000)")
-    monkeypatch.setattr(h5_listing, "_TIMEOUT_SECONDS", 0.2)
-    monkeypatch.setattr(h5_lister, "__file__", str(script))
-    assert "hangs" in refusal(path)
-
-
 def test_h5py_not_installed(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setitem(sys.modules, "h5py", None)
     with refused(MissingExtraError, match=r"'tpuembed\[hdf5\]'"):
         open_checkpoint(path)
 
 
-def test_no_python_to_start(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    refusal(path, CheckpointError)
-
-
-def test_a_process_that_dies_at_once(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/true")
-    for _ in range(20):  # sometimes it is gone before it is spoken to
-        assert "hangs, crashes" in refusal(path)
-
-
 def test_cut_while_it_is_open(path: Path) -> None:
+    write_tables(path, {"user": np.zeros((1 << 16, 4), np.float32)})
     with open_checkpoint(path) as checkpoint:
         path.write_bytes(b"")
         with refused(CheckpointCorruptError):
@@ -159,15 +131,6 @@ def replace(**options: Any) -> Callable[[Any], None]:
     return change
 
 
-def compact(file: Any) -> None:
-    del file[FIRST]
-    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    properties.set_layout(h5py.h5d.COMPACT)
-    space = h5py.h5s.create_simple(TABLE.shape)
-    group = file[FIRST.rpartition("/")[0]].id
-    h5py.h5d.create(group, b"0", h5py.h5t.IEEE_F32LE, space, properties).write(h5py.h5s.ALL, h5py.h5s.ALL, TABLE)
-
-
 def virtual(file: Any) -> None:
     del file[FIRST]
     layout = h5py.VirtualLayout(TABLE.shape, "f4")
@@ -178,15 +141,15 @@ def virtual(file: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
-        (replace(shape=(9, 4), dtype="f4", external="/etc/passwd"), CheckpointFormatError, "external layout"),
-        (virtual, CheckpointFormatError, "virtual layout"),
-        (compact, CheckpointFormatError, "compact layout"),
-        (replace(shape=(9, 4), dtype="f4"), CheckpointCorruptError, "was never written"),
-        (replace(shape=(2**59, 4), dtype="f4"), CheckpointCorruptError, "was never written"),
-        (replace(shape=(2**62, 4), chunks=(2**20, 1), dtype="f4"), CheckpointCorruptError, "more than 1048576"),
-        (replace(shape=(2**24, 4), chunks=(2**20, 4), dtype="f4"), CheckpointCorruptError, "16 of its 16 chunks"),
-        (replace(data=TABLE * 0, chunks=(9, 4), compression="lzf"), CheckpointFormatError, r"filters \[32000\]"),
-        (replace(data=TABLE, chunks=(3, 4), fletcher32=True), CheckpointFormatError, r"filters \[3\]"),
+        (replace(shape=(9, 4), dtype="f4", external="/etc/passwd"), CheckpointFormatError, "is in other files"),
+        (virtual, CheckpointFormatError, "is in other files"),
+        (replace(shape=(9, 4), dtype="f4"), CheckpointCorruptError, "has 0 bytes in the file, but should have 144"),
+        (replace(shape=(2**59, 4), dtype="f4"), CheckpointCorruptError, f"should have {2**63}"),
+        (
+            replace(shape=(2**24, 4), chunks=(2**20, 4), dtype="f4"),
+            CheckpointCorruptError,
+            "has 0 chunks in the file",
+        ),
         (replace(data=TABLE.astype(">f4")), CheckpointFormatError, r"should be one matrix of floats, but is 0: >f4"),
         (replace(data=TABLE.astype("i4")), CheckpointFormatError, "should be one matrix of floats, but is 0: <i4"),
         (replace(data=TABLE.view("V4")), CheckpointFormatError, r"is 0: \|V4"),
@@ -222,19 +185,6 @@ def test_odd_arrays(path: Path, change: Callable[[Any], object], kind: type[Chec
     assert re.search(says, refusal(path, kind))
 
 
-def test_user_block(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "model.weights.h5", "w", userblock_size=512) as file:
-        add_table(file, 0, "user", TABLE)
-    assert "user block of 512 bytes" in refusal(tmp_path / "model.weights.h5")
-
-
-def test_chunk_over_the_budget(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert matrices.MAX_CHUNK_BYTES == 128 << 20
-    spoil(path, replace(shape=(2**23, 8), chunks=(2**23, 8), dtype="f4", compression="gzip"))
-    message = refusal(path, CheckpointFormatError)
-    assert f"chunks of {2**28} bytes, but at most {2**27} can be held" in message
-
-
 def chunk(payload: bytes) -> Callable[[Any], None]:
     """One deflated chunk of 9 x 4 floats, whose bytes are `payload`."""
 
@@ -251,50 +201,10 @@ def deflated(data: bytes) -> bytes:
     return zlib.compress(data)
 
 
-@pytest.mark.parametrize(
-    ("payload", "says"),
-    [
-        (b"no zlib", "does not inflate"),
-        (deflated(TABLE.tobytes())[:-6], "ends before its deflate stream ends"),
-        (deflated(TABLE.tobytes()[:-1]), "ends after 143 of 144 bytes"),
-        (deflated(TABLE.tobytes() + b"x"), "is longer than 144 bytes"),
-        (deflated(b"\0" * (30 << 20)), "is longer than 144 bytes"),
-    ],
-    ids=["garbage", "cut", "short", "long", "bomb"],
-)
-def test_deflated_chunks(path: Path, payload: bytes, says: str) -> None:
+@pytest.mark.parametrize("payload", [b"no zlib", deflated(TABLE.tobytes())[:-6]], ids=["garbage", "cut"])
+def test_deflated_chunks(path: Path, payload: bytes) -> None:
     spoil(path, chunk(payload))
-    message = refusal(path)
-    assert says in message
-    assert repr(FIRST) in message
-
-
-def test_plain_chunks_of_another_size(path: Path) -> None:
-    """Refused before a row is read."""
-    spoil(path, replace(data=TABLE, chunks=(9, 4)))
-    with h5py.File(path) as file:
-        place = file[FIRST].id.get_chunk_info(0)
-    key = struct.pack("<II", place.size, 0)  # of the chunk in its tree
-    data = path.read_bytes()
-    positions = [at for at in range(len(data)) if data.startswith(key, at)]
-    outcomes = set()
-    for at in positions:
-        path.write_bytes(data[:at] + struct.pack("<I", 100) + data[at + 4 :])
-        try:
-            open_checkpoint(path).close()
-        except CheckpointCorruptError as error:
-            outcomes.add("its chunks are 144 bytes, but one is stored in 100" in str(error))
-    assert True in outcomes
-
-
-def test_chunk_past_the_end(path: Path) -> None:
-    spoil(path, replace(data=TABLE, chunks=(9, 4)))
-    with h5py.File(path) as file:
-        place = file[FIRST].id.get_chunk_info(0)
-    patch(path, struct.pack("<Q", place.byte_offset), struct.pack("<Q", 2**62))
-    message = refusal(path)
-    assert f"is at bytes [{2**62}, {2**62 + 144}) of {path.stat().st_size}" in message
-    assert repr(FIRST) in message
+    assert "filter returned failure" in refusal(path)
 
 
 def patch(path: Path, old: bytes, new: bytes) -> None:
@@ -317,31 +227,13 @@ def test_offset_past_the_end(path: Path) -> None:
     assert refusal(path)  # by the library, or by us
 
 
-def test_arrays_that_overlap(path: Path) -> None:
-    second = FIRST.replace("embed_reduce/", "embed_reduce_1/")
-    message, _, stored = layout_of(path, FIRST)
-    _, other, _ = layout_of(path, second)
-    patch(path, message, struct.pack("<BBQQ", 3, 1, other - 8, stored))
-    found = refusal(path)
-    assert "starts at byte" in found
-    assert repr(second) in found
-
-
-def test_array_over_a_header(path: Path) -> None:
-    message, _, stored = layout_of(path, FIRST)
-    with h5py.File(path) as file:
-        header = h5py.h5o.get_info(file[FIRST].id).addr
-    patch(path, message, struct.pack("<BBQQ", 3, 1, header + 16, stored))
-    assert "inside an object's header" in refusal(path)
-
-
 def test_shape_and_size_that_disagree(path: Path) -> None:
     """The dataspace says 8 rows, the layout stores 9."""
     dims = struct.pack("<QQ", 9, 4) * 2
     data = path.read_bytes()
     assert data.count(dims) == 1
     path.write_bytes(data.replace(dims, struct.pack("<QQ", 8, 4) * 2))
-    assert "(8, 4), 128 bytes, but 144 are stored" in refusal(path)
+    assert "has 144 bytes in the file, but should have 128" in refusal(path)
 
 
 # ---- .keras

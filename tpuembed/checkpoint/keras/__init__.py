@@ -1,6 +1,6 @@
 """Reads the weights that Keras 3 saves: `.weights.h5`, sharded `.weights.json` and `.keras`, with tables of keras-rs and tpuembed.
 
-HDF5 hangs on some damaged files. So a separate process, `h5_lister`, lists the content of a file.
+Groups and arrays come from h5py, as Keras itself reads them.
 """
 
 from tpuembed.checkpoint.keras.reader import KerasCheckpoint

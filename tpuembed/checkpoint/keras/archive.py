@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, Any, Final
 
-from tpuembed.checkpoint.keras.h5_listing import Window
+from tpuembed.checkpoint.keras.hdf5 import Window
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, reason
 from tpuembed.files import ByteStream, FileVersion
 

@@ -4,16 +4,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 
-from tpuembed.checkpoint.keras.h5_listing import Dataset
+from tpuembed.checkpoint.keras.hdf5 import Dataset
 from tpuembed.checkpoint.keras.tables import Table
 from tpuembed.checkpoint.keras.weights import Weights
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
-from tpuembed.checkpoint.types import Array
 
-__all__ = ["config_below", "layer_policies", "objects_of_weights", "read_array"]
+__all__ = ["config_below", "layer_policies", "objects_of_weights"]
 
 _OPTIMIZER: Final = "optimizer"
 
@@ -68,18 +66,6 @@ def _dtype(dataset: Dataset) -> str:
         return np.dtype(dataset.dtype).name
     except TypeError:
         return dataset.dtype
-
-
-def read_array(dataset: Dataset) -> Array:
-    """All of an array.
-
-    Raises:
-        CheckpointFormatError: it is not stored in one piece.
-        CheckpointCorruptError: it was never written.
-    """
-    dataset.check_contiguous()
-    dtype = np.dtype(ml_dtypes.bfloat16) if dataset.stated_dtype == "bfloat16" else np.dtype(dataset.dtype)
-    return np.frombuffer(dataset.read(), dtype).reshape(dataset.shape or ())
 
 
 def config_below(weights: Weights, root: str) -> Mapping[str, Any] | None:

@@ -10,9 +10,8 @@ from typing import Any, Final, Self
 import numpy as np
 
 from tpuembed.checkpoint.keras.discovery import discover
-from tpuembed.checkpoint.keras.h5_listing import Dataset
-from tpuembed.checkpoint.keras.layers import config_below, layer_policies, objects_of_weights, read_array
-from tpuembed.checkpoint.keras.matrices import ChunkCache, Matrix, open_matrix
+from tpuembed.checkpoint.keras.hdf5 import Dataset
+from tpuembed.checkpoint.keras.layers import config_below, layer_policies, objects_of_weights
 from tpuembed.checkpoint.keras.tables import Table, own_layer_stamps, own_layer_updates, own_layer_vocabularies
 from tpuembed.checkpoint.keras.weights import Weights, find_weights, weights_in
 from tpuembed.checkpoint.saved_objects import Objects, Weight
@@ -47,13 +46,11 @@ class KerasCheckpoint(Checkpoint):
         self._weights = weights = weights.below(options["root"]) if "root" in options else weights
         tables, self.layer_config = discover(weights)
         self._found = tables
-        cache = ChunkCache()
-        self._matrices: dict[tuple[str, str | None], Matrix] = {}
-        for name, table in tables.items():
-            self._matrices[name, None] = open_matrix(table.dataset, table.dtype, cache)
-            for slot, dataset in table.slots.items():
-                self._matrices[name, slot] = open_matrix(dataset, table.dtype, cache)
-        self._tables = {name: _info(table, self._matrices[name, None], weights) for name, table in tables.items()}
+        for table in tables.values():
+            for dataset in (table.dataset, *table.slots.values()):
+                dataset.check_written()
+        self._current: tuple[Dataset, Dataset] | None = None
+        self._tables = {name: _info(table, weights) for name, table in tables.items()}
 
     @classmethod
     def recognises(cls, path: FilePath) -> bool:
@@ -77,18 +74,25 @@ class KerasCheckpoint(Checkpoint):
 
     def close(self) -> None:
         """Close the files."""
+        self._current = None
         self._weights.close()
 
     def _dtype(self, table: str, slot: str | None) -> np.dtype[Any]:  # noqa: ARG002 - slots have the table's
         return self._tables[table].dtype
 
     def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
-        self._matrices[table, slot].read_into(start, out)
+        found = self._found[table]
+        dataset = found.dataset if slot is None else found.slots[slot]
+        current = self._current  # other threads may replace it
+        if current is None or current[0] is not dataset:
+            self._current = None  # so that the chunks of two arrays are never cached
+            self._current = current = (dataset, dataset.with_cache())
+        current[1].read_into(start, out)
 
     def read_buffer_bytes(self, table: str, rows: int) -> int:
         """See Checkpoint.read_buffer_bytes."""
         self._check(table, None)
-        return self._matrices[table, None].buffer_bytes(rows)
+        return self._found[table].dataset.buffer_bytes() if rows else 0
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
         """Compare all weights of a `.keras` file with the CRC32 of the archive, once per process; other files keep no
@@ -114,7 +118,9 @@ class KerasCheckpoint(Checkpoint):
 
     def _fill_stamps(self, table: str, start: int, out: Array) -> None:
         self._weights.verify()
-        Matrix(self._stamps[table][1]).read_into(start, out[:, None])
+        dataset = self._stamps[table][1]
+        dataset.check_written()
+        dataset.read_into(start, out)
 
     @functools.cached_property
     def _vocabularies(self) -> Mapping[str, Dataset]:
@@ -124,10 +130,7 @@ class KerasCheckpoint(Checkpoint):
         return self._vocabularies[table].bytes if table in self._vocabularies else None
 
     def _read_vocabulary(self, table: str, size: int) -> bytes:
-        dataset, out = self._vocabularies[table], bytearray(size)
-        assert dataset.offset is not None, "own_layer_vocabularies checks it"
-        dataset.file.read_into(dataset.offset, memoryview(out))
-        return bytes(out)
+        return self._vocabularies[table].read()[:size].tobytes()
 
     def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - tables are known by their groups
         """Return the layers, by Keras' groups of variables; see Checkpoint.objects."""
@@ -137,12 +140,11 @@ class KerasCheckpoint(Checkpoint):
         """The array of a weight, once all weights are verified.
 
         Raises:
-            CheckpointFormatError: it is stored in a way that is not read.
-            CheckpointCorruptError: as `verify`.
+            CheckpointCorruptError: as `verify`, or some of it was never written.
         """
         self._weights.verify()
         group, _, name = weight.key.rpartition("/")
-        return read_array(self._weights.groups[group].datasets[name])
+        return self._weights.groups[group].datasets[name].read()
 
     def policies(self) -> Mapping[str, str]:
         """Return layer -> dtype policy, of a `.keras` file."""
@@ -153,25 +155,21 @@ class KerasCheckpoint(Checkpoint):
         return self._config
 
     def fingerprint(self) -> str:
-        """Return a digest of the sizes and versions of the files, and of the places of the arrays in them."""
+        """Return a digest of the sizes and versions of the files, and of the forms of the arrays in them."""
         try:
             found = versions(self._weights.files)
         except OSError as error:
             raise CheckpointError(f"weights {self.path}: cannot be read any more: {reason(error)}.") from None
-        places = {
-            group.path: {name: _place(dataset) for name, dataset in group.datasets.items()}
+        forms = {
+            group.path: {name: [one.shape, one.dtype, one.stated_dtype] for name, one in group.datasets.items()}
             for group in self._weights.groups.values()
         }
-        parts = [[dataclasses.astuple(version) for version in found], places]
+        parts = [[dataclasses.astuple(version) for version in found], forms]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _info(table: Table, matrix: Matrix, weights: Weights) -> TableInfo:
+def _info(table: Table, weights: Weights) -> TableInfo:
     rows, dim = table.shape
     shard = f"in {table.dataset.file.name.rpartition('/')[2]}" if len(weights.windows) > 1 else ""
-    layout = ", ".join(filter(None, (shard, matrix.layout)))
+    layout = ", ".join(filter(None, (shard, table.dataset.layout)))
     return TableInfo(table.name, rows, dim, table.dtype, tuple(sorted(table.slots)), layout)
-
-
-def _place(dataset: Dataset) -> list[Any]:
-    return [dataset.shape, dataset.dtype, dataset.stated_dtype, dataset.offset]

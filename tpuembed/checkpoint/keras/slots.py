@@ -8,7 +8,7 @@ Source: keras/src/optimizers/base_optimizer.py (`build`, `add_optimizer_variable
 import dataclasses
 from collections.abc import Sequence
 
-from tpuembed.checkpoint.keras.h5_listing import Dataset
+from tpuembed.checkpoint.keras.hdf5 import Dataset
 from tpuembed.checkpoint.keras.model_config import OptimizerConfig, optimizer_config
 from tpuembed.checkpoint.keras.tables import Table
 from tpuembed.checkpoint.keras.weights import Weights

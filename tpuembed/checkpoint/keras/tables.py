@@ -8,11 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import numpy as np
-
 from tpuembed.checkpoint.bundle.layer_config import check_size, checked_count, parse_config, slot_names
-from tpuembed.checkpoint.keras.h5_listing import Dataset
-from tpuembed.checkpoint.keras.matrices import matrix_dtype
+from tpuembed.checkpoint.keras.hdf5 import Dataset
 from tpuembed.checkpoint.keras.weights import Group, Weights
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 from tpuembed.row_history import RowHistory
@@ -58,7 +55,7 @@ class Table:
     @property
     def dtype(self) -> Any:
         """Return the dtype of its elements."""
-        return matrix_dtype(self.dataset)
+        return self.dataset.matrix_dtype
 
 
 def keras_rs_tables(weights: Weights) -> Iterator[Table]:
@@ -95,7 +92,7 @@ def _only_matrix(weights: Weights, group: Group) -> Dataset:
     if not group.datasets:
         raise CheckpointCorruptError.of(f"weights {weights.path}: table {group.name!r} has no rows")
     dataset = group.datasets.get("0")
-    if set(group.datasets) != {"0"} or dataset is None or matrix_dtype(dataset) is None:
+    if set(group.datasets) != {"0"} or dataset is None or dataset.matrix_dtype is None:
         shown = ", ".join(f"{name}: {one.dtype} {one.shape}" for name, one in sorted(group.datasets.items())[:5])
         raise CheckpointFormatError(
             f"weights {weights.path}: table {group.name!r} should be one matrix of floats, but is {shown}. Save "
@@ -129,9 +126,9 @@ def _config_bytes(weights: Weights, group: Group) -> bytes:
             f"weights {weights.path}: layer {group.name or group.path!r} has tables but no config, which distinguishes "
             "them from slots. Load it into the layer and save it again with this version of tpuembed."
         )
-    if dataset.dtype != "|u1" or dataset.offset is None or dataset.bytes > _MAX_CONFIG_BYTES:
+    if dataset.dtype != "|u1" or dataset.bytes > _MAX_CONFIG_BYTES:
         raise CheckpointCorruptError.of(f"{_config_of(weights, group)} is {dataset.dtype} {dataset.shape}, not bytes")
-    return bytes(dataset.read())
+    return dataset.read().tobytes()
 
 
 def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) -> Iterator[Table]:
@@ -169,11 +166,11 @@ def own_layer_updates(weights: Weights) -> dict[str, int]:
         dataset = weights.groups[path].datasets.get(_UPDATES)
         if dataset is not None:
             where = f"weights {weights.path}: layer {path!r}"
-            if dataset.dtype != "<i8" or dataset.shape != () or dataset.offset is None:
+            if dataset.dtype != "<i8" or dataset.shape != ():
                 raise CheckpointCorruptError.of(
                     f"{where}: its count of updates is {dataset.dtype} {dataset.shape}, not one integer"
                 )
-            count = checked_count(where, np.frombuffer(dataset.read(), "<i8").reshape(()))
+            count = checked_count(where, dataset.read())
             counts |= dict.fromkeys(config["tables"], count)
     return counts
 
@@ -191,14 +188,14 @@ def own_layer_stamps(weights: Weights) -> dict[str, tuple[RowHistory, Dataset]]:
         if saved is None:
             continue
         where = f"weights {weights.path}: layer {path!r}"
-        if saved.dtype != "|u1" or saved.offset is None or saved.bytes > _MAX_CONFIG_BYTES:
+        if saved.dtype != "|u1" or saved.bytes > _MAX_CONFIG_BYTES:
             raise CheckpointCorruptError.of(f"{where}: its history is {saved.dtype} {saved.shape}, not bytes")
-        history, shapes = RowHistory.from_json(bytes(saved.read()), where)
+        history, shapes = RowHistory.from_json(saved.read().tobytes(), where)
         for table in config["tables"]:
             dataset = datasets.get(_STAMPS + table.replace("/", "|"))
             rows = shapes.get(table, [None])[0]
             shown = "none" if dataset is None else f"{dataset.dtype} {dataset.shape}"
-            if dataset is None or dataset.dtype != "<i4" or dataset.shape != (rows,) or dataset.offset is None:
+            if dataset is None or dataset.dtype != "<i4" or dataset.shape != (rows,):
                 raise CheckpointCorruptError.of(
                     f"{where}: the stamps of table {table!r} are {shown}, not <i4 ({rows},)"
                 )
@@ -221,7 +218,7 @@ def own_layer_vocabularies(weights: Weights) -> dict[str, Dataset]:
                 continue
             if name not in tables:
                 raise CheckpointCorruptError.of(f"{where} has {name!r}, which is not of a table of its config")
-            if dataset.dtype != "|u1" or len(dataset.shape or ()) != 1 or dataset.offset is None:
+            if dataset.dtype != "|u1" or len(dataset.shape or ()) != 1:
                 raise CheckpointCorruptError.of(
                     f"{where}: the vocabulary of table {tables[name]!r} is {dataset.dtype} {dataset.shape}, not bytes"
                 )
@@ -232,7 +229,7 @@ def own_layer_vocabularies(weights: Weights) -> dict[str, Dataset]:
 def _take(where: str, left: dict[str, Dataset], child: str) -> Dataset:
     """Remove the array of a table or slot from `left`, under the name that the layer stores it by, and return it."""
     dataset = left.pop(child.replace("/", "|"), None)
-    if dataset is None or matrix_dtype(dataset) is None:
+    if dataset is None or dataset.matrix_dtype is None:
         found = "there is none" if dataset is None else f"it is {dataset.dtype} {dataset.shape}"
         raise CheckpointCorruptError.of(f"{where}: its config needs a matrix {child!r}, but {found}")
     return dataset

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, Self
 
 from tpuembed.checkpoint.keras.archive import CONFIG_NAME, WEIGHTS_NAME, check_crc32, open_archive, parse_config
-from tpuembed.checkpoint.keras.h5_listing import Dataset, Listing, Window, list_files
+from tpuembed.checkpoint.keras.hdf5 import Dataset, Listing, Window, list_file
 from tpuembed.checkpoint.keras.shards import INDEX_ENDING, read_index, shard_path
 from tpuembed.errors import (
     CheckpointCorruptError,
@@ -55,6 +55,7 @@ class Weights:
         path: of the file that a user would give.
         files: all files that were read.
         windows: those of them that are HDF5, opened.
+        handles: the same, as h5py opened them.
         groups: by path; none in a file that Keras 3 did not write.
         config: the model's, of a `.keras` file; None elsewhere.
         crc32: of the one window, as the `.keras` file that it lies in states it; None elsewhere.
@@ -63,6 +64,7 @@ class Weights:
     path: FilePath
     files: tuple[FilePath, ...]
     windows: tuple[Window, ...]
+    handles: tuple[Any, ...]
     groups: Mapping[str, Group]
     config: dict[str, Any] | None
     crc32: int | None = None
@@ -92,7 +94,10 @@ class Weights:
                 windows, config, crc32 = [archive.weights], archive.config, archive.weights_crc32
             elif (config := _config_beside(path)) is not None:
                 files = (path, path.parent / CONFIG_NAME)
-            listings = list_files(windows)
+            listings: list[Listing] = []
+            for window in windows:
+                listings.append(list_file(window))
+                opened.callback(listings[-1].file.close)
             groups = _merge_groups(path, listings)
             if index is not None:
                 _check_index(path, index, groups)
@@ -101,7 +106,8 @@ class Weights:
             if groups and loose:
                 raise _corrupt(path, f"has {loose[0]!r} outside of the groups that Keras writes")
             opened.pop_all()
-            return cls(path, files, tuple(windows), groups, config, crc32)
+            handles = tuple(listing.file for listing in listings)
+            return cls(path, files, tuple(windows), handles, groups, config, crc32)
 
     def below(self, root: Any) -> Self:
         """Return the groups of the object at `root`, such as layers/functional_1, and of everything below it.
@@ -141,6 +147,8 @@ class Weights:
 
     def close(self) -> None:
         """Close the files."""
+        for handle in self.handles:
+            handle.close()
         for window in self.windows:
             window.file.close()
 

@@ -385,7 +385,7 @@ def test_a_tables_layout_names_file_and_chunks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["keras_adam/model.keras", "sharded/model.weights.json", "keras_folder/model"])
 def test_a_store_reads_as_a_disk_does(name: str) -> None:
-    """The same as on a disk; the process that asks HDF5 opens nothing itself."""
+    """The same as on a disk."""
     local = GOLDEN / "keras_rs" / name
     store: Any = remote._store("memory", "weights")
     for path in (GOLDEN / "keras_rs").rglob("*"):
