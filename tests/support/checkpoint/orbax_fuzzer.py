@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
-from unittest import mock
 
 import google_crc32c
 import numpy as np
@@ -35,7 +34,6 @@ from tests.support.checkpoint.orbax_trees import (
     write_tree,
 )
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.orbax import arrays, chunk_streams
 from tpuembed.errors import CheckpointError
 
 __all__ = ["run"]
@@ -206,16 +204,6 @@ def execute(target: Target, truth: dict[str, Array]) -> str:
     return outcome
 
 
-@contextlib.contextmanager
-def streams() -> Iterator[None]:
-    """Small chunks are decoded as streams, as large ones are."""
-    with (
-        mock.patch.object(chunk_streams, "_STREAMED_FROM_BYTES", 0),
-        mock.patch.object(arrays, "_ALONE_FROM_BYTES", 0),
-    ):
-        yield
-
-
 def run(seed: int, executions: int, *, limit_memory: bool = True) -> dict[str, dict[str, int]]:
     """How many executions ended how, by target."""
     rng = random.Random(seed)
@@ -233,8 +221,7 @@ def run(seed: int, executions: int, *, limit_memory: bool = True) -> dict[str, d
             target.file.write_bytes(damaged)
             faulthandler.dump_traceback_later(_SECONDS, exit=True)
             try:
-                with streams() if rng.random() < 0.5 else contextlib.nullcontext():
-                    outcomes[target.name][execute(target, truth)] += 1
+                outcomes[target.name][execute(target, truth)] += 1
             except BaseException:
                 print(f"execution {number} of seed {seed}: {target.name}: {damaged!r}", file=sys.stderr)
                 raise

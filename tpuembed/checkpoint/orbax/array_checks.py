@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from tpuembed.checkpoint.orbax.metadata import Leaf
-from tpuembed.checkpoint.orbax.stored_values import key_parts
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 
 __all__ = ["check_form", "is_complete", "is_compressed", "keys_beyond"]
@@ -77,9 +76,13 @@ def is_compressed(handle: Any) -> bool:
 def keys_beyond(handle: Any) -> Iterator[str]:
     """Yield the keys of the first chunk after the end of each dimension. If one exists, the array was larger."""
     metadata = handle.spec().to_json()["metadata"]
-    prefix, separator = key_parts(metadata)
-    is_zarr3 = "chunk_grid" in metadata
-    chunks = metadata["chunk_grid"]["configuration"]["chunk_shape"] if is_zarr3 else metadata["chunks"]
+    if "chunk_grid" in metadata:  # zarr 3
+        encoding, chunks = metadata["chunk_key_encoding"], metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        is_default = encoding["name"] == "default"
+        separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+        prefix = f"c{separator}" if is_default else ""
+    else:
+        prefix, separator, chunks = "", metadata["dimension_separator"], metadata["chunks"]
     for axis, size in enumerate(handle.shape):
         place = ["0"] * len(chunks)
         place[axis] = str(-(-size // chunks[axis]))

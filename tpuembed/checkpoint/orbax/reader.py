@@ -68,13 +68,13 @@ class OrbaxCheckpoint(Checkpoint):
     def open(cls, path: FilePath, options: Mapping[str, Any]) -> Self:
         """Open the checkpoint that `path`, which `recognises` accepts, leads to.
 
-        Large chunks on a disk are decoded as streams, and the process stays at 128 MiB. Other chunks, of up to 256 MiB,
-        are decoded one at a time. Small ones are kept as long as one chunk, decoded and as stored, and 128 MiB suffice.
+        A chunk is decoded whole, because TensorStore reads no part of one. So a read needs the memory of the largest chunk,
+        decoded and as stored. Smaller ones stay in a cache.
 
         Args:
             path: a folder of steps (the latest), a step, or an item.
             options: `embedding_spec`, how tables are stacked on SparseCores, if the checkpoint does not record it (a
-                mapping or a file, see stack_specs); `chunk_memory_bytes`, the memory for chunks instead of the default.
+                mapping or a file, see stack_specs); `chunk_memory_bytes`, the memory for a chunk and for the cache.
         """
         opened = cls(find_step(path), options)
         if path.is_file():
@@ -99,7 +99,9 @@ class OrbaxCheckpoint(Checkpoint):
         """See Checkpoint.advise."""
         self._check(table, None)
         stored = self._stored[table]
-        return None if rows >= stored.info.rows else stored.arrays[None].advise(stored.runs(0, rows), stored.info.dim)
+        if rows >= stored.info.rows:
+            return None
+        return stored.arrays[None].advise(list(stored.runs(0, rows)), stored.info.dim)
 
     def read_buffer_bytes(self, table: str, rows: int) -> int:
         """See Checkpoint.read_buffer_bytes."""

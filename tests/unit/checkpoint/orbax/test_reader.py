@@ -10,7 +10,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from tests.support.checkpoint.orbax_trees import STACKED, Array, Leaves, spec, s
 from tests.support.messages import refused
 from tests.support.stores import S3, moto_server
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.checkpoint.orbax import arrays, chunk_memory
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -445,7 +444,7 @@ class TestReading:
             with refused(CheckpointError):
                 checkpoint.fingerprint()
 
-    @pytest.mark.parametrize(("compressed", "need"), [(True, 160 + 160 + 2 + 4096), (False, 160)])
+    @pytest.mark.parametrize(("compressed", "need"), [(True, 2 * (160 + 2 + 1024)), (False, 160 + 2 + 1024)])
     @pytest.mark.parametrize("zarr3", [False, True])
     def test_memory_for_chunks(self, compressed: bool, need: int, zarr3: bool, tmp_path: Path) -> None:
         """A chunk as stored is held beside what is decoded from it, unless it is the same."""
@@ -457,6 +456,7 @@ class TestReading:
         for memory in (need, str(need), 1 << 30):
             with open_checkpoint(path, chunk_memory_bytes=memory) as checkpoint:
                 np.testing.assert_array_equal(checkpoint.read("t"), ROWS)
+                np.testing.assert_array_equal(checkpoint.read("t", 8, 22), ROWS[8:22])
                 assert checkpoint.options == {"chunk_memory_bytes": int(memory)}
 
     @pytest.mark.parametrize("memory", [0, -1, "1 GiB", 1.5, True])
@@ -509,62 +509,43 @@ with open_checkpoint(sys.argv[1]) as checkpoint:
             open_checkpoint(path)
 
 
-def peak_mib(path: Path, cores: int, pieces: int, *, streamed: bool = True) -> tuple[str, int]:
-    """Of a process that reads some of the `pieces` of table `t`, 128 MiB on `cores` SparseCores: CRC of all, peak in MiB."""
+def peak_mib(path: Path, cores: int) -> tuple[str, int]:
+    """Of a process that reads table `t`, 128 MiB on `cores` SparseCores, in 16 pieces: CRC of all, peak in MiB."""
     script = """
 import sys, zlib
 import numpy as np
 from tpuembed.checkpoint import open_checkpoint
 
-path, cores, pieces = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-if sys.argv[4] == "False":
-    sys.modules["zstandard"] = None
+path, cores = sys.argv[1], int(sys.argv[2])
 spec = {"t": {"num_sparsecores": cores, "tables": {"t": {"vocab_size": 1 << 19, "embedding_dim": 64}}}}
 with open_checkpoint(path, embedding_spec=spec) as checkpoint:
-    crc, out = 0, np.ones(((1 << 19) // pieces, 64), np.float32)
+    crc, out = 0, np.ones(((1 << 19) // 16, 64), np.float32)
     for start in range(0, 1 << 19, len(out) * (4 if cores > 1 else 1)):
         checkpoint.read_into("t", start, out)
         crc = zlib.crc32(out, crc)
 peak = next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(crc, peak)
 """
-    command = [sys.executable, "-W", "ignore", "-c", script, str(path), str(cores), str(pieces), str(streamed)]
+    command = [sys.executable, "-c", script, str(path), str(cores)]
     crc, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return crc, int(peak)
 
 
-@pytest.mark.parametrize(
-    "chunk_mib", [128, pytest.param(16, marks=pytest.mark.nightly), pytest.param(256, marks=pytest.mark.nightly)]
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("compressed", [True, False], ids=["zstd", "plain"])
+@pytest.mark.parametrize("chunk_mib", [1, 16, pytest.param(128, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("ocdbt", [False, True], ids=["files", "ocdbt"])
-class TestMemory:
-    """Peak resident memory of a process, imports and all, of bytes that no compressor makes smaller."""
-
-    @staticmethod
-    def write(folder: Path, chunk_mib: int, **how: Any) -> tuple[Path, str]:
-        random = np.random.default_rng(0).integers(0, 256, (1 << 19, 256), np.uint8).view(np.float32)
-        tree = write_tree(folder / "ckpt", {("var:t:table",): random}, chunks=(chunk_mib << 12, 64), **how)
-        return tree, str(zlib.crc32(random.tobytes()))
-
-    @pytest.mark.sampled(1)
-    @pytest.mark.parametrize("compressed", [True, False], ids=["zstd", "plain"])
-    def test_one_after_another_and_spread(self, compressed: bool, chunk_mib: int, ocdbt: bool, tmp_path: Path) -> None:
-        """128 MiB, however large a chunk is."""
-        pytest.importorskip("zstandard", reason="needs zstandard, of the extra [jax]")
-        path, crc = self.write(tmp_path, chunk_mib, ocdbt=ocdbt, compressed=compressed)
-        found, peak = peak_mib(path, 1, 16)
-        assert found == crc
-        assert peak < 128
-        _, peak = peak_mib(path, 16, 16)
-        assert peak < 128
-
-    @pytest.mark.sampled(1)
-    def test_chunks_decoded_whole_take_twice_their_size(self, chunk_mib: int, ocdbt: bool, tmp_path: Path) -> None:
-        """As chunks of other forms are: one of them, decoded and as stored, and 128 MiB."""
-        path, crc = self.write(tmp_path, chunk_mib, ocdbt=ocdbt)
-        found, peak = peak_mib(path, 1, 16, streamed=False)
-        assert found == crc
-        assert peak < 2 * chunk_mib + 128
+def test_peak_memory(compressed: bool, chunk_mib: int, ocdbt: bool, tmp_path: Path) -> None:
+    """A large chunk, decoded and as stored, and 128 MiB with all imports, of bytes that no compressor makes smaller."""
+    random = np.random.default_rng(0).integers(0, 256, (1 << 19, 256), np.uint8).view(np.float32)
+    leaves: Leaves = {("var:t:table",): random}
+    path = write_tree(tmp_path / "ckpt", leaves, chunks=(chunk_mib << 12, 64), ocdbt=ocdbt, compressed=compressed)
+    limit = 128 + 2 * (chunk_mib if chunk_mib > 16 else 0)
+    found, peak = peak_mib(path, 1)
+    assert found == str(zlib.crc32(random.tobytes()))
+    assert peak < limit
+    _, peak = peak_mib(path, 16)
+    assert peak < limit
 
 
 def bytes_read() -> int:
@@ -577,6 +558,7 @@ class TestSpreadRows:
     """A stack of 4 SparseCores in chunks of which each piece of rows needs one per SparseCore."""
 
     ROWS = 1 << 14
+    STACKS: ClassVar = {"t": {"num_sparsecores": 4, "tables": {"t": {"vocab_size": ROWS, "embedding_dim": 16}}}}
 
     def tree(self, folder: Path, rows_per_chunk: int) -> tuple[Path, Array, int]:
         """The checkpoint, its table, and how many bytes its chunks have on the disk."""
@@ -587,13 +569,16 @@ class TestSpreadRows:
 
     def read(self, path: Path, table: Array, rows_per_piece: int, **options: Any) -> int:
         """How many bytes were read for all rows, in pieces."""
-        stacks = {"t": {"num_sparsecores": 4, "tables": {"t": {"vocab_size": self.ROWS, "embedding_dim": 16}}}}
-        with open_checkpoint(path, embedding_spec=stacks, **options) as checkpoint:
+        with open_checkpoint(path, embedding_spec=self.STACKS, **options) as checkpoint:
             before = bytes_read()
             for start in range(0, self.ROWS, rows_per_piece):
                 stop = min(start + rows_per_piece, self.ROWS)
                 np.testing.assert_array_equal(checkpoint.read("t", start, stop), table[start:stop])
             return bytes_read() - before
+
+    def advice(self, path: Path, rows_per_piece: int, **options: Any) -> str | None:
+        with open_checkpoint(path, embedding_spec=self.STACKS, **options) as checkpoint:
+            return checkpoint.advise("t", rows_per_piece)
 
     @pytest.mark.parametrize("rows_per_chunk", [64, 1024, 3000, 1 << 14])
     @pytest.mark.parametrize("rows_per_piece", [100, 512])
@@ -601,30 +586,17 @@ class TestSpreadRows:
         path, table, stored = self.tree(tmp_path, rows_per_chunk)
         assert stored <= self.read(path, table, rows_per_piece) < 1.1 * stored + 8192
 
-    def test_what_does_not_fit_is_said_once_with_the_remedy(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_does_not_fit_has_advice(self, tmp_path: Path) -> None:
         path, table, stored = self.tree(tmp_path, 1024)
-        monkeypatch.setattr(chunk_memory, "_SPARE_BYTES", 100_000)
-        monkeypatch.setattr(arrays, "_IN_FLIGHT_BYTES", 0)  # as if chunks were large: one after another
-        with pytest.warns(UserWarning, match="every piece of its rows is in 4 chunks of 65536 bytes") as caught:
-            read = self.read(path, table, 500)
-        assert read > 5 * stored
-        (warning,) = caught
-        assert warning.filename == __file__
-        message = str(warning.message)
-        assert "array 'var:t:table': every piece" in message
-        found = re.search(r"chunk_memory_bytes=(\d+)", message)
-        assert found is not None
-        assert self.read(path, table, 500, chunk_memory_bytes=int(found[1])) < 1.1 * stored
-        with pytest.warns(UserWarning, match="decoded again for each"):
-            self.read(path, table, 500, chunk_memory_bytes=int(found[1]) - 1)
-
-    def test_a_few_rows_are_read_without_a_word(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path, table, stored = self.tree(tmp_path, 1 << 12)
-        monkeypatch.setattr(chunk_memory, "_SPARE_BYTES", 0)
-        assert self.read(path, table, self.ROWS) < 1.1 * stored
-        assert self.read(path, table, self.ROWS // 2) < 2.1 * stored
+        assert self.read(path, table, 500, chunk_memory_bytes=200_000) > 2.5 * stored
+        advice = self.advice(path, 500, chunk_memory_bytes=200_000)
+        assert advice is not None
+        assert "array 'var:t:table': every piece of its rows is in 4 chunks of 65536 bytes" in advice
+        need = int(advice.split("chunk_memory_bytes=")[1].split()[0])
+        assert self.read(path, table, 500, chunk_memory_bytes=need) < 1.1 * stored
+        assert self.advice(path, 500, chunk_memory_bytes=need) is None
+        assert self.advice(path, 500, chunk_memory_bytes=need - 1) is not None
+        assert self.advice(path, self.ROWS, chunk_memory_bytes=200_000) is None
 
 
 @pytest.fixture(scope="module")
