@@ -23,7 +23,6 @@ RUNS = {
     "native_models": "native_models.run()",
     "cold_rows": "cold_rows.run()",
     "overlay": "overlay.run()",
-    "overlay_soak": "overlay_soak.run()",
     "serve": "serve.run()",
     "serve_2": "serve.run(workers=2)",
     "serve_grpc": "serve.run(only=('echo', *serve.GRPC_PEERS))",

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tpuembed.errors import TpuEmbedError
     from tpuembed.export import (
         ExportReport,
-        apply_package,
         compact_version,
         export_saved_model,
         list_versions,
@@ -65,7 +64,6 @@ _HOME = {
     "TpuEmbedError": "tpuembed.errors",
     "TpuEnvironment": "tpuembed.runtime.tpu",
     "Vocabulary": "tpuembed.vocabulary",
-    "apply_package": "tpuembed.export",
     "compact_version": "tpuembed.export",
     "configure_tpu": "tpuembed.runtime.tpu",
     "export_model": "tpuembed.live",
@@ -102,7 +100,6 @@ __all__ = [
     "TpuEnvironment",
     "Vocabulary",
     "__version__",
-    "apply_package",
     "compact_version",
     "configure_tpu",
     "export_model",

@@ -46,8 +46,6 @@ _SECTIONS = {
         "--version",
         "--base",
         "--max-overlay",
-        "--delta-to",
-        "--sign-key",
         "--keep",
     ],
     "Retrieval": SECTION,
@@ -76,7 +74,6 @@ _SECTIONS = {
         "tpuembed export ckpt-1 models/rec --table users --storage int8 --dry-run",
         "tpuembed export checkpoints models/rec --require-finite --keep 3",
         "tpuembed export checkpoints models/rec --base latest",
-        "tpuembed export checkpoints models/rec --base latest --delta-to s3://bucket/deltas",
         "tpuembed export ckpt-1 s3://bucket/rec --layout mmap --serving-root /models/rec",
         "tpuembed export ckpt-1 models/top --model train:query --retrieve-from train:candidates --k 50",
         "tpuembed export ckpt-1 models/shards --shards 4 --dry-run",
@@ -156,15 +153,6 @@ _SECTIONS = {
     type=click.FloatRange(min=0),
     metavar="SHARE",
     help="With --base: write a full version if the overlay needs more than SHARE of the tables' bytes. Default: 0.15.",
-)
-@click.option(
-    "--delta-to",
-    type=PATH,
-    metavar="DIR|URL",
-    help="With --base: write no version but a package there, for `tpuembed apply` on other machines.",
-)
-@click.option(
-    "--sign-key", type=PATH, metavar="FILE", help="With --delta-to: sign the package with the key in this file."
 )
 @click.option(
     "--keep",

@@ -18,7 +18,6 @@ __all__ = ["cli", "main"]
 
 _COMMANDS = {
     "demo": "tpuembed_cli.demo:demo",
-    "apply": "tpuembed_cli.apply:apply",
     "compact": "tpuembed_cli.versions:compact",
     "describe": "tpuembed_cli.describe:describe",
     "diff": "tpuembed_cli.diff:diff",

@@ -60,8 +60,6 @@ _OTHERS: Final = {
     "rows": "--rows",
     "base": "--base",
     "max_overlay": "--max-overlay",
-    "delta_to": "--delta-to",
-    "sign_key": "--sign-key",
 }
 """Options of an export that one of shards does not take."""
 

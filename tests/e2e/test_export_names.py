@@ -17,7 +17,6 @@ from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.messages import refused
 from tpuembed import (
     Vocabulary,
-    apply_package,
     compact_version,
     export_saved_model,
     rollback_version,
@@ -26,7 +25,7 @@ from tpuembed.checkpoint.tools import verify_files
 from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
-from tpuembed.saved_model import relocate_export, size_faults
+from tpuembed.saved_model import size_faults
 from tpuembed.vocabulary import BUCKETS, name_arrays, salt_text
 from tpuembed.vocabulary.fingerprint import fingerprints
 
@@ -270,23 +269,13 @@ def test_an_overlay_has_names_of_its_own(tmp_path: Path, layout: str) -> None:
     """A name's row differs from the base's: an overlay with the base's index would answer wrong rows."""
     values = random_table(ROWS, DIM)
     before, after = names_of(50), [*reversed(names_of(50)), *names_of(200, 50)]
-    base = export(tmp_path, values, only_one(before), layout=layout)
+    export(tmp_path, values, only_one(before), layout=layout)
     values[7] += 1
     overlay = export(tmp_path, values, only_one(after), layout=layout, base="latest")
-    packages = tmp_path / "packages"
-    package = export(tmp_path, values, only_one(after), layout=layout, base="latest", delta_to=packages)
     assert _manifest(overlay).base is not None
-    server = tmp_path / "server"
-    shutil.copytree(base, server / "1")
-    if layout == "mmap":
-        relocate_export(server / "1", _manifest(server / "1"), str(server))
-    applied = apply_package(package, server).path
-    full = tmp_path / "materialised"
-    shutil.copytree(server / "1", full / "1")
-    materialised = apply_package(package, full, materialise=True).path
     compacted = compact_version(tmp_path / "m", int(overlay.name)).path
     again = rollback_version(tmp_path / "m", int(overlay.name)).path
-    for version in (overlay, applied, materialised, compacted, again):
+    for version in (overlay, compacted, again):
         assert not verify_files(version).damaged, version
         np.testing.assert_array_equal(answers(version, [*after, "no"])[:-1], values[: len(after)])
         assert not answers(version, ["no"]).any()

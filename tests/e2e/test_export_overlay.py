@@ -1,6 +1,9 @@
 """Overlay versions: for every id they answer as a full export of the same rows, bit for bit, whoever loads them."""
 
+import errno
+import os
 import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -176,6 +179,67 @@ def test_prune_keeps_the_base_and_rollback_makes_an_overlay_again(tmp_path: Path
     assert not verify_files(back.path).damaged
     values = changed(values, random, 0.05)
     assert write(tmp_path, values, base="latest", layout="mmap", max_overlay=1).base == 1
+
+
+@pytest.mark.nightly
+def test_a_newest_version_that_cannot_be_read_is_no_base(tmp_path: Path) -> None:
+    values = tables()
+    write(tmp_path, values)
+    values["users"][7] += 1
+    assert write(tmp_path, values, base="latest").base == 1
+    (tmp_path / "m" / "2" / "assets.extra" / "tpuembed.json").write_text("{")
+    assert write(tmp_path, values, base="latest").base == 1
+    for version in ("1", "3"):
+        (tmp_path / "m" / version / "assets.extra" / "tpuembed.json").write_text("{")
+    with pytest.warns(UserWarning, match="Writing a full version"):
+        assert write(tmp_path, values, base="latest").base is None
+
+
+def test_a_version_has_to_be_above_its_base(tmp_path: Path) -> None:
+    """Servers would go on with the base."""
+    values = tables()
+    write(tmp_path, values, version=7)
+    with refused(ConfigError):
+        write(tmp_path, values, base=7, version=6)
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    values = tables()
+    write(tmp_path, values)
+    monkeypatch.setattr("os.link", no_links)
+    monkeypatch.setattr("tpuembed.files.links.clone", lambda *_: False)
+    values["users"][7] += 1
+    with refused(ExportError):
+        write(tmp_path, values, base=1)
+    assert [path.name for path in (tmp_path / "m").iterdir()] == ["1"]
+
+
+def test_versions_are_moved_by_tools_that_keep_hard_links(tmp_path: Path) -> None:
+    """As `rsync -aH` does: the copy of an overlay takes no more space, and answers as the overlay."""
+    values = tables()
+    write(tmp_path, values)
+    values["users"][7] += 1
+    overlay = write(tmp_path, values, base=1).path
+    subprocess.run(["cp", "-a", tmp_path / "m", tmp_path / "copy"], check=True)
+    base, moved = tmp_path / "copy" / "1", tmp_path / "copy" / "2"
+    manifest = Manifest.read(moved)
+    assert manifest
+    assert all((moved / stack.file).samefile(base / stack.base_file) for stack in manifest.stacks if stack.base_file)
+    assert not verify_files(moved).damaged
+    inputs = every_row(values)
+    assert_same(answers(moved, inputs), answers(overlay, inputs))
+
+
+@pytest.mark.nightly
+def test_prune_removes_what_killed_compactions_left(tmp_path: Path) -> None:
+    write(tmp_path, tables())
+    for name in (".staging-compact-7", ".staging-compact-1"):
+        (tmp_path / "m" / name / "version").mkdir(parents=True)
+    prune_versions(tmp_path / "m")
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [".staging-compact-1", "1"]
 
 
 def test_a_base_that_is_cut_short_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.overlay.apply import ApplyReport, apply_package, newest_package
 from tpuembed.export.overlay.compact import CompactReport, compact_version
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.request import make_request
@@ -28,7 +27,6 @@ from tpuembed.export.run import Progress, check_target, make_plan, run_export, s
 from tpuembed.files import FilePath
 
 __all__ = [
-    "ApplyReport",
     "CompactReport",
     "ExportOptions",
     "ExportPlan",
@@ -37,11 +35,9 @@ __all__ = [
     "PruneReport",
     "RollbackReport",
     "VersionInfo",
-    "apply_package",
     "compact_version",
     "export_saved_model",
     "list_versions",
-    "newest_package",
     "plan_saved_model",
     "prune_versions",
     "rollback_version",
@@ -84,8 +80,7 @@ def export_saved_model(
         on_progress: called with (bytes done, bytes in total).
         checkpoint_options: further arguments of `open_checkpoint`.
         options: how to write: rows, storage, max_error, layout, serving_root, max_memory_bytes, workers, engine,
-            require_finite, version, base, max_overlay, delta_to, sign_key, keep
-            and resume. See `tpuembed.export.ExportOptions`.
+            require_finite, version, base, max_overlay, keep and resume. See `tpuembed.export.ExportOptions`.
 
     Raises:
         TpuEmbedError: the export failed, and nothing was published.

@@ -2,20 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from tpuembed.config.checks import check_count, check_keys, check_number
 from tpuembed.errors import ConfigError
 from tpuembed.export.plan.planner import DEFAULT_MAX_MEMORY_BYTES, RowRanges
 from tpuembed.export.storage.formats import Storage
-from tpuembed.files import FilePath
 
 __all__ = ["DEFAULT_MAX_OVERLAY", "LATEST", "OVERLAY_OPTIONS", "BaseOption", "ExportOptions"]
 
 DEFAULT_MAX_OVERLAY: Final = 0.15
 LATEST: Final = "latest"
-OVERLAY_OPTIONS: Final = ("base", "max_overlay", "delta_to", "sign_key")
+OVERLAY_OPTIONS: Final = ("base", "max_overlay")
 """Names of the options that an export without overlays does not take."""
 
 BaseOption = Literal["latest"] | int
@@ -48,9 +46,6 @@ class ExportOptions:
             its base and has only the rows that changed. None for a full version.
         max_overlay: with `base`: write a full version if the overlay would have more than this share of the tables'
             bytes. None for DEFAULT_MAX_OVERLAY.
-        delta_to: with `base`: write the overlay as a package below this folder or s3://BUCKET/KEY, for `apply_package` on
-            other machines, and no version into `model_dir`.
-        sign_key: with `delta_to`: a file with the key to sign the package with.
         keep: then remove all versions but the newest `keep`, see `prune_versions`; None removes none.
         resume: reuse the shards that an interrupted run of the same export finished in `model_dir`; False removes them.
     """
@@ -67,8 +62,6 @@ class ExportOptions:
     version: int | None = None
     base: BaseOption | None = None
     max_overlay: float | None = None
-    delta_to: str | FilePath | None = None
-    sign_key: str | Path | None = None
     keep: int | None = None
     resume: bool = True
 
@@ -81,23 +74,8 @@ class ExportOptions:
                 raise ConfigError(
                     f"max_overlay: {self.max_overlay} bounds an overlay, which needs a base. Give base too, or leave it out."
                 )
-        if self.delta_to is not None and self.base is None:
-            raise ConfigError(
-                f"delta_to: {self.delta_to} gets what differs from a base. Give base too, or leave it out."
-            )
-        if self.delta_to is not None and self.serving_root is not None:
-            raise ConfigError(
-                f"serving_root: {self.serving_root} is where a server finds a version, and delta_to writes a package. Leave it "
-                "out, and give it to apply."
-            )
-        if self.sign_key is not None and self.delta_to is None:
-            raise ConfigError(f"sign_key: {self.sign_key} signs a package. Give delta_to too, or leave it out.")
         if self.keep is not None:
             check_count("keep", self.keep)
-            if self.delta_to is not None:
-                raise ConfigError(
-                    f"keep: {self.keep} removes versions, and delta_to writes none. Leave one of both out."
-                )
         if self.base is not None:
             _check_base(self.base)
             if self.engine != "local":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.errors import ConfigError, ExportError, warn
+from tpuembed.errors import ConfigError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.base import BaseVersion, difference, find_base
 from tpuembed.export.overlay.changes import TooManyRowsError
@@ -240,7 +240,6 @@ def _overlay(
                 check_unchanged(checkpoint, source)
                 path = assemble(writer, streamed, graph, facts, histories)
                 return _Done(path, streamed, graph, found.rows, found.rows_compared)
-    _check_needs_version(options, reason)
     warn(f"base {options.base}: {reason}. Writing a full version.")
     return None
 
@@ -280,18 +279,8 @@ def check_target(
         if base is not None and not reason:
             OverlayWriter(folder, plan, options, source, base).check()
             return dataclasses.replace(plan, base=base.number)
-        _check_needs_version(options, reason)
     choose_writer(model_dir, plan, options, source).check()
     return plan
-
-
-def _check_needs_version(options: ExportOptions, reason: str) -> None:
-    """Raise ExportError if the export, which can be no overlay for `reason`, was to write a package."""
-    if options.delta_to is not None:
-        raise ExportError(
-            f"delta_to {options.delta_to}: {reason}, and a package is an overlay. Export a full version, and copy it to the "
-            "servers."
-        )
 
 
 def _find_base(
@@ -307,7 +296,7 @@ def _find_base(
     if not isinstance(folder, Path):
         raise ConfigError(
             f"MODEL_DIR {folder}: base={options.base} links files of a version, which a store cannot do. Export to a disk, "
-            "and give delta_to to write a package to the store; or leave base out."
+            "or leave base out."
         )
     base = find_base(folder, options.base)
     if isinstance(base, str):

@@ -34,10 +34,7 @@ def link_or_clone(source: Path, target: Path) -> None:
         fault = error.strerror
     if clone(source, target):
         return
-    raise ExportError(
-        f"file {source}: cannot be linked to {target}: {fault}. Leave base out for a full version, or give --materialise "
-        "to `tpuembed apply`."
-    )
+    raise ExportError(f"file {source}: cannot be linked to {target}: {fault}. Leave base out for a full version.")
 
 
 def clone(source: Path, target: Path) -> bool:

@@ -14,18 +14,15 @@ from tpuembed.saved_model.mapped_paths import (
 from tpuembed.saved_model.relocate import Relocation, check_root, relocate_export, replace_file
 from tpuembed.saved_model.table_files import (
     GRAPH_FILE,
-    PACKAGE_INDEX,
     SHARDS_FILE,
     check_sizes,
     file_crc32c,
-    is_package,
     refuse_shards,
     size_faults,
 )
 
 __all__ = [
     "GRAPH_FILE",
-    "PACKAGE_INDEX",
     "SHARDS_FILE",
     "MappedTensor",
     "Relocation",
@@ -33,7 +30,6 @@ __all__ = [
     "check_sizes",
     "file_crc32c",
     "graph_crc32c",
-    "is_package",
     "mapped_folders",
     "mapped_from",
     "mapped_tensors",

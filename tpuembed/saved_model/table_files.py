@@ -13,18 +13,14 @@ from tpuembed.manifest import Manifest
 
 __all__ = [
     "GRAPH_FILE",
-    "PACKAGE_INDEX",
     "SHARDS_FILE",
     "check_sizes",
     "file_crc32c",
-    "is_package",
     "refuse_shards",
     "size_faults",
 ]
 
 GRAPH_FILE: Final = Path("saved_model.pb")
-PACKAGE_INDEX: Final = "package.json"
-"""The file that a delta package has, and no version."""
 SHARDS_FILE: Final = "shards.yaml"
 """The file in a folder with the MODEL_DIRs of shards."""
 _PIECE_BYTES: Final = 8 << 20
@@ -37,21 +33,12 @@ def size_faults(version_dir: FilePath, manifest: Manifest) -> Iterator[tuple[str
         try:
             [found] = versions([version_dir / file])
         except FileNotFoundError:
-            yield file, f"which holds stack {held}, is {_absence(version_dir)}"
+            yield file, f"which holds stack {held}, is missing"
         except OSError as error:
             yield file, f"which holds stack {held}, cannot be read: {error.strerror}"
         else:
             if found.size != size:
                 yield file, f"which holds stack {held}, has {found.size} bytes, but the manifest has {size}"
-
-
-def _absence(version_dir: FilePath) -> str:
-    return "in its base: this is a delta package, so apply it" if is_package(version_dir) else "missing"
-
-
-def is_package(folder: FilePath) -> bool:
-    """Returns True if `folder` is a delta package, which has no table files of its base."""
-    return (folder / PACKAGE_INDEX).is_file()
 
 
 def refuse_shards(model_dir: FilePath, remedy: str) -> None:

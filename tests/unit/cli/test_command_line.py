@@ -14,7 +14,6 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from tpuembed_cli import serve as serving
-from tpuembed_cli.apply import apply
 from tpuembed_cli.command import Command
 from tpuembed_cli.export import export
 from tpuembed_cli.main import cli
@@ -79,10 +78,9 @@ def test_errors_name_flags() -> None:
     assert export.with_flags("max_memory_bytes is 8. Export 31 in the serving_config") == (
         "--max-memory is 8. Export 31 in the serving_config"
     )
-    assert export.with_flags("Give a serving_config or a model. Leave base out, or give delta_to") == (
-        "Give --serving-config FILE or --model MODULE:FACTORY. Leave --base out, or give --delta-to"
+    assert export.with_flags("Give a serving_config or a model. Leave base out, or give serving_root") == (
+        "Give --serving-config FILE or --model MODULE:FACTORY. Leave --base out, or give --serving-root"
     )
-    assert apply.with_flags("Write it with that key as sign_key.") == "Write it with that key as --sign-key."
     assert export.with_flags("pass allow_unused_weights=True. Not allow_unused_weights=Truely") == (
         "pass --allow-unused-weights. Not --allow-unused-weights=Truely"
     )

@@ -19,7 +19,7 @@ from tpuembed.errors import (
 )
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
-from tpuembed.saved_model import is_package, refuse_shards
+from tpuembed.saved_model import refuse_shards
 from tpuembed.saved_model.stack_rows import StackRows
 from tpuembed.saved_model.stored_rows import decode_int8
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
@@ -159,8 +159,6 @@ class _ExportTables:
         self.path = str(version)
         self._tables = {table.name: table for table in manifest.tables}
         self._stacks = {stack.name: stack for stack in manifest.stacks}
-        if is_package(version):
-            raise ConfigError(f"package {version}: has the changed rows alone. Apply it, and name the version.")
         self._rows = {stack.name: StackRows(version, manifest, stack) for stack in manifest.stacks}
 
     def tables(self) -> dict[str, TableInfo]:

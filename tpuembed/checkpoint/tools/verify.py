@@ -17,7 +17,6 @@ from tpuembed.checkpoint.tools.verify_export import VerifyReport, total_bytes, v
 from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from tpuembed.files import FilePath, as_path, versions
-from tpuembed.saved_model import is_package
 from tpuembed.tensor_bundle import Bundle
 from tpuembed.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
 
@@ -59,11 +58,6 @@ def verify_files(
             f"{path if export is None else export[0]}: is no overlay, so it has no base. Leave --changed-only out."
         )
     if export:
-        if is_package(export[0]):
-            raise ConfigError(
-                f"package {export[0]}: cannot be verified without its base, which is not in it. Apply it, which compares all of "
-                "its files with their checksums, and verify the version."
-            )
         counter.total = total_bytes(export[1], changed_only=changed_only)
         return verify_export(*export, counter, changed_only=changed_only)
     prefix = _bundle_of(as_path(path))

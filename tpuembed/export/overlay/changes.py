@@ -32,7 +32,7 @@ from tpuembed.row_history import RowHistory
 from tpuembed.saved_model import file_crc32c
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["Changes", "TooManyRowsError", "find_changes", "rows_of_words", "stamped_tables", "write_words"]
+__all__ = ["Changes", "TooManyRowsError", "find_changes", "stamped_tables"]
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -40,8 +40,6 @@ _MOST_ROWS: Final = 2**31 - 1
 """The upper half of a word is an int32."""
 _SHARD_BYTES: Final = 64 << 20
 _WORDS_AT_ONCE: Final = 1 << 20
-_WORDS_READ_AT_ONCE: Final = 1 << 17
-_NUMBERS_AT_ONCE: Final = 1 << 20
 _STAMPS_AT_ONCE: Final = 1 << 20
 _BITS_SET: Final = np.array([number.bit_count() for number in range(256)], np.uint8)
 
@@ -422,22 +420,6 @@ class _StackFiles:
         _, own, words = overlaid.arrays
         (self._folder / words.file).write_bytes(_words(self._bits).data)
         return overlaid, {array.name: file_crc32c(self._folder / array.file) for array in (own, words)}
-
-
-def write_words(numbers: npt.NDArray[np.int64], rows: int, file: Path) -> None:
-    """Write the words of an overlay of the rows `numbers`, which are sorted, of a stack of `rows` rows."""
-    bits = np.zeros(-(-rows // 32), np.uint32)
-    for start in range(0, len(numbers), _NUMBERS_AT_ONCE):
-        _set_bits(bits, numbers[start : start + _NUMBERS_AT_ONCE])
-    file.write_bytes(_words(bits).data)
-
-
-def rows_of_words(file: Path) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the rows of an overlay, sorted, some at a time. `file` has its words; see OverlayEntry."""
-    bits = np.memmap(file, np.int32, "r")[::2]
-    for start in range(0, len(bits), _WORDS_READ_AT_ONCE):
-        part = np.ascontiguousarray(bits[start : start + _WORDS_READ_AT_ONCE]).view(np.uint8)
-        yield (np.flatnonzero(np.unpackbits(part, bitorder="little")) + start * 32).astype(np.int64)
 
 
 def _set_bits(bits: npt.NDArray[np.uint32], numbers: npt.NDArray[np.int64]) -> None:

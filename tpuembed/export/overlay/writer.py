@@ -7,20 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.errors import ConfigError, ExportError, reason
+from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.formatting import format_bytes
 from tpuembed.export.options import DEFAULT_MAX_OVERLAY, ExportOptions
 from tpuembed.export.overlay.base import BaseVersion
 from tpuembed.export.overlay.changes import Changes, find_changes, stamped_tables
-from tpuembed.export.overlay.package import next_package, packages_in, read_key, write_package
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import FolderWriter, check_free, lock_folder
 from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.execute import check_source
 from tpuembed.export.stream.shard import ShardResult, Source, open_source
-from tpuembed.files import FilePath, UrlPath, as_path
 from tpuembed.files.links import link_or_clone
-from tpuembed.manifest import HistoryEntry, Manifest
+from tpuembed.manifest import HistoryEntry
 
 __all__ = ["OverlayWriter"]
 
@@ -41,22 +39,16 @@ class OverlayWriter(FolderWriter):
 
     def check(self) -> None:
         """See VersionWriter.check. How much space is needed is not known yet."""
-        if self.options.delta_to is None:
-            check_free(self.model_dir, self.options.version)
-        else:
-            _check_packages(as_path(self.options.delta_to), self.model_dir)
+        check_free(self.model_dir, self.options.version)
         if self.options.version is not None and self.options.version <= self.base.number:
             raise ConfigError(
                 f"version {self.options.version}: is not above its base {self.base.number}, so that servers would go on serving "
                 f"the base. Choose a number above {self.base.number}, or leave it out."
             )
-        if self.options.sign_key is not None:
-            read_key(self.options.sign_key)
 
     def reserve(self) -> None:
         """See VersionWriter.reserve."""
-        version = self.options.version if self.options.delta_to is None else None
-        self._reserve(version)
+        super().reserve()
         try:
             self._locks.append(lock_folder(self.base.path, fcntl.LOCK_SH))
         except FileNotFoundError:
@@ -101,11 +93,7 @@ class OverlayWriter(FolderWriter):
             check_source(again, plan, found.results)
         entries = {stack.name: stack for stack in self.base.manifest.stacks}
         for stack in (stack for stack in found.stacks if stack.name in found.linked):
-            file, target = self.base.path / entries[stack.name].file, folder / stack.file
-            if self.options.delta_to is None:
-                link_or_clone(file, target)
-            else:  # a package leaves it out
-                target.symlink_to(file.resolve())
+            link_or_clone(self.base.path / entries[stack.name].file, folder / stack.file)
         self.plan = dataclasses.replace(plan, stacks=found.stacks)
         linked = {name: entries[name] for name in found.linked}
         reused = sum(entry.size for entry in linked.values())
@@ -127,39 +115,7 @@ class OverlayWriter(FolderWriter):
         most = self.options.max_overlay
         return DEFAULT_MAX_OVERLAY if most is None else most
 
-    def publish(self, settle: Callable[[str], None] = lambda _: None) -> FilePath:
-        """See VersionWriter.publish. With the option `delta_to`, write a package instead of a version."""
-        if self.options.delta_to is None:
-            return super().publish(settle)
-        place = as_path(self.options.delta_to)
-        key = None if self.options.sign_key is None else read_key(self.options.sign_key)
-        version = self.options.version or next_package(place, self.base.number)
-        settle(str(version))
-        manifest = Manifest.read(self.path)
-        assert manifest is not None
-        write_package(self.path, manifest, place / str(version), key)
-        return place / str(version)
-
     def too_many(self) -> str:
         """Return why the export is no overlay, as a sentence without its full stop."""
         of_all = f"{100 * self._max_overlay:.4g}% of the {format_bytes(self.plan.table_bytes)}"
         return f"more than {of_all} of tables changed since version {self.base.number} (max_overlay)"
-
-
-def _check_packages(place: FilePath, model_dir: Path) -> None:
-    """Raise an error if no package can be written to `place`.
-
-    Raises:
-        ConfigError: it is a URL of another kind than s3://, or packages there would be versions for a server.
-        ExportError: it cannot be listed.
-    """
-    if isinstance(place, UrlPath) and place.scheme != "s3":
-        raise ConfigError(f"delta_to {place}: packages can be written only to a disk or to s3://. Name one of these.")
-    if isinstance(place, Path) and place.resolve() == model_dir.resolve():
-        raise ConfigError(
-            f"delta_to {place}: is MODEL_DIR, whose folders servers load. A package is no version. Give it a folder of its own."
-        )
-    try:
-        packages_in(place)
-    except OSError as error:
-        raise ExportError(f"delta_to {place}: cannot be listed: {reason(error)}.") from None

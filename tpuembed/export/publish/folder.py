@@ -100,10 +100,7 @@ class FolderWriter(VersionWriter):
 
     def reserve(self) -> None:
         """Take over the staging folder that the same export left, or create one. MODEL_DIR is created if it is missing."""
-        self._reserve(self.options.version)
-
-    def _reserve(self, version: int | None) -> None:
-        model_dir = self.model_dir
+        model_dir, version = self.model_dir, self.options.version
         check_free(model_dir, version)
         with naming_model_dir(model_dir):
             model_dir.mkdir(parents=True, exist_ok=True)

@@ -140,10 +140,10 @@ def _is_read(version_dir: Path) -> bool:
 
 
 def _delete_staging(folder: Path, kept: Collection[int]) -> None:
-    """Delete what killed processes left of packages, and of compactions of versions that are no longer there."""
-    for path, lock in (*abandoned(folder, "apply-"), *abandoned(folder, "compact-")):
-        kind, _, number = path.name.removeprefix(PREFIX).partition("-")
-        if kind == "apply" or not number.isdecimal() or int(number) not in kept:
+    """Delete what killed compactions left of versions that are no longer there."""
+    for path, lock in abandoned(folder, "compact-"):
+        number = path.name.removeprefix(f"{PREFIX}compact-")
+        if not number.isdecimal() or int(number) not in kept:
             shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
 
