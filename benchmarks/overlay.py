@@ -108,7 +108,7 @@ def write_versions(made: str, rows: int) -> None:
             table.assign(values)
         prefix = checkpoint.write(str(place / "ckpt"))
         for layout in LAYOUTS:
-            over: dict[str, Any] = {"base": 1, "max_overlay": 0.5} if share else {}
+            over: dict[str, Any] = {"base": 1} if share else {}
             report = export_saved_model(prefix, place / layout, serving_config=config, layout=layout, **over)
             assert report.version == number, report
             if layout == "mmap":

@@ -45,7 +45,6 @@ _SECTIONS = {
         "--serving-root",
         "--version",
         "--base",
-        "--max-overlay",
         "--keep",
     ],
     "Retrieval": SECTION,
@@ -146,13 +145,7 @@ _SECTIONS = {
     "--base",
     type=BASE,
     metavar="latest|N",
-    help="Write an overlay of this version: link its files, and write only the rows that changed.",
-)
-@click.option(
-    "--max-overlay",
-    type=click.FloatRange(min=0),
-    metavar="SHARE",
-    help="With --base: write a full version if the overlay needs more than SHARE of the tables' bytes. Default: 0.15.",
+    help="Write an overlay of this version: link its files, and write only the rows that changed, if they are at most 15%.",
 )
 @click.option(
     "--keep",

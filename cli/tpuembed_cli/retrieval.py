@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.core import ParameterSource
 
-from tpuembed.export.options import OVERLAY_OPTIONS, ExportOptions
+from tpuembed.export.options import ExportOptions
 from tpuembed_cli.options import PATH, option_group
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def retrieval_request(request: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         return rest, None
     if rest["model"] is None:
         raise click.UsageError("--retrieve-from needs --model, the tower of the query. Give --model MODULE:FACTORY.")
-    own = ExportOptions.__dataclass_fields__.keys() - {*OVERLAY_OPTIONS} | {"model", "model_dir", "checkpoint_options"}
+    own = ExportOptions.__dataclass_fields__.keys() - {"base"} | {"model", "model_dir", "checkpoint_options"}
     context = click.get_current_context()
     for name in rest.keys() - own:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:  # 0 is a value too

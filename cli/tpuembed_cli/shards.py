@@ -59,7 +59,6 @@ _OTHERS: Final = {
     "features": "--feature",
     "rows": "--rows",
     "base": "--base",
-    "max_overlay": "--max-overlay",
 }
 """Options of an export that one of shards does not take."""
 

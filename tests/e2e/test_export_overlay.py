@@ -25,6 +25,7 @@ from tests.support.export.overlays import (
     changed,
     every_row,
     grown,
+    overlays_of_any_size,
     tables,
 )
 from tests.support.messages import refused
@@ -64,6 +65,7 @@ OTHERS = [
         *(pytest.param(*one, 3, marks=pytest.mark.nightly) for one in (*COMBINATIONS, *OTHERS)),
     ],
 )
+@overlays_of_any_size()
 def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: str, deltas: int) -> None:
     """Rows change and are added in the first delta, and change in the others."""
     random = np.random.default_rng(len(layout) * len(storage))
@@ -75,7 +77,7 @@ def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: s
         values = changed(values, random, 0.3 * (delta + 1))
         values = grown(values, random) if delta == 0 else values
         write_checkpoint(tmp_path / "ckpt", values)
-        overlay = export_saved_model(tmp_path / "ckpt", tmp_path / "m", base="latest", max_overlay=3, **options)
+        overlay = export_saved_model(tmp_path / "ckpt", tmp_path / "m", base="latest", **options)
         full = export_saved_model(tmp_path / "ckpt", tmp_path / "full", resume=False, **options)
         assert overlay.base == 1
         inputs = all_ids(values, random)
@@ -106,7 +108,7 @@ def test_what_needs_a_full_version_gets_one(tmp_path: Path) -> None:
 
     written("no complete version yet", values, base="latest")
     more = changed(values, np.random.default_rng(0), 0.5)
-    written("max_overlay", more, base="latest")
+    written("more than 15%", more, base="latest")
     written("has the stacks", more, base="latest", storage="int8")
     written("'tags' has rows 0 to 69", {**more, "tags": more["tags"][:50]}, base=1)
     written("other tables: videos", more, base=1, features=["users", "tags"])
@@ -124,8 +126,6 @@ def test_refusals(tmp_path: Path) -> None:
         write(tmp_path, values, base="newest")
     with refused(ConfigError):
         write(tmp_path, values, base=0)
-    with refused(ConfigError):
-        write(tmp_path, values, max_overlay=0.5)
     with refused(ConfigError):
         write(tmp_path, values, base=1, engine="ray")
     with refused(ConfigError):
@@ -163,6 +163,7 @@ def test_verify_finds_a_flipped_bit_in_every_array(tmp_path: Path, part: str) ->
 
 
 @pytest.mark.nightly
+@overlays_of_any_size()
 def test_prune_keeps_the_base_and_rollback_makes_an_overlay_again(tmp_path: Path) -> None:
     values, random = tables(), np.random.default_rng(1)
     write(tmp_path, values, layout="mmap")
@@ -170,7 +171,7 @@ def test_prune_keeps_the_base_and_rollback_makes_an_overlay_again(tmp_path: Path
     states = []
     for _ in range(3):
         values = changed(values, random, 0.05)
-        states.append(answers(write(tmp_path, values, base="latest", layout="mmap", max_overlay=1).path, inputs))
+        states.append(answers(write(tmp_path, values, base="latest", layout="mmap").path, inputs))
     report = prune_versions(tmp_path / "m", keep=2)
     assert report.removed == (2,)
     assert [info.bases for info in list_versions(tmp_path / "m")] == [(), (1,), (1,)]
@@ -178,7 +179,7 @@ def test_prune_keeps_the_base_and_rollback_makes_an_overlay_again(tmp_path: Path
     assert_same(answers(back.path, inputs), states[1])
     assert not verify_files(back.path).damaged
     values = changed(values, random, 0.05)
-    assert write(tmp_path, values, base="latest", layout="mmap", max_overlay=1).base == 1
+    assert write(tmp_path, values, base="latest", layout="mmap").base == 1
 
 
 @pytest.mark.nightly
@@ -259,6 +260,7 @@ def test_a_base_that_is_cut_short_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["mmap", "variables"])
+@overlays_of_any_size()
 def test_a_whole_model_in_training(tmp_path: Path, layout: str) -> None:
     """Its dense weights are those of the same step. The table that it reads whole is written whole."""
     users, tags = TableConfig(200, 8, "users"), TableConfig(20, 8, "tags")
@@ -272,7 +274,7 @@ def test_a_whole_model_in_training(tmp_path: Path, layout: str) -> None:
     for step in range(2):
         fed = {"user": random.integers(0, 200, 6), "tag": random.integers(0, 20, 6)}
         model.fit(fed, random.normal(size=6).astype(np.float32), verbose=0)
-        over: dict[str, Any] = {"base": 1, "max_overlay": 1} if step else {}
+        over: dict[str, Any] = {"base": 1} if step else {}
         report = export_model(model, tmp_path / "m", layout=layout, **over)
         full = export_model(model, tmp_path / "full", layout=layout)
         asked = {"user": np.arange(200), "tag": np.arange(200) % 20}
@@ -302,13 +304,14 @@ class Scores(keras.layers.Layer):
         pytest.param("variables", "float32", CONFIG, id="variables-float32-all kinds", marks=pytest.mark.nightly),
     ],
 )
+@overlays_of_any_size()
 def test_compact_makes_the_full_version(tmp_path: Path, layout: str, storage: str, config: Any) -> None:
     """Its data files are those of a full export, byte for byte, and the next overlays build on it."""
     random, values = np.random.default_rng(5), tables()
     options: dict[str, Any] = {"layout": layout, "storage": storage, "config": config}
     write(tmp_path, values, **options)
     values = grown(changed(values, random, 0.1), random)
-    overlay = write(tmp_path, values, base=1, max_overlay=3, **options)
+    overlay = write(tmp_path, values, base=1, **options)
     full = write(tmp_path, values, to="full", **options)
     report = compact_version(tmp_path / "m")
     assert (report.version, report.source) == (3, 2)
@@ -325,7 +328,7 @@ def test_compact_makes_the_full_version(tmp_path: Path, layout: str, storage: st
     assert_same(capi.predict(report.path, inputs), found)
     assert not list((tmp_path / "m").glob(".staging*"))
     values = changed(values, random, 0.05)
-    assert write(tmp_path, values, base="latest", max_overlay=3, **options).base == 3
+    assert write(tmp_path, values, base="latest", **options).base == 3
     shutil.rmtree(tmp_path / "m" / "1")
     shutil.rmtree(tmp_path / "m" / "2")
     assert_same(answers(report.path, inputs), found)
@@ -411,6 +414,7 @@ def _flip(path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("share", [0.01, 0.3])
+@overlays_of_any_size()
 def test_compact_shares_blocks_with_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Where the file system clones files, only blocks with changed rows are written. A copy stands for a clone here."""
 
@@ -425,7 +429,7 @@ def test_compact_shares_blocks_with_the_base(tmp_path: Path, monkeypatch: pytest
     write(tmp_path, values)
     values["users"][random.choice(30_000, int(30_000 * share), replace=False)] += 1
     values["videos"] = np.concatenate([values["videos"], values["videos"]])
-    overlay = write(tmp_path, values, base=1, max_overlay=3)
+    overlay = write(tmp_path, values, base=1)
     truth = Manifest.read(export_saved_model(tmp_path / "ckpt", tmp_path / "full", serving_config=ROWS_ALONE).path)
     report = compact_version(tmp_path / "m", overlay.version)
     made = Manifest.read(report.path)

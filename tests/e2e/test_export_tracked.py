@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
+from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import refused, said
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, compact_version, export_model, export_saved_model
 from tpuembed.checkpoint.tools import diff_checkpoints, verify_files
@@ -65,6 +66,7 @@ FILES = [
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "layout", "storage"), FILES)
+@overlays_of_any_size()
 def test_of_files(tmp_path: Path, name: str, layout: str, storage: str) -> None:
     users, items = (keras.Input((), dtype="int64", name=name) for name in ("user", "item"))
     layer = make()
@@ -86,14 +88,14 @@ def test_of_files(tmp_path: Path, name: str, layout: str, storage: str) -> None:
     export_saved_model(saved(1), tmp_path / "m", **options)
     step(layer, [2, 7, 299], [69])
     path = saved(2)
-    report = export_saved_model(path, tmp_path / "m", base=1, max_overlay=3, **options)
+    report = export_saved_model(path, tmp_path / "m", base=1, **options)
     assert (report.rows_changed, report.rows_compared) == (4, 0)
     assert_same(report, export_saved_model(path, tmp_path / "full", **options))
     made = Manifest.read(report.path)
     assert made
     assert all(stack.overlay is None or stack.overlay.crc32c is not None for stack in made.stacks)
     step(layer, [5])
-    report = export_model(layer, tmp_path / "m", base=1, max_overlay=3, layout=layout, storage=storage)
+    report = export_model(layer, tmp_path / "m", base=1, layout=layout, storage=storage)
     assert (report.rows_changed, report.rows_compared) == (6, 0)  # the same training, without a file in between
 
 
@@ -106,8 +108,9 @@ def test_another_history_is_compared(tmp_path: Path) -> None:
     tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
     export_model(layer, tmp_path / "m")
 
+    @overlays_of_any_size()
     def compared(layer: TPUEmbedding, rows: int) -> ExportReport:
-        report = export_model(layer, tmp_path / "m", base=1, max_overlay=3)
+        report = export_model(layer, tmp_path / "m", base=1)
         assert report.rows_compared == rows
         assert_same(report, export_model(layer, tmp_path / "full"))
         return report
@@ -121,8 +124,8 @@ def test_another_history_is_compared(tmp_path: Path) -> None:
     report = compared(layer, 0)  # the base is the state of the checkpoint
     assert report.rows_changed == 2
     layer.set_weights([value + 1 for value in layer.get_weights()])
-    with pytest.warns(UserWarning, match="max_overlay"):
-        assert export_model(layer, tmp_path / "m", base=1, max_overlay=0.5).base is None
+    with pytest.warns(UserWarning, match="more than 15%"):
+        assert export_model(layer, tmp_path / "m", base=1).base is None
     other = make()
     step(other, [1, 5])
     assert compared(other, sum(ROWS.values())).rows_changed

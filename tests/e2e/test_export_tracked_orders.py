@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.export.overlays import overlays_of_any_size
 from tests.support.layer.branches import ROWS, make, make_in_sparse_cores, restore, rows_of, step, write_save
 from tpuembed import TPUEmbedding, compact_version, export_model, export_saved_model
 from tpuembed.export.report import ExportReport
@@ -38,6 +39,7 @@ def test_rows_of_a_layer_in_sparse_cores_and_one_on_the_host(tmp_path: Path, see
         run_in_random_order(tmp_path, seed, actions, [make(), make_in_sparse_cores(strategy)], strategy)
 
 
+@overlays_of_any_size()
 def run_in_random_order(
     tmp_path: Path, seed: int, actions: int, layers: list[TPUEmbedding], strategy: Any = None
 ) -> None:
@@ -69,7 +71,6 @@ def run_in_random_order(
         else:
             truth, base = rows_of(layer), ["latest", None, *(report.version for report in reports)]
             options: dict[str, Any] = {"base": base[random.integers(len(base))], "layout": "mmap"}
-            options |= {"max_overlay": 3} if options["base"] else {}
             if random.random() < 0.5:
                 report = export_model(layer, tmp_path / "m", **options)
             else:

@@ -23,6 +23,7 @@ from redis.crc import key_slot
 from tests.support import redis_servers
 from tests.support.export.fakes import write_checkpoint
 from tests.support.export.in_process import exports_in_this_process
+from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import refused, said
 from tpuembed import export_saved_model
 from tpuembed.checkpoint.tools import read_rows
@@ -77,6 +78,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
+@overlays_of_any_size()
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     changed = tables(1)
@@ -88,7 +90,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     with exports_in_this_process():
         for number, content in values.items():
             write_checkpoint(folder / "ckpt", content)
-            options: dict[str, Any] = {"base": "latest", "max_overlay": 3} if number == 2 else {}
+            options: dict[str, Any] = {"base": "latest"} if number == 2 else {}
             report = export_saved_model(
                 folder / "ckpt",
                 folder / "rec",

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
+from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, native_lookup
 from tpuembed.errors import ConfigError
@@ -135,6 +136,7 @@ def test_errors_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
+@overlays_of_any_size()
 def test_an_overlay_and_the_largest_requests(layer: TPUEmbedding, tmp_path: Path) -> None:
     """Several threads share a request of 60,000 ids."""
     export(layer, tmp_path, FEATURES)
@@ -142,7 +144,7 @@ def test_an_overlay_and_the_largest_requests(layer: TPUEmbedding, tmp_path: Path
         rows = layer({name: tf.constant([1, 7, 29]) for name in SIZES})
         loss = tf.add_n([tf.reduce_sum(each**2) for each in tf.nest.flatten(rows)])
     tape.gradient(loss, layer.trainable_variables)
-    ours, theirs = both(export(layer, tmp_path, FEATURES, base="latest", max_overlay=3))
+    ours, theirs = both(export(layer, tmp_path, FEATURES, base="latest"))
     inputs = drawn(np.random.default_rng(7), FEATURES, 3000, 20)
     assert_same(run(ours, "serving_default", inputs), run(theirs, "serving_default", inputs))
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.export import named_model, whole_model
 from tests.support.export.in_process import exports_in_this_process
+from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import said
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, compact_version, export_model
 from tpuembed.manifest import MANIFEST_PATH, Manifest
@@ -123,7 +124,8 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
     version = export_model(model, folder, layout="mmap", storage=storage).path
     if request.param == "overlay":
         change(model)
-        version = export_model(model, folder, layout="mmap", storage=storage, base="latest", max_overlay=3).path
+        with overlays_of_any_size():
+            version = export_model(model, folder, layout="mmap", storage=storage, base="latest").path
         manifest = Manifest.read(version)
         assert manifest is not None
         assert manifest.base is not None
@@ -323,11 +325,12 @@ def test_an_error_of_the_dense_part_is_that_of_the_graph(tmp_path: Path, monkeyp
 
 
 @pytest.mark.nightly
+@overlays_of_any_size()
 def test_a_compacted_overlay_has_the_signature_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = whole_model.build()
     export_model(model, tmp_path / "m", layout="mmap")
     change(model)
-    overlay = export_model(model, tmp_path / "m", layout="mmap", base="latest", max_overlay=3).path
+    overlay = export_model(model, tmp_path / "m", layout="mmap", base="latest").path
     compacted = Path(str(compact_version(tmp_path / "m").path))
     manifests = [Manifest.read(path) for path in (overlay, compacted)]
     assert manifests[0] is not None

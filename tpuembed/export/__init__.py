@@ -80,7 +80,7 @@ def export_saved_model(
         on_progress: called with (bytes done, bytes in total).
         checkpoint_options: further arguments of `open_checkpoint`.
         options: how to write: rows, storage, max_error, layout, serving_root, max_memory_bytes, workers, engine,
-            require_finite, version, base, max_overlay, keep and resume. See `tpuembed.export.ExportOptions`.
+            require_finite, version, base, keep and resume. See `tpuembed.export.ExportOptions`.
 
     Raises:
         TpuEmbedError: the export failed, and nothing was published.

@@ -9,12 +9,9 @@ from tpuembed.errors import ConfigError
 from tpuembed.export.plan.planner import DEFAULT_MAX_MEMORY_BYTES, RowRanges
 from tpuembed.export.storage.formats import Storage
 
-__all__ = ["DEFAULT_MAX_OVERLAY", "LATEST", "OVERLAY_OPTIONS", "BaseOption", "ExportOptions"]
+__all__ = ["LATEST", "BaseOption", "ExportOptions"]
 
-DEFAULT_MAX_OVERLAY: Final = 0.15
 LATEST: Final = "latest"
-OVERLAY_OPTIONS: Final = ("base", "max_overlay")
-"""Names of the options that an export without overlays does not take."""
 
 BaseOption = Literal["latest"] | int
 """The base of an overlay: the newest complete version, or a number."""
@@ -43,9 +40,7 @@ class ExportOptions:
         require_finite: fail at a NaN or an infinity in a table or a dense weight.
         version: None for the next free integer.
         base: write an overlay of a version of `model_dir`: its number, or "latest". The version then links the files of
-            its base and has only the rows that changed. None for a full version.
-        max_overlay: with `base`: write a full version if the overlay would have more than this share of the tables'
-            bytes. None for DEFAULT_MAX_OVERLAY.
+            its base and has only the rows that changed, unless these are too many. None for a full version.
         keep: then remove all versions but the newest `keep`, see `prune_versions`; None removes none.
         resume: reuse the shards that an interrupted run of the same export finished in `model_dir`; False removes them.
     """
@@ -61,19 +56,12 @@ class ExportOptions:
     require_finite: bool = False
     version: int | None = None
     base: BaseOption | None = None
-    max_overlay: float | None = None
     keep: int | None = None
     resume: bool = True
 
     def __post_init__(self) -> None:
         if self.max_error is not None:
             check_number("max_error", self.max_error, 0)
-        if self.max_overlay is not None:
-            check_number("max_overlay", self.max_overlay, 0)
-            if self.base is None:
-                raise ConfigError(
-                    f"max_overlay: {self.max_overlay} bounds an overlay, which needs a base. Give base too, or leave it out."
-                )
         if self.keep is not None:
             check_count("keep", self.keep)
         if self.base is not None:

@@ -16,7 +16,7 @@ from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError, reason
 from tpuembed.export.graph.roots import naming_roots
-from tpuembed.export.options import OVERLAY_OPTIONS, ExportOptions
+from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import temporary_staging
 from tpuembed.export.publish.version_writer import naming_model_dir
@@ -106,7 +106,7 @@ def export_retrieval(
     check_count("k", k)
     check_choice("index", index, _INDEXES)
     check_recall(min_recall)
-    chosen = ExportOptions.of("export_retrieval", options, without=OVERLAY_OPTIONS, others=_OWN_OPTIONS)
+    chosen = ExportOptions.of("export_retrieval", options, without=("base",), others=_OWN_OPTIONS)
     if chosen.rows:
         raise ConfigError("rows: a retrieval has the whole tables of its query. Leave rows out.")
     with (

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.export.fakes import write_checkpoint
+from tests.support.export.overlays import overlays_of_any_size
 from tpuembed import export_saved_model
 from tpuembed.checkpoint.tools import read_rows
 from tpuembed.manifest import Manifest
@@ -78,6 +79,7 @@ def random_tables(storage: str, seed: int, *, grown: int = 0) -> dict[str, Array
     return found
 
 
+@overlays_of_any_size()
 def write(
     folder: Path, storage: str, *, weighted: bool, overlay: bool = False, tables: Collection[str] = SIZES
 ) -> Case:
@@ -98,7 +100,7 @@ def write(
             changed[SIZES[name][0] :] = False
             table[changed] = other[name][changed[: SIZES[name][0]]]
         write_checkpoint(folder / "ckpt", values)
-        report = export_saved_model(folder / "ckpt", folder / "m", base="latest", max_overlay=3, **options)
+        report = export_saved_model(folder / "ckpt", folder / "m", base="latest", **options)
         assert report.base is not None
     manifest = Manifest.read(report.path)
     assert manifest is not None

@@ -1,8 +1,10 @@
 """Three tables that change and grow, requests for every row of them, and the answers of a version."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,13 @@ ROWS_ALONE = {"features": {name: {"table": name, "input": "id"} for name in ("us
 PLAIN = {"features": {name: spec for name, spec in FEATURES.items() if not spec.get("weighted")}}
 ROWS = {"users": 333, "videos": 200, "tags": 70}
 DIMS = {"users": 8, "videos": 8, "tags": 4}  # users and videos share a stack
+
+
+@contextlib.contextmanager
+def overlays_of_any_size() -> Iterator[None]:
+    """Write overlays of small tables, in which a few rows are a large share. Also a decorator."""
+    with mock.patch("tpuembed.export.overlay.writer.MAX_SHARE", 9.0):
+        yield
 
 
 def tables(rows: Mapping[str, int] = ROWS, seed: int = 0) -> dict[str, Array]:

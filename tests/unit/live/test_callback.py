@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import refused
 from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError, TpuEmbedError
@@ -42,9 +43,10 @@ def test_every_so_many_epochs(tmp_path: Path, every: int, at_end: bool, versions
 
 
 @pytest.mark.nightly
+@overlays_of_any_size()
 def test_every_so_many_seconds(tmp_path: Path) -> None:
     """0 seconds: after every batch. An overlay of the first version after that."""
-    callback, model = ExportCallback(tmp_path, every_seconds=0, base="latest", max_overlay=9), _model()
+    callback, model = ExportCallback(tmp_path, every_seconds=0, base="latest"), _model()
     with pytest.warns(UserWarning, match="no complete version yet. Writing a full version"):
         model.fit(X, Y, epochs=2, batch_size=6, shuffle=False, verbose=0, callbacks=[callback])
     assert [(report.base, report.rows_changed) for report in callback.reports] == [

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.export.in_process import exports_in_this_process
+from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import refused
 from tpuembed import Vocabulary, export_saved_model
 from tpuembed import native_lookup as native
@@ -191,6 +192,7 @@ NAMES: Mapping[str, list[Any]] = {"users": USERS, "items": ITEMS, "tags": TAGS}
 class Case:
     """An export that takes names, in TensorFlow and in the C library."""
 
+    @overlays_of_any_size()
     def __init__(self, folder: Path, is_overlay: bool) -> None:
         write_checkpoint(folder / "ckpt", {name: random_table(300, 5, seed=len(name)) for name in NAMES})
         # The first two buckets, and the last names, are left out.
@@ -198,7 +200,7 @@ class Case:
         report = self._export(folder, 80, **rows)
         if is_overlay:  # of vocabularies with more names
             write_checkpoint(folder / "ckpt", {name: random_table(300, 5, seed=len(name)) for name in NAMES})
-            report = self._export(folder, 1000, base="latest", max_overlay=3)
+            report = self._export(folder, 1000, base="latest")
             assert report.base is not None
         manifest = Manifest.read(report.path)
         assert manifest is not None

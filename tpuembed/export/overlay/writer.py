@@ -5,11 +5,12 @@ import fcntl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.formatting import format_bytes
-from tpuembed.export.options import DEFAULT_MAX_OVERLAY, ExportOptions
+from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.base import BaseVersion
 from tpuembed.export.overlay.changes import Changes, find_changes, stamped_tables
 from tpuembed.export.plan.plan import ExportPlan
@@ -20,7 +21,12 @@ from tpuembed.export.stream.shard import ShardResult, Source, open_source
 from tpuembed.files.links import link_or_clone
 from tpuembed.manifest import HistoryEntry
 
-__all__ = ["OverlayWriter"]
+__all__ = ["MAX_SHARE", "OverlayWriter"]
+
+# Each overlay has all rows that changed since its base, so it grows from version to version. Beyond this share of the tables'
+# bytes a full version costs less: the next overlays start small again, and lookups in it need no second gather, which costs a
+# tenth to a half more time in overlays of 10% (docs/performance.md).
+MAX_SHARE: Final = 0.15
 
 
 class OverlayWriter(FolderWriter):
@@ -69,7 +75,7 @@ class OverlayWriter(FolderWriter):
         """Write the files of the overlay and link those of the base. `plan` then has the overlays.
 
         Raises:
-            TooManyRowsError: more than the option `max_overlay` allows differs from the base.
+            TooManyRowsError: more than MAX_SHARE of the tables differs from the base.
             CheckpointError: the checkpoint cannot be read, or does not have its recorded checksums.
             ExportError: the base cannot be read or linked.
         """
@@ -85,7 +91,7 @@ class OverlayWriter(FolderWriter):
             folder,
             whole=whole,
             stamped=stamped,
-            max_bytes=self._max_overlay * plan.table_bytes,
+            max_bytes=MAX_SHARE * plan.table_bytes,
             on_result=on_result,
             on_progress=on_progress,
         )
@@ -110,12 +116,7 @@ class OverlayWriter(FolderWriter):
             full_crc32c=found.full_crc32c,
         )
 
-    @property
-    def _max_overlay(self) -> float:
-        most = self.options.max_overlay
-        return DEFAULT_MAX_OVERLAY if most is None else most
-
     def too_many(self) -> str:
         """Return why the export is no overlay, as a sentence without its full stop."""
-        of_all = f"{100 * self._max_overlay:.4g}% of the {format_bytes(self.plan.table_bytes)}"
-        return f"more than {of_all} of tables changed since version {self.base.number} (max_overlay)"
+        of_all = f"{MAX_SHARE:.0%} of the {format_bytes(self.plan.table_bytes)}"
+        return f"more than {of_all} of tables changed since version {self.base.number}"

@@ -32,7 +32,7 @@ from tpuembed.saved_model import SHARDS_FILE
 
 __all__ = ["SHARDS_FILE", "ShardEntry", "ShardingPlan", "ShardingReport", "export_shards", "plan_shards"]
 
-_WITHOUT: Final = ("rows", "base", "max_overlay")
+_WITHOUT: Final = ("rows", "base")
 """Options of an export that one of shards does not take."""
 
 
@@ -129,7 +129,7 @@ def export_shards(
         ids_per_list: how many ids a list has on average, by feature. 1 for others: features of sequences count their length.
         on_progress: called with (bytes done, bytes in total) of one shard after the other.
         checkpoint_options: further arguments of `open_checkpoint`.
-        options: as `export_saved_model` takes them, without rows, base and max_overlay. With layout mmap,
+        options: as `export_saved_model` takes them, without rows and base. With layout mmap,
             `serving_root` is the folder of all shards as servers see it.
 
     Raises:
