@@ -1,5 +1,6 @@
 """Requests that share runs of TensorFlow get what TensorFlow answers to each alone; over HTTP, from many clients at once."""
 
+import base64
 import concurrent.futures
 import contextlib
 import http.client
@@ -73,7 +74,11 @@ def server(models: Path) -> Iterator[ServerProcess]:
 
 def predict(connection: http.client.HTTPConnection, model: str, inputs: dict[str, Any]) -> tuple[int, Any]:
     columns = {name: np.asarray(values).tolist() for name, values in inputs.items()}
-    connection.request("POST", f"/v1/models/{model}:predict", json.dumps({"inputs": columns}))
+    body: dict[str, Any] = {"inputs": columns}
+    if "examples" in inputs:
+        encoded = [{"b64": base64.b64encode(one).decode()} for one in columns["examples"]]
+        body = {"signature_name": "serving_examples", "inputs": encoded}
+    connection.request("POST", f"/v1/models/{model}:predict", json.dumps(body))
     reply = connection.getresponse()
     return reply.status, json.loads(reply.read())
 
@@ -107,6 +112,20 @@ def draw_lists(rng: np.random.Generator) -> dict[str, Any]:
     return {**lists, **weights, "who": rng.integers(0, ROWS["users"], (count, 1))}
 
 
+def draw_examples(rng: np.random.Generator) -> dict[str, Any]:
+    """Lists of different lengths, which a run pads to its longest one."""
+    examples = []
+    for _ in range(rng.integers(1, 4)):
+        example, lengths = tf.train.Example(), rng.integers(0, 6, 2)
+        features = example.features.feature
+        features["watched"].int64_list.value.extend(rng.integers(0, ROWS["items"], lengths[0]).tolist())
+        features["rated"].int64_list.value.extend(rng.integers(0, ROWS["items"], lengths[1]).tolist())
+        features["rated_weights"].float_list.value.extend(rng.random(lengths[1]).tolist())
+        features["who"].int64_list.value.append(int(rng.integers(0, ROWS["users"])))
+        examples.append(example.SerializeToString())
+    return {"examples": np.array(examples, object)}
+
+
 def save_listwise(path: Path) -> None:
     """A model that compares the rows of a request with each other where a flag says so, which it seldom does."""
 
@@ -133,6 +152,7 @@ def draw_numbers(rng: np.random.Generator) -> dict[str, Any]:
     [
         ("ids", draw_ids, 0),
         ("lists", draw_lists, 1e-6),
+        ("lists", draw_examples, 1e-6),
         ("ranking", draw_ids, 1e-6),
         ("centred", draw_numbers, 1e-4),
         ("listwise", draw_listwise, 1e-6),
@@ -143,7 +163,8 @@ def test_each_request_gets_what_tensorflow_answers_to_it(
 ) -> None:
     rng = np.random.default_rng(1)
     requests = [[draw(rng) for _ in range(REQUESTS)] for _ in range(CLIENTS)]
-    call = tf.saved_model.load(str(models / model / "1")).signatures["serving_default"]
+    signatures = tf.saved_model.load(str(models / model / "1")).signatures
+    call = signatures["serving_examples" if draw is draw_examples else "serving_default"]
     for mine, answers in zip(requests, ask_all(server, model, requests), strict=True):
         for inputs, (status, answer) in zip(mine, answers, strict=True):
             assert status == 200, answer
@@ -183,6 +204,8 @@ def test_rows_that_look_at_each_other_are_told_apart(server: ServerProcess) -> N
     reason = "output 'y': Mean (Mean): it makes one of several rows"
     text = "centred/1: signature serving_default: requests are not batched"
     assert f"{text}: {reason}" in server.log
+    for export in ("ids", "lists", "ranking"):
+        assert f"{export}/1: signature" not in server.log, "each signature of an export is proven"
 
 
 def plain() -> Any:

@@ -3,14 +3,12 @@
 import logging
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import tensorflow as tf
 
-from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, native_lookup
 from tpuembed.errors import ConfigError
@@ -36,7 +34,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sqrtn_c": {"table": "c", "combiner": "sqrtn", "out_of_vocabulary": 7},
     "history": {"table": "b", "max_sequence_length": 3},
 }
-WEIGHTED = {"weighted": {"table": "c", "combiner": "mean", "weighted": True}}
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +44,6 @@ def layer() -> TPUEmbedding:
 
 def export(layer: TPUEmbedding, folder: Path, features: Any, **options: Any) -> Path:
     return export_model(layer, folder / "m", serving_config={"features": features}, layout="mmap", **options).path
-
-
-def both(version: Path) -> tuple[Any, Any]:
-    """The version run by the C library, and by TensorFlow."""
-    kinds: tuple[native.Lookups, ...] = ("native", "tensorflow")
-    return cast(
-        "tuple[Any, Any]", tuple(runtime.load(version, options=runtime.RunOptions(lookups=kind)) for kind in kinds)
-    )
 
 
 def drawn(random: np.random.Generator, features: Any, batch: int, hot: int, bad: float = 0.0) -> dict[str, Array]:
@@ -80,73 +69,6 @@ def run(servable: Any, name: str, inputs: Any) -> Any:
     except StatusError as error:
         return error.code, error.message
     return {info.alias: array for info, array in zip(signature.outputs, found, strict=True)}
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected), (found, expected)
-    if isinstance(expected, tuple):
-        assert found == expected
-        return
-    for name, rows in expected.items():
-        assert found[name].shape == rows.shape
-        if name.startswith(("one", "history")):
-            assert found[name].tobytes() == rows.tobytes(), name
-        else:
-            np.testing.assert_allclose(found[name], rows, rtol=1e-6, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
-@pytest.mark.parametrize("features", [FEATURES, FEATURES | WEIGHTED], ids=["packed", "weighted"])
-def test_answers_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path, storage: str, features: Any) -> None:
-    ours, theirs = both(export(layer, tmp_path, features, storage=storage))
-    random = np.random.default_rng(5)
-    for batch, hot in ((1, 1), (3, 4), (0, 2), (5, 0), (700, 20)):
-        inputs = drawn(random, features, batch, hot)
-        found, expected = (run(servable, "serving_default", inputs) for servable in (ours, theirs))
-        assert_same(found, expected)
-    assert ours._native is not None
-    ours.close()
-    theirs.close()
-
-
-@pytest.mark.nightly
-def test_errors_are_those_of_tensorflow(layer: TPUEmbedding, tmp_path: Path) -> None:
-    """Bad ids, and inputs of shapes that a lookup does not have."""
-    ours, theirs = both(export(layer, tmp_path, FEATURES))
-    random = np.random.default_rng(6)
-    failed = 0
-    for _ in range(40):
-        inputs = drawn(random, FEATURES, int(random.integers(1, 6)), int(random.integers(1, 5)), bad=0.02)
-        found, expected = (run(servable, "serving_default", inputs) for servable in (ours, theirs))
-        failed += isinstance(expected, tuple)
-        assert_same(found, expected)
-    assert 5 < failed < 40
-    inputs = drawn(random, FEATURES, 4, 2)
-    for name, value in {
-        "one_a": inputs["one_a"][:2],
-        "sum_a": inputs["sum_a"][None],
-        "history": inputs["history"][:, 0],
-    }.items():
-        wrong = inputs | {name: value}
-        assert_same(run(ours, "serving_default", wrong), run(theirs, "serving_default", wrong))
-    for columns in (0, 1, 5, 7):
-        matrix = {"ids": np.zeros((2, columns), np.int64)}
-        assert_same(run(ours, "packed", matrix), run(theirs, "packed", matrix))
-
-
-@pytest.mark.nightly
-@overlays_of_any_size()
-def test_an_overlay_and_the_largest_requests(layer: TPUEmbedding, tmp_path: Path) -> None:
-    """Several threads share a request of 60,000 ids."""
-    export(layer, tmp_path, FEATURES)
-    with tf.GradientTape() as tape:
-        rows = layer({name: tf.constant([1, 7, 29]) for name in SIZES})
-        loss = tf.add_n([tf.reduce_sum(each**2) for each in tf.nest.flatten(rows)])
-    tape.gradient(loss, layer.trainable_variables)
-    ours, theirs = both(export(layer, tmp_path, FEATURES, base="latest"))
-    inputs = drawn(np.random.default_rng(7), FEATURES, 3000, 20)
-    assert_same(run(ours, "serving_default", inputs), run(theirs, "serving_default", inputs))
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
