@@ -29,20 +29,9 @@ def towers() -> Any:
     )
 
 
-def columns() -> Any:
-    inputs = [ids("a", 1), ids("b", 1)]
-    crossed = layers.Dot(-1, normalize=True)([layers.Flatten()(layers.Embedding(50, 8)(value)) for value in inputs])
-    return keras.Model(inputs, layers.UnitNormalization()(layers.LayerNormalization()(layers.Dense(4)(crossed))))
-
-
 def masked_mean() -> Any:
     history = ids("history", None)
     return keras.Model(history, layers.GlobalAveragePooling1D()(layers.Embedding(50, 8, mask_zero=True)(history)))
-
-
-def recurrent() -> Any:
-    history = ids("history", None)
-    return keras.Model(history, layers.GRU(4)(layers.Embedding(50, 8, mask_zero=True)(history)))
 
 
 def attention() -> Any:
@@ -66,25 +55,7 @@ def texts() -> Any:
     return keras.Model([word, number], layers.Dense(2)(layers.Concatenate()(parts)))
 
 
-def mixture() -> Any:
-    x = keras.Input((6,), name="x")
-    gate = layers.Dense(3, activation="softmax")(x)
-    experts = keras.ops.stack([layers.Dense(4)(x) for _ in range(3)], 1)
-    crossed = x * layers.Dense(6)(x) + x
-    best, places = keras.ops.top_k(layers.Dense(20)(crossed), 3)
-    return keras.Model(x, {"y": keras.ops.sum(experts * gate[..., None], 1), "best": best, "places": places})
-
-
-def encoded() -> Any:
-    several, one = ids("several", 4), ids("one")
-    parts = [
-        layers.CategoryEncoding(num_tokens=50, output_mode="multi_hot")(several),
-        layers.CategoryEncoding(num_tokens=50, output_mode="one_hot")(layers.IntegerLookup(vocabulary=[3, 5])(one)),
-    ]
-    return keras.Model([several, one], layers.Dense(2)(layers.Concatenate()(parts)))
-
-
-KERAS: Sequence[Callable[[], Any]] = (towers, columns, masked_mean, recurrent, attention, texts, mixture, encoded)
+KERAS: Sequence[Callable[[], Any]] = (towers, masked_mean, attention, texts)
 
 
 class Ranker(tf.Module):

@@ -14,7 +14,7 @@ from tests.support.serving.doubles import DoublingServable
 from tests.support.serving.executors import run
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.batching.scheduler import ModelExecutor
-from tpuembed_serving.core.servable import Array, Columns, Merging, Signature
+from tpuembed_serving.core.servable import Array, Merging, Signature
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.settings import BatchingSettings
 
@@ -205,20 +205,6 @@ def test_requests_run_alone_while_the_proof_is_not_done() -> None:
     here.play(scenario)
 
 
-def test_columns_of_a_matrix_share_a_run_with_other_inputs() -> None:
-    here = scene()
-    here.servable.gate.set()
-
-    async def scenario() -> None:
-        matrix = asyncio.ensure_future(
-            run(here.executor, here.servable, here.signature, Columns(np.array([[1], [2]], np.int64)))
-        )
-        assert await values(matrix, here.ask(3)) == [[2, 4], [6]]
-        assert here.servable.runs == [[1, 2, 3]]
-
-    here.play(scenario)
-
-
 def test_a_run_has_at_most_so_many_rows_and_larger_requests_are_alone() -> None:
     here = Scene(Gated(), batching=BatchingSettings(max_rows=4))
 
@@ -357,26 +343,6 @@ def test_who_goes_away_while_it_waits_is_never_run_and_makes_room() -> None:
     here.play(scenario)
 
 
-def test_who_may_fail_is_run_after_the_others_are_answered() -> None:
-    here = scene(merging=Merging(is_proven=True))
-
-    async def scenario() -> None:
-        here.servable.gate.set()
-        await values(here.ask(0), here.ask(99))
-        here.servable.gate.clear()
-        here.servable.runs.clear()
-        first = here.ask(1)
-        await here.until_running()
-        others = [here.ask(2), here.ask(100), here.ask(3), here.ask(200)]
-        await asyncio.sleep(0)
-        here.servable.gate.set()
-        assert await values(first, *others) == [[2], [4], [200], [6], [400]]
-        assert here.servable.runs == [[1], [2, 3], [100, 200]]
-
-    here.play(scenario)
-    assert here.executor.waiting == 0
-
-
 def test_a_request_over_the_operators_size_is_refused_in_theirs_words() -> None:
     here = scene(BatchingParameters(max_batch_size=4))
     here.servable.gate.set()
@@ -428,29 +394,6 @@ def test_a_timeout_of_the_operators_is_waited_for_and_a_full_run_is_not() -> Non
         assert await values(here.ask(1)) == [[2]]
 
     here.play(alone)
-
-
-def test_threads_are_as_many_and_called_as_the_operator_says() -> None:
-    here = scene(BatchingParameters(num_batch_threads=2, thread_pool_name="mine"))
-    names = set[str]()
-    run = here.servable.run
-
-    def remember(signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        names.add(threading.current_thread().name)
-        return run(signature, inputs)
-
-    here.servable.run = remember  # type: ignore[method-assign]
-
-    async def scenario() -> None:
-        first = here.ask(1)
-        await here.until_running()
-        second = here.ask(2)
-        await here.until_running()
-        here.servable.gate.set()
-        await values(first, second)
-
-    here.play(scenario)
-    assert names == {"mine_0", "mine_1"}
 
 
 def test_a_version_that_is_gone_leaves_nothing_behind() -> None:

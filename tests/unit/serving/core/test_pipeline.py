@@ -1,4 +1,4 @@
-"""The pipeline of predictions: limits of rows, shapes and memory, deadlines, and what runs on the event loop."""
+"""The pipeline of predictions: limits of rows, shapes and memory, and what is left of work that is given up."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,6 @@
 """The example of a model is a request that the model answers. TensorFlow says so: each is sent to the server's own route."""
 
 import json
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from tensorflow_serving.apis import prediction_log_pb2
 
 from tests.support.serving.asgi import running, send, wait_until_ready
 from tpuembed_serving import ServerSettings, create_app
-from tpuembed_serving.http.example_requests import example_body
 from tpuembed_serving.models.warmup import WARMUP_PATH
 
 Spec = tf.TensorSpec
@@ -48,11 +46,6 @@ def test_zeros_for_one_row_of_each_input(tmp_path: Path) -> None:
     body, answer = example(version)
     assert body == '{"instances": [{"dense": [0.0, 0.0], "flag": false, "ids": [0]}]}'
     assert answer == {"predictions": [{"y": 0.0, "z": False}]}
-
-
-def test_inputs_without_rows(tmp_path: Path) -> None:
-    version = save(tmp_path, lambda a, b: {"c": a * b}, Spec([], tf.float32, "a"), Spec([2, None], tf.float32, "b"))
-    assert example(version) == ('{"inputs": {"a": 0.0, "b": [[0.0], [0.0]]}}', {"outputs": [[0.0], [0.0]]})
 
 
 @pytest.mark.parametrize("kind", ["strings", "complex", "complex output", "large", "other signature"])
@@ -97,41 +90,3 @@ def test_the_first_row_of_the_first_recorded_request(tmp_path: Path) -> None:
     body, answer = example(version)
     assert body == '{"signature_name": "rank", "instances": [{"ids": [0.1, 7.0], "text": {"b64": "YWL/"}}]}'
     assert answer["predictions"] == [pytest.approx(10.1)]
-
-
-def test_each_signature_has_its_first_recorded_request(tmp_path: Path) -> None:
-    """Of records of several signatures; zeros for the one that has none."""
-    module = tf.Module()
-    for name in ("serving_default", "rank", "other"):
-        setattr(module, name, tf.function(lambda x: {"y": x}, input_signature=[Spec([None], tf.float32, "x")]))
-    names = ("serving_default", "rank", "other")
-    version = tmp_path / "m" / "1"
-    tf.saved_model.save(module, str(version), signatures={name: getattr(module, name) for name in names})
-    record(version, {"x": np.array([1, 9], np.float32)}, "rank")
-    for value, signature in ((2, "rank"), (3, "")):
-        more = tmp_path / "more" / str(value)
-        more.mkdir(parents=True)
-        record(more, {"x": np.array([value], np.float32)}, signature)
-        with (version / WARMUP_PATH).open("ab") as file:
-            file.write((more / WARMUP_PATH).read_bytes())
-    app = create_app(ServerSettings.for_model_dir(version.parent))
-    with running(app):
-        wait_until_ready(app)
-        found = json.loads(send(app, "GET", "/console/signatures?model=m&version=1").body)["signatures"]
-        examples = {one["name"]: json.loads(one["example"]) for one in found}
-        answers = {
-            name: json.loads(send(app, "POST", "/v1/models/m:predict", json.dumps(body)).body)["predictions"]
-            for name, body in examples.items()
-        }
-    assert answers == {"serving_default": [3.0], "rank": [1.0], "other": [0.0]}
-    assert found[0]["inputs"] == [{"name": "x", "dtype": "float", "shape": [-1]}]
-
-
-def test_a_record_that_json_does_not_have_is_no_example(tmp_path: Path) -> None:
-    version = save(tmp_path, lambda x: {"y": x}, Spec([None], tf.float32, "x"))
-    record(version, {"x": np.array([np.nan], np.float32)})
-    assert example(version)[0] == '{"instances": [{"x": 0.0}]}'
-
-
-def test_a_model_without_signatures_has_none() -> None:
-    assert example_body(types.SimpleNamespace(signatures={}, signature_defs={}), None) is None

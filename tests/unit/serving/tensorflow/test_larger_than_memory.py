@@ -70,19 +70,6 @@ def test_all_versions_count_together(
     assert process.taken() == []
 
 
-def test_a_file_of_two_versions_counts_once(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Tables(monkeypatch, MemoryLimit(1000, CONTAINER))
-    link = files[0].with_name("link")
-    link.hardlink_to(files[0])
-    process.add(files[0])
-    process.add(link)
-    process.add(files[0])
-    assert process.taken() == []
-    files[1].unlink()
-    process.add(files[1])
-    assert process.taken() == [], "a version may be deleted while it is served"
-
-
 @pytest.mark.parametrize("limit", [None, MemoryLimit(10**9, "the machine")])
 def test_random_access_reads_ahead_even_if_the_tables_fit(
     files: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: MemoryLimit | None
@@ -92,12 +79,6 @@ def test_random_access_reads_ahead_even_if_the_tables_fit(
     process.add(files[1], always=True)
     assert process.taken() == ["random b", "ahead True"]
     assert not caplog.messages
-
-
-def test_a_process_that_takes_all_memory_leaves_none(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Tables(monkeypatch, MemoryLimit(300, CONTAINER))
-    process.add(files[2])
-    assert process.taken() == ["random c", "ahead True"]
 
 
 def test_the_own_memory_is_that_without_files() -> None:
