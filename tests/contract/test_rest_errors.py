@@ -198,9 +198,9 @@ def test_ids_outside_of_their_table(server: Server) -> None:
         status, found = refusal(server, "POST", "/v1/models/ranker:predict", body)
         assert (status, text in found) == (400, True), found
     for bad in (5, -1):  # by TensorFlow's own words, in a graph that is not an export
-        found = refusal(server, "POST", f"/v1/models/{ZOO}", {"instances": [[0, bad]]})
-        assert found[0] == 400
-        assert found[1].startswith(f"indices[0,1] = {bad} is not in [0, 5)")
+        status, found = refusal(server, "POST", f"/v1/models/{ZOO}", {"instances": [[0, bad]]})
+        assert status == 400
+        assert found.startswith(f"indices[0,1] = {bad} is not in [0, 5)")
 
 
 def test_models_versions_and_labels_that_are_not_there(server: Server) -> None:

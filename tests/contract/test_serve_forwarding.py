@@ -115,8 +115,8 @@ def test_versions_and_labels_behind_are_followed(tmp_path: Path) -> None:
     options = ("--config", str(config), "--config-poll-seconds", "0.05")
     with Server(None, tmp_path / "behind.log", *options) as behind:
         eventually(behind.is_ready)
-        options = (*forwarding_to(behind.grpc_address), "--name", "scale", "--poll-seconds", "0.05")
-        with Server(None, tmp_path / "log", *options) as front:
+        to = (*forwarding_to(behind.grpc_address), "--name", "scale", "--poll-seconds", "0.05")
+        with Server(None, tmp_path / "log", *to) as front:
             eventually(front.is_ready)
             assert (factor("scale"), factor("scale/labels/stable"), factor("scale/versions/2")) == (1.0, 1.0, 404)
             save_scale(folder / "scale" / ".staging", 2.0)

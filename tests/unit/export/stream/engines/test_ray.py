@@ -28,7 +28,8 @@ def connect(monkeypatch: pytest.MonkeyPatch, notice: bytes) -> str:
         raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.1:6379")
 
     monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(is_initialized=lambda: False, init=init))
-    with pytest.raises(ExportError) as caught, engine._connected("auto"):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ExportError) as caught, engine._connected():
         pass
     return str(caught.value)
 
