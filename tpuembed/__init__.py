@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         prune_versions,
         rollback_version,
     )
-    from tpuembed.export.sharding.export import export_shards
     from tpuembed.layer import TPUEmbedding
     from tpuembed.live import export_model
     from tpuembed.live.callback import ExportCallback
@@ -69,7 +68,6 @@ _HOME = {
     "export_model": "tpuembed.live",
     "export_retrieval": "tpuembed.retrieval.export",
     "export_saved_model": "tpuembed.export",
-    "export_shards": "tpuembed.export.sharding.export",
     "in_batch_softmax": "tpuembed.retrieval.training",
     "input_options": "tpuembed.backends.input_pipeline",
     "list_versions": "tpuembed.export",
@@ -105,7 +103,6 @@ __all__ = [
     "export_model",
     "export_retrieval",
     "export_saved_model",
-    "export_shards",
     "in_batch_softmax",
     "input_options",
     "list_versions",

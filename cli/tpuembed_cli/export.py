@@ -21,8 +21,6 @@ from tpuembed_cli.options import (
 from tpuembed_cli.output import byte_progress, with_unit
 from tpuembed_cli.quiet import import_tensorflow, stdout_on_stderr
 from tpuembed_cli.retrieval import SECTION, report_line, retrieval_options, retrieval_request
-from tpuembed_cli.shards import SECTION as SHARDS
-from tpuembed_cli.shards import run_shards, shards_options, shards_request
 
 __all__ = ["export"]
 
@@ -48,7 +46,6 @@ _SECTIONS = {
         "--keep",
     ],
     "Retrieval": SECTION,
-    "Several servers": SHARDS,
     "How it runs": ["--max-memory", "--workers", "--engine", "--resume"],
 }
 
@@ -65,7 +62,6 @@ _SECTIONS = {
         "Leave base out": "Leave --base out",
         "leave base out": "leave --base out",
         "Leave engine out": "Leave --engine out",
-        "call export_shards": "give --shards with their number",
     },
     examples=(
         "tpuembed export checkpoints/ckpt-1 models/rec",
@@ -75,8 +71,6 @@ _SECTIONS = {
         "tpuembed export checkpoints models/rec --base latest",
         "tpuembed export ckpt-1 s3://bucket/rec --layout mmap --serving-root /models/rec",
         "tpuembed export ckpt-1 models/top --model train:query --retrieve-from train:candidates --k 50",
-        "tpuembed export ckpt-1 models/shards --shards 4 --dry-run",
-        "tpuembed export ckpt-1 models/shards --model train:build --shards 4 --split users=2",
     ),
 )
 @click.argument("checkpoint", type=PATH)
@@ -160,7 +154,6 @@ _SECTIONS = {
     help="Resume an interrupted run of the same export, or remove what it finished.",
 )
 @retrieval_options
-@shards_options
 @checkpoint_options
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @verbosity_options
@@ -186,23 +179,15 @@ def export(
     """
     request = {**options, "tables": tables or None, "features": features or None, "max_memory_bytes": max_memory}
     request |= {"model_dir": model_dir, "version": version, "resume": resume}
-    request, shards = shards_request(request)
     request, retrieval = retrieval_request(request)
     if retrieval is not None and dry_run:
         raise click.UsageError(
             "--dry-run: an export with --retrieve-from has no plan before it has read the candidates."
         )
     with stdout_on_stderr():  # a model's code may print, and that must not mix with the report
-        if shards is None:
-            _check_without_tensorflow(checkpoint, request)
-        if shards is None or not dry_run or request["model"] is not None:
-            import_tensorflow(verbose=verbose)
-        if shards is not None:
-            text = run_shards(checkpoint, request, shards, dry_run=dry_run, as_json=as_json, quiet=quiet)
-        elif dry_run:
-            text = _plan(checkpoint, request, as_json)
-        else:
-            text = _run(checkpoint, request, retrieval, as_json, quiet)
+        _check_without_tensorflow(checkpoint, request)
+        import_tensorflow(verbose=verbose)
+        text = _plan(checkpoint, request, as_json) if dry_run else _run(checkpoint, request, retrieval, as_json, quiet)
     if as_json or dry_run or not quiet:
         click.echo(text)
 

@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from tpuembed_cli.serving_options.telemetry import take_log, take_telemetry, tel
 
 if TYPE_CHECKING:  # only this command imports the server's package
     from tpuembed_serving import ServerSettings
-    from tpuembed_serving.core.shards_file import ShardsFile
 
 __all__ = ["serve"]
 
@@ -107,7 +106,6 @@ _SECTIONS = {
         "--receive-seconds",
     ],
     "TensorFlow Serving": ["--backend", "--target"],
-    "Several servers": ["--shards"],
 }
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 VARIABLES = "TPUEMBED_SERVE_"
@@ -123,7 +121,6 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     api_names={
         "health_route": "AIP_HEALTH_ROUTE",
         "predict_route": "AIP_PREDICT_ROUTE",
-        "api_key_file": "api_key_file",  # a key of shards.yaml
     },
     examples=(
         "tpuembed serve models/rec",
@@ -173,7 +170,7 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     "--keep-versions",
     type=_POSITIVE,
     metavar="N",
-    help="Serve the newest N versions of MODEL_DIR. Servers of shards need 2.  [default: 1]",
+    help="Serve the newest N versions of MODEL_DIR.  [default: 1]",
 )
 @click.option(
     "--config-poll-seconds",
@@ -287,12 +284,6 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     help="The server that runs the model: this one, or a TensorFlow Serving at --target behind it.",
 )
 @click.option("--target", help="HOST:PORT of TensorFlow Serving's gRPC API, for --backend tf-serving.")
-@click.option(
-    "--shards",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Serve the model that the servers in this shards.yaml are together: each looks up some of the features.",
-)
 @telemetry_options
 @click.option(
     "--default-model",
@@ -309,7 +300,6 @@ def serve(
     name: str | None,
     backend: str,
     target: str | None,
-    shards: Path | None,
     grpc_port: int | None,
     no_grpc: bool,
     config: Path | None,
@@ -334,21 +324,14 @@ def serve(
     Without MODEL_DIR and --config, the model is AIP_STORAGE_URI of Vertex AI, or /opt/ml/model of SageMaker if it exists.
     On these platforms the server listens on 0.0.0.0 and on their port, unless --host or --rest-port is given.
     """
-    needs_model = all(each is None for each in (model_dir, config, target, shards)) and backend != _TF_SERVING
+    needs_model = all(each is None for each in (model_dir, config, target)) and backend != _TF_SERVING
     platform = Platform.of(os.environ, needs_model=needs_model)
     options |= _of_platform(context, platform)
     if platform.model_dir is not None:
         model_dir = _platform_model_dir(platform.model_dir)
     grpc_options = (grpc_port, options["grpc_socket_path"], options["grpc_channel_arguments"] or None)
     no_grpc = no_grpc or (platform.no_grpc and grpc_options == (None, None, None))
-    file = None
-    if shards is not None:
-        if backend == _TF_SERVING or target is not None or name is not None:
-            raise click.UsageError("--shards names the servers and the model. Leave out --backend, --target and --name")
-        file = _read_shards(context, model_dir, shards)
-        if file.front is not None:
-            options["cache"] = _cache(cache_dir, cache_bytes, [file.front])
-    elif backend == _TF_SERVING:
+    if backend == _TF_SERVING:
         _check_target(context, model_dir, name, target)
     elif target is not None:
         raise click.UsageError(f"--target needs --backend {_TF_SERVING}")
@@ -368,9 +351,7 @@ def serve(
     options["load"] = LoadSettings(
         max_retries=max_load_retries, retry_seconds=load_retry_seconds, labels_for_unavailable=labels_for_unavailable
     )
-    if file is not None:
-        _serve(context, ServerSettings.for_shards(file, **options))
-    elif target is not None:
+    if target is not None:
         assert name is not None
         _serve(context, ServerSettings.for_target(target, name=name, **options))
     elif config is None:
@@ -478,24 +459,6 @@ def _platform_model_dir(text: str) -> Path | UrlPath:
         raise click.UsageError(f"AIP_STORAGE_URI: {error.message}") from None
 
 
-def _read_shards(context: click.Context, model_dir: Path | UrlPath | None, path: Path) -> "ShardsFile":
-    """Return what a shards.yaml says. Raises UsageError if an option is given that has no meaning with it."""
-    from tpuembed_serving.core.shards_file import ShardsFile
-
-    file = ShardsFile.read(path)
-    if file.front is None:
-        _check_loads_nothing(context, model_dir, "--shards")
-    else:
-        _check_loads_nothing(
-            context,
-            model_dir,
-            "--shards",
-            {"config", "config_poll_seconds", "keep_versions"},
-            f"which names the front, {file.front}, and serves its newest two versions",
-        )
-    return file
-
-
 def _check_what(
     model_dir: Path | UrlPath | None, name: str | None, config: Path | None, poll_seconds: float | None
 ) -> None:
@@ -519,24 +482,14 @@ def _check_target(
     host, _, port = (target or "").rpartition(":")
     if not host or not port.isdecimal():
         raise click.UsageError(f"--target is {target!r}. Give HOST:PORT of TensorFlow Serving's gRPC API.")
-    _check_loads_nothing(context, model_dir, f"--backend {_TF_SERVING}")
-
-
-def _check_loads_nothing(
-    context: click.Context,
-    model_dir: Path | UrlPath | None,
-    option: str,
-    of_loading: Container[str] = _OF_LOADING,
-    why: str = "where another server loads the models",
-) -> None:
-    """Raise UsageError if an option `of_loading` models is given, which has no meaning with `option`. `why` says why."""
     given = [] if model_dir is None else ["MODEL_DIR"]
     for parameter in context.command.params:
         is_given = context.get_parameter_source(parameter.name or "") in _GIVEN
-        if is_given and parameter.name in of_loading:
+        if is_given and parameter.name in _OF_LOADING:
             given.append(parameter.opts[0])
     if given:
-        raise click.UsageError(f"{', '.join(given)}: not supported with {option}, {why}")
+        text = f"not supported with --backend {_TF_SERVING}, where another server loads the models"
+        raise click.UsageError(f"{', '.join(given)}: {text}")
 
 
 def _check_extra(more: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tpuembed.errors import ServingError, reason
-from tpuembed.saved_model import SHARDS_FILE
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.grpc.listening import check_socket_path
 from tpuembed_serving.http.app import create_app
@@ -47,8 +46,7 @@ def serve(settings: ServerSettings) -> None:
     """
     prepare_tensorflow(settings.log)
     check_telemetry(settings.telemetry)
-    has_front = settings.shards is not None and settings.shards.front is not None
-    here = settings.models if has_front or not settings.target else ()
+    here = () if settings.target else settings.models
     takes_path = settings.grpc_socket_path is not None and check_socket_path(settings.grpc_socket_path)
     empty = [
         (model, path)
@@ -71,8 +69,6 @@ def serve(settings: ServerSettings) -> None:
         for model, path in empty:
             below = next(path.glob(f"*/*/{GRAPH_FILE}"), None)
             hint = "" if below is None else f". {below.parents[1]} has a version: give that folder to serve it"
-            if (shards := path / SHARDS_FILE).is_file():
-                hint = f". It is a folder of shards: serve it with --shards {shards}"
             logger.warning("model %s: %s has no version yet. Waiting for one%s", model.name, path, hint)
         with _pulling(settings) as configure:
             if settings.workers > 1:

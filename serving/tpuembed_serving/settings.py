@@ -15,7 +15,6 @@ from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.request_record import RequestLogging
 from tpuembed_serving.core.security import SecuritySettings, check_positive
-from tpuembed_serving.core.shards_file import ShardsFile
 from tpuembed_serving.grpc.listening import ChannelArgument
 from tpuembed_serving.models.policies import LatestVersions, VersionPolicy
 
@@ -235,7 +234,6 @@ class ServerSettings:
             readahead.
         batching: which requests are batched.
         target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models; None runs them here.
-        shards: with `target`: several servers that run one model together.
         telemetry: metrics, access log and traces.
         console: whether browsers get the console at `/`.
         default_model: the model of requests whose URL names none. None is the only model; with several, they are refused.
@@ -273,7 +271,6 @@ class ServerSettings:
     random_access: bool = False
     batching: BatchingSettings = dataclasses.field(default_factory=BatchingSettings)
     target: str | None = None
-    shards: ShardsFile | None = None
     telemetry: TelemetrySettings = dataclasses.field(default_factory=TelemetrySettings)
     console: bool = True
     default_model: str | None = None
@@ -369,17 +366,6 @@ class ServerSettings:
     def for_target(cls, target: str, *, name: str, **options: Any) -> "ServerSettings":
         """Return settings for one model that runs in the TensorFlow Serving at `target`, HOST:PORT of its gRPC API."""
         return cls(models=(ModelSettings(name=name, base_path=Path()),), target=target, **options)
-
-    @classmethod
-    def for_shards(cls, shards: str | os.PathLike[str] | ShardsFile, **options: Any) -> "ServerSettings":
-        """Return settings for the model that the servers of a shards.yaml are together. `shards` is its path, or what it says.
-
-        Raises:
-            ConfigError: the file cannot be read, or is wrong.
-        """
-        file = shards if isinstance(shards, ShardsFile) else ShardsFile.read(Path(shards))
-        front = ModelSettings(name=file.model, base_path=file.front or Path(), policy=LatestVersions(2))
-        return cls(models=(front,), target=f"the shards of {file.path}", shards=file, **options)
 
     @classmethod
     def for_model_dir(

@@ -18,13 +18,12 @@ import numpy as np
 from tpuembed.checkpoint.tools import find_export
 from tpuembed.errors import ConfigError, ExportError, reason
 from tpuembed.export.publish.folder import locked
-from tpuembed.export.sharding.plan import FRONT
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, Manifest
 from tpuembed.row_store import ArrayRecord, PublishedModel, VersionRecord, connect
 from tpuembed.row_store.client import Keys
 from tpuembed.row_store.keys import buckets_of
-from tpuembed.saved_model import check_sizes, refuse_shards
+from tpuembed.saved_model import check_sizes
 
 __all__ = ["PublishRowsReport", "publish_rows"]
 
@@ -87,14 +86,12 @@ def publish_rows(
         on_progress: called with (bytes done, bytes in total).
 
     Raises:
-        ConfigError: there is no such version; it is not an export of lookups by row numbers; `model_dir` has the MODEL_DIRs of
-            shards; the URL has a password.
+        ConfigError: there is no such version; it is not an export of lookups by row numbers; the URL has a password.
         ExportError: a file of the version cannot be read or is damaged; another process publishes the model.
         RowStoreError: Redis cannot be reached or refuses. A repetition resumes.
     """
     if keep < 1:
         raise ConfigError(f"keep must be at least 1, got {keep}.")
-    _check_no_shards(as_path(model_dir))
     folder, manifest = _find(as_path(model_dir), version)
     number = int(folder.name)
     _check(folder, manifest)
@@ -108,15 +105,6 @@ def publish_rows(
             text = (folder / MANIFEST_PATH).read_text(encoding="utf-8")
             record = VersionRecord(number=number, published=time.time(), text=text, manifest=manifest)
             return _Publishing(model, folder, record).run(keep, rewrite, renew, on_progress)
-
-
-def _check_no_shards(model_dir: FilePath) -> None:
-    if not isinstance(model_dir, Path):
-        return
-    remedy = f"Publish each shard by itself, such as {model_dir / 'shard-0'}."
-    if (model_dir / FRONT).is_dir():
-        remedy = "They look up for a whole model, and Redis has rows alone. Export lookups with a serving_config."
-    refuse_shards(model_dir, remedy)
 
 
 def _find(model_dir: FilePath, version: int | None) -> tuple[FilePath, Manifest]:

@@ -45,15 +45,6 @@ def make_plan(checkpoint: Checkpoint, request: ExportRequest, options: ExportOpt
     """Return the plan of `request`."""
     check_layout(options.layout, options.serving_root)
     check_engine(options.engine)
-    if not request.tables:  # a front that reads no table
-        return ExportPlan(
-            layout=options.layout,
-            workers=1,
-            max_memory_bytes=options.max_memory_bytes,
-            stacks=(),
-            shards=(),
-            require_finite=options.require_finite,
-        )
     available = checkpoint.tables()
     return plan_export(
         [available[name] for name in request.tables],
@@ -120,14 +111,12 @@ def run_export(
     source: Source | None = None,
     engine: Engine | None = None,
     on_progress: Progress | None = None,
-    facts: Mapping[str, str] | None = None,
 ) -> ExportReport:
     """Export `request` of `checkpoint` into `model_dir`.
 
     Args:
         source: the source that the engine's tasks open; None for the checkpoint's own path.
         engine: None for the one that `options` names.
-        facts: more of the manifest's `source`.
 
     Raises:
         TpuEmbedError: the export failed, and nothing was published.
@@ -138,8 +127,7 @@ def run_export(
     _warn_of_slow_reads(checkpoint, plan)
     bound = ErrorBound(plan.shards, options.max_error)
     on_progress = on_progress or ignore
-    own = {"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint}
-    facts = {**own, **(facts or {})}
+    facts = {"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint}
     histories = _histories(checkpoint, plan)
     done = None
     if options.base is not None:

@@ -25,10 +25,9 @@ from tpuembed.manifest.entries import (
     TensorSpec,
     VocabularyEntry,
 )
-from tpuembed.manifest.manifest import EXPORT_ID, LOOKUP_SCOPE, MANIFEST_PATH, NAMES_FOLDER, Folder, Manifest
+from tpuembed.manifest.manifest import LOOKUP_SCOPE, MANIFEST_PATH, NAMES_FOLDER, Folder, Manifest
 
 __all__ = [
-    "EXPORT_ID",
     "LAYOUTS",
     "LOOKUP_SCOPE",
     "MANIFEST_PATH",

@@ -1,7 +1,6 @@
 """What an export has, and where it comes from."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 from collections import Counter
@@ -35,7 +34,7 @@ from tpuembed.manifest.entries import (
     check_inside,
 )
 
-__all__ = ["EXPORT_ID", "LOOKUP_SCOPE", "MANIFEST_PATH", "NAMES_FOLDER", "Folder", "Manifest"]
+__all__ = ["LOOKUP_SCOPE", "MANIFEST_PATH", "NAMES_FOLDER", "Folder", "Manifest"]
 
 MANIFEST_PATH = Path("assets.extra") / "tpuembed.json"
 NAMES_FOLDER: Final = "names"
@@ -54,10 +53,6 @@ NAMES_FORMAT: Final = 3
 """The format number of a version with features that take names. An older server would look names up as row numbers."""
 RETRIEVAL_FORMAT: Final = 4
 """The format number of a version with an index of candidates. Older tools would not keep its arrays."""
-EXPORT_ID: Final = "shards"
-"""The key in `Manifest.source` of the export for several servers that a version is a part of."""
-FRONT_FORMAT: Final = 6
-"""The format number of a front. An older server would look for its tables."""
 
 _OLDER: Final = "the export is older than this signature"
 _OLDER_PACKING: Final = Packing(left_out=_OLDER)
@@ -100,8 +95,6 @@ class Manifest:
         histories: of the tables whose rows are tracked, by table.
         names: of the tables that features look up in by name.
         retrieval: the index of candidates; None if the export is no retrieval.
-        front: of a front, whose features are looked up by other servers: the inputs and outputs of the whole model's
-            `serving_default`, which the graph does not have. Empty if the export is no front.
     """
 
     tool_version: str
@@ -123,7 +116,6 @@ class Manifest:
     histories: Mapping[str, HistoryEntry] = dataclasses.field(default_factory=dict)
     names: tuple[NamesEntry, ...] = ()
     retrieval: RetrievalEntry | None = None
-    front: Mapping[str, Mapping[str, TensorSpec]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -131,8 +123,7 @@ class Manifest:
         _check_names(self)
         _check_arrays(self.arrays, mapped=self.layout == "mmap")
         _check_tables(self.tables, self.stacks)
-        whole = {"serving_default": self.front} if self.front else {}
-        _check_activations(self.from_activations, {**self.signatures, **whole})
+        _check_activations(self.from_activations, self.signatures)
         if self.retrieval is not None:
             _check_retrieval(self.retrieval, self.tables, self.stacks)
         for file in self.files:
@@ -152,16 +143,6 @@ class Manifest:
             sizes[array.file] = max(sizes.get(array.file, 0), array.offset + array.size)
         return sizes
 
-    @functools.cached_property
-    def shard_id(self) -> str:
-        """Return what tells this part of an export for several servers from its other parts, and from other exports.
-
-        It is the export's id, "-", and a digest of the rows that the part has of each table. Empty if the version is no part.
-        """
-        export_id = self.source.get(EXPORT_ID, "")
-        rows = sorted((table.name, table.first_row, table.rows) for table in self.tables)
-        return export_id and f"{export_id}-{hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:8]}"
-
     @property
     def tables_fingerprint(self) -> str:
         """Return a text that is equal for versions whose stacks are the same bytes of the same tables, in any layout."""
@@ -176,7 +157,6 @@ class Manifest:
         number = FORMAT if self.base is None else OVERLAY_FORMAT
         number = NAMES_FORMAT if self.names else number
         number = RETRIEVAL_FORMAT if self.retrieval is not None else number
-        number = FRONT_FORMAT if self.front else number
         text = json.dumps({"format": number, **dataclasses.asdict(self)}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
 
@@ -206,8 +186,10 @@ class Manifest:
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
-        if value["format"] not in range(FORMAT, FRONT_FORMAT + 1):
-            raise ValueError(f"its format is {value['format']!r}, and this version reads {FORMAT} to {FRONT_FORMAT}")
+        if value["format"] not in range(FORMAT, RETRIEVAL_FORMAT + 1):
+            raise ValueError(
+                f"its format is {value['format']!r}, and this version reads {FORMAT} to {RETRIEVAL_FORMAT}"
+            )
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
         value["stacks"] = tuple(_stack(entry) for entry in value["stacks"])
         value["errors"] = {name: dict(entry) for name, entry in value.get("errors", {}).items()}
@@ -225,7 +207,6 @@ class Manifest:
         if "from_activations" in value:
             value["from_activations"] = _from_activations(value["from_activations"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
-        value["front"] = _signature(value.get("front", {}))
         return _entry(cls, value)
 
 
@@ -315,15 +296,12 @@ def _check_tables(tables: Iterable[TableEntry], stacks: Iterable[StackEntry]) ->
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Raise ConfigError unless every feature that takes names has those of its table, and every entry is of a table.
-
-    The names of a front's features are on the servers that look them up.
-    """
+    """Raise ConfigError unless every feature that takes names has those of its table, and every entry is of a table."""
     _check_distinct("names of table", [entry.table for entry in manifest.names])
     names = {entry.table: entry for entry in manifest.names}
     if missing := sorted(names.keys() - {table.name for table in manifest.tables}):
         raise ConfigError(f"names: table {missing[0]!r} does not exist.")
-    for feature in (*manifest.features, *(() if manifest.front else manifest.from_activations.features)):
+    for feature in (*manifest.features, *manifest.from_activations.features):
         if feature.names and (feature.table not in names or names[feature.table].dtype != feature.names):
             raise ConfigError(
                 f"feature {feature.name!r}: table {feature.table!r} has no names of type {feature.names}."

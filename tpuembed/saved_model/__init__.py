@@ -14,16 +14,13 @@ from tpuembed.saved_model.mapped_paths import (
 from tpuembed.saved_model.relocate import Relocation, check_root, relocate_export, replace_file
 from tpuembed.saved_model.table_files import (
     GRAPH_FILE,
-    SHARDS_FILE,
     check_sizes,
     file_crc32c,
-    refuse_shards,
     size_faults,
 )
 
 __all__ = [
     "GRAPH_FILE",
-    "SHARDS_FILE",
     "MappedTensor",
     "Relocation",
     "check_root",
@@ -33,7 +30,6 @@ __all__ = [
     "mapped_folders",
     "mapped_from",
     "mapped_tensors",
-    "refuse_shards",
     "relocate_export",
     "replace_file",
     "replace_paths",

@@ -13,16 +13,12 @@ from tpuembed.manifest import Manifest
 
 __all__ = [
     "GRAPH_FILE",
-    "SHARDS_FILE",
     "check_sizes",
     "file_crc32c",
-    "refuse_shards",
     "size_faults",
 ]
 
 GRAPH_FILE: Final = Path("saved_model.pb")
-SHARDS_FILE: Final = "shards.yaml"
-"""The file in a folder with the MODEL_DIRs of shards."""
 _PIECE_BYTES: Final = 8 << 20
 
 
@@ -39,12 +35,6 @@ def size_faults(version_dir: FilePath, manifest: Manifest) -> Iterator[tuple[str
         else:
             if found.size != size:
                 yield file, f"which holds stack {held}, has {found.size} bytes, but the manifest has {size}"
-
-
-def refuse_shards(model_dir: FilePath, remedy: str) -> None:
-    """Raise ConfigError if `model_dir` has the MODEL_DIRs of shards, and is none itself. `remedy` ends the message."""
-    if (model_dir / SHARDS_FILE).is_file():
-        raise ConfigError(f"MODEL_DIR {model_dir}: is a folder of shards, because it has {SHARDS_FILE}. {remedy}")
 
 
 def check_sizes(version_dir: FilePath, manifest: Manifest) -> None:

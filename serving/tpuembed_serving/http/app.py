@@ -35,9 +35,7 @@ from tpuembed_serving.settings import REST_BODY_BYTES, ModelSettings, ServerSett
 from tpuembed_serving.telemetry.metrics import DEFAULT_PATH
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.loading import load_version
-from tpuembed_serving.tf_serving.front import FrontExecutor, FrontModels
-from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels, RemoteServer, TensorFlowServing
-from tpuembed_serving.tf_serving.shards import Shards
+from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels, TensorFlowServing
 from tpuembed_serving.workers.link import SingleProcess, WorkerGroup, WorkerLink
 from tpuembed_serving.workers.messages import States
 from tpuembed_serving.workers.repository import WorkerRepository
@@ -63,7 +61,7 @@ class ServingApp(FastAPI):
         on_configured: Callable[[Sequence[ModelSettings]], None] = noop,
     ) -> None:
         self.stopping = threading.Event()
-        self._server = _server(settings)
+        self._server = None if settings.target is None else TensorFlowServing(settings.target)
         self.executor = _executor(settings, self._server)
         self.worker_group: WorkerGroup = link or SingleProcess()
         self.telemetry = Telemetry.of(settings.telemetry, self.runs_here, self.worker_group, settings.security.api_keys)
@@ -157,24 +155,11 @@ class ServingApp(FastAPI):
             max_json_depth=guard.max_json_depth,
         )
 
-    def _models(self, load: Loader, link: WorkerLink | None) -> ModelRepository | RemoteModels | FrontModels:
+    def _models(self, load: Loader, link: WorkerLink | None) -> ModelRepository | RemoteModels:
         settings, server = self.settings, self._server
-        if server is None:
-            return self._repository(load, link)
-        has_front = settings.shards is not None and settings.shards.front is not None
-        names = [model.name for model in settings.models]
-        if not has_front:
+        if server is not None:
+            names = [model.name for model in settings.models]
             return RemoteModels(names, server, settings.poll_seconds, changed=functools.partial(self._changed, link))
-        front = self._repository(load, link)
-        changed = front.push if isinstance(front, WorkerRepository) else self._changed
-        needs = ". It is served once the front has it too"
-        remote = RemoteModels(names, server, settings.poll_seconds, changed=changed, needs=needs)
-        if isinstance(front, WorkerRepository):
-            front.needs = lambda: remote.ready
-        return FrontModels(front, remote)
-
-    def _repository(self, load: Loader, link: WorkerLink | None) -> ModelRepository:
-        settings = self.settings
         cache = settings.cache.folder if settings.cache else None
         if link is not None:
             return WorkerRepository(
@@ -201,15 +186,12 @@ class ServingApp(FastAPI):
 
     @property
     def runs_here(self) -> ModelExecutor | None:
-        """Return what runs models here; None if other servers run them."""
-        executor = self.executor.local if isinstance(self.executor, FrontExecutor) else self.executor
-        return executor if isinstance(executor, ModelExecutor) else None
+        """Return what runs models here; None if another server runs them."""
+        return self.executor if isinstance(self.executor, ModelExecutor) else None
 
     @property
     def local(self) -> ModelRepository | None:
-        """Return the versions that are loaded here; None if other servers load them."""
-        if isinstance(self.repository, FrontModels):
-            return self.repository.local
+        """Return the versions that are loaded here; None if another server loads them."""
         return self.repository if isinstance(self.repository, ModelRepository) else None
 
     def _changed(self, link: WorkerLink | None = None) -> None:
@@ -310,36 +292,22 @@ class ServingApp(FastAPI):
     async def _readyz(self) -> JSONResponse:
         if self.leaving:
             return JSONResponse({"status": "stopping"}, status_code=503)
-        missing = {}
-        if isinstance(self._server, Shards) and self._server.missing:
-            missing = {"missing_shards": self._server.missing}
         if self.repository.ready:
-            return JSONResponse({"status": "ready", **missing})
-        return JSONResponse({"status": "not ready", **missing}, status_code=503)
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready"}, status_code=503)
 
 
-def _server(settings: ServerSettings) -> Shards | TensorFlowServing | None:
-    """Return the server that models run in, or None if they run here."""
-    if settings.shards is not None:
-        return Shards(settings.shards)
-    return None if settings.target is None else TensorFlowServing(settings.target)
-
-
-def _executor(settings: ServerSettings, server: RemoteServer | None) -> ModelExecutor | RemoteExecutor | FrontExecutor:
+def _executor(settings: ServerSettings, server: TensorFlowServing | None) -> ModelExecutor | RemoteExecutor:
     timeout_seconds = settings.rest_timeout_ms / 1000
-    remote = None
     if server is not None:
-        remote = RemoteExecutor(server, timeout_seconds, settings.max_queued_requests)
-        if settings.shards is None or settings.shards.front is None:
-            return remote
-    local = ModelExecutor(
+        return RemoteExecutor(server, timeout_seconds, settings.max_queued_requests)
+    return ModelExecutor(
         settings.run_threads,
         settings.max_queued_requests,
         timeout_seconds,
         settings.batching,
         processes=settings.workers,
     )
-    return local if remote is None else FrontExecutor(local, remote)
 
 
 async def _no_route(request: Request, _: Exception) -> JSONResponse:
@@ -363,8 +331,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.repository.start()
     keys = app.settings.security.api_keys
     following = [asyncio.create_task(follow_files([keys.path], keys.reload))] if keys and keys.path else []
-    if isinstance(app._server, Shards) and app._server.secret_files:
-        following.append(asyncio.create_task(follow_files(app._server.secret_files, app._server.reload)))
     try:
         await app.load_first()
         await app.start_grpc()

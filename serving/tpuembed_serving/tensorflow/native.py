@@ -203,8 +203,6 @@ def _refusal(manifest: Manifest) -> str:
         return search_refusal(manifest)
     if manifest.features:
         return refusal(manifest)
-    if manifest.front:
-        return "it is a front, whose features are looked up by other servers"
     if reason := manifest.from_activations.left_out:
         return f"it is a whole model without the signature from_activations: {reason}"
     return refusal(of_lookups(manifest, manifest.from_activations.features))

@@ -110,7 +110,6 @@ class SavedModelServable:
             name: dataclasses.replace(
                 with_padding(signature_of(name, sig, is_export=manifest is not None), manifest),
                 ids=None if manifest is None else known_ids(name, sorted(sig.inputs), manifest),
-                shard_id="" if manifest is None else manifest.shard_id,
             )
             for name, sig in meta_graph.signature_def.items()
         }
@@ -200,12 +199,11 @@ class SavedModelServable:
     def _prepare(self) -> None:
         """Build the callables before the first request. One that cannot be built fails its own requests.
 
-        An export's `serving_default`, or the signature of a front, is built first and can be called at once. A thread builds the
-        others, which take most of the load time. `close` joins it, because a process must not exit while a thread is in TensorFlow.
+        An export's `serving_default` is built first and can be called at once. A thread builds the others, which take most of the
+        load time. `close` joins it, because a process must not exit while a thread is in TensorFlow.
         """
         callable_ones = [signature for signature in self.signatures.values() if signature.inputs]
-        main = "from_activations" if self.manifest is not None and self.manifest.front else "serving_default"
-        first = [one for one in callable_ones if self.manifest is None or one.name == main]
+        first = [one for one in callable_ones if self.manifest is None or one.name == "serving_default"]
         self._build(first)
         rest = [signature for signature in callable_ones if signature not in first]
         self._rest = threading.Thread(target=self._build_last, args=(rest,), name="model-signatures")
@@ -332,8 +330,7 @@ def load(
     try:
         if mapped and prewarm:
             read_files(version_dir, mapped, on_read)
-        looks_up = None if manifest is not None and manifest.front else manifest  # a front's lookups are elsewhere
-        native = native_calls(version_dir, looks_up, options.lookups, options.lookup_threads, where)
+        native = native_calls(version_dir, manifest, options.lookups, options.lookup_threads, where)
         restored = _restore(version_dir, manifest, options)
         files = [version_dir / array.file for array in mapped.arrays] if mapped else []
         servable = SavedModelServable(

@@ -1,1 +1,1 @@
-"""Forwards requests to TensorFlow Serving, or to the shards of a model. Prints how to start TensorFlow Serving."""
+"""Forwards requests to TensorFlow Serving."""

@@ -1,7 +1,7 @@
 """The model repository of one worker among several. It loads for this worker, and reports the states of all."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tpuembed_serving.core.servable import VersionProgress, VersionStatus
@@ -14,17 +14,12 @@ __all__ = ["WorkerRepository"]
 
 
 class WorkerRepository(ModelRepository):
-    """`statuses`, `ready` and `reload` concern all workers. Requests run on the versions that this worker has loaded.
-
-    Attributes:
-        needs: returns whether all else is ready that this worker needs, such as shards. `push` follows each change.
-    """
+    """`statuses`, `ready` and `reload` concern all workers. Requests run on the versions that this worker has loaded."""
 
     def __init__(self, link: WorkerLink, *args: Any, **options: Any) -> None:
         """Connect the repository to `link`. `args` and `options` are those of ModelRepository."""
         self._link = link
         self._pushing = threading.Lock()
-        self.needs: Callable[[], bool] = lambda: True
         super().__init__(*args, changed=self.push, **options)
         link.register(CHECK, self.check)
         link.register(RELOAD, super().reload)
@@ -50,4 +45,4 @@ class WorkerRepository(ModelRepository):
     def push(self) -> None:
         """Send the states of this worker to the supervisor."""
         with self._pushing:
-            self._link.push(States(self.all_statuses(), super().ready and self.needs(), self.progress()))
+            self._link.push(States(self.all_statuses(), super().ready, self.progress()))

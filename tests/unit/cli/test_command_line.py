@@ -107,7 +107,6 @@ FILES = {
     "--batching-parameters-file": "max_batch_size { value: 8 }",
     "--monitoring-config-file": 'prometheus_config { enable: true path: "/stats" }',
     "--api-key-file": "k" * 20,
-    "--shards": "{format: 1, model: m, shards: [{name: a, address: 'host:1'}]}",
 }
 REMOTE = ["--backend", "tf-serving", "--target", "host:1", "--name", "n"]
 BESIDE = {
@@ -122,7 +121,7 @@ BESIDE = {
     "--backend": REMOTE[2:],
     "--target": [*REMOTE[:2], *REMOTE[4:]],
 }
-WITHOUT_MODEL_DIR = {"--config", "--config-poll-seconds", "--backend", "--target", "--shards"}
+WITHOUT_MODEL_DIR = {"--config", "--config-poll-seconds", "--backend", "--target"}
 
 
 @pytest.fixture
@@ -169,7 +168,6 @@ def test_a_variable_is_the_same_as_its_flag(option: str, parse: Callable[..., An
     if option not in (
         "--backend",
         "--target",
-        "--shards",
         "--tls-cert",
         "--tls-key",
         "--config",

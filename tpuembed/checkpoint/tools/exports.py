@@ -19,7 +19,6 @@ from tpuembed.errors import (
 )
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
-from tpuembed.saved_model import refuse_shards
 from tpuembed.saved_model.stack_rows import StackRows
 from tpuembed.saved_model.stored_rows import decode_int8
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
@@ -45,7 +44,7 @@ def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
     """Return the export at `path` and its manifest: a version, or the highest version of a MODEL_DIR; None for anything else.
 
     Raises:
-        ConfigError: its manifest cannot be read, or `path` is a folder of shards.
+        ConfigError: its manifest cannot be read.
     """
     place = as_path(path)
     try:
@@ -53,7 +52,6 @@ def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
     except OSError:  # opening it as a checkpoint raises the same error, and reports it
         return None
     if version is None:
-        refuse_shards(place, f"Name one of them, such as {place / 'shard-0'}.")
         return None
     manifest = Manifest.read(version)
     return (version, manifest) if manifest else None

@@ -11,15 +11,13 @@ the reason if it cannot:
 """
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tpuembed.config import FeatureConfig
-from tpuembed.errors import ConfigError, ExportError, one_line
+from tpuembed.errors import ConfigError, one_line
 from tpuembed.export.graph.signature import check_input_names
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.lookup import Ids
@@ -28,7 +26,7 @@ from tpuembed.manifest import ActivationEntry, FromActivations
 if TYPE_CHECKING:
     from tpuembed.export.graph.keras_model import KerasModel
 
-__all__ = ["LookedUp", "trace_from_activations", "trace_lookups"]
+__all__ = ["trace_from_activations"]
 
 Tensor = Any
 Function = Any
@@ -39,20 +37,11 @@ class _RefusalError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class LookedUp:
-    """A lookup of a trace.
-
-    Attributes:
-        entry: of the manifest.
-        activation: its result.
-        config: of its feature.
-        call: the number of the layer's call. The features of one call are those of one layer.
-    """
+class _LookedUp:
+    """A lookup of a trace: the entry of the manifest, and the activation."""
 
     entry: ActivationEntry
     activation: Tensor
-    config: FeatureConfig
-    call: int
 
 
 def trace_from_activations(model: "KerasModel", tables: StackedTables) -> tuple[FromActivations, Function | None]:
@@ -66,39 +55,21 @@ def trace_from_activations(model: "KerasModel", tables: StackedTables) -> tuple[
     return FromActivations(features=entries, whole_tables=tuple(tables.read_whole)), function
 
 
-def trace_lookups(model: "KerasModel", tables: StackedTables) -> list[LookedUp]:
-    """Return the lookups of a model that has the signature. The traces are thrown away.
-
-    Raises:
-        ExportError: the signature is left out.
-    """
-    try:
-        lookups = _traced_lookups(model, tables)
-        _traced_function(model, tables, lookups)
-    except _RefusalError as refusal:
-        raise ExportError(
-            f"model: its lookups cannot run on other servers than the rest of it: {refusal}. Change the model, or export it for "
-            "one server."
-        ) from None
-    return lookups
-
-
 # ---- what is looked up
 
 
-def _traced_lookups(model: "KerasModel", tables: StackedTables) -> list[LookedUp]:
+def _traced_lookups(model: "KerasModel", tables: StackedTables) -> list[_LookedUp]:
     """Return the lookups of a trace of `serving_default`, which is thrown away.
 
     Raises:
         _RefusalError: one looks up something else than an input, or in a way that the manifest cannot express.
     """
-    noted: list[tuple[Ids, Tensor, int]] = []
-    calls = itertools.count()
+    noted: list[tuple[Ids, Tensor]] = []
     decoded: dict[str, Any] = {}
 
     def note(features: Sequence[Ids], look_up: Callable[[], list[Tensor]]) -> list[Tensor]:
         activations = look_up()
-        noted.extend(zip(features, activations, itertools.repeat(next(calls))))
+        noted.extend(zip(features, activations, strict=True))
         return activations
 
     def call(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -109,7 +80,7 @@ def _traced_lookups(model: "KerasModel", tables: StackedTables) -> list[LookedUp
     _traced(call, model.input_specs())
     if not noted:
         raise _RefusalError("the model looks nothing up, or in a tf.function of its own")
-    lookups = [_lookup(ids, activation, call, model, decoded) for ids, activation, call in noted]
+    lookups = [_lookup(ids, activation, model, decoded) for ids, activation in noted]
     names = [name for lookup in lookups for name in _names(lookup.entry)]
     looked_up = {name for lookup in lookups for name in (lookup.entry.ids, lookup.entry.weights)}
     names += [name for name in model.input_specs() if name not in looked_up]
@@ -126,7 +97,7 @@ def _names(entry: ActivationEntry) -> list[str]:
     return [entry.name, *([f"{entry.name}_weights"] if entry.weighted else [])]
 
 
-def _lookup(ids: Ids, activation: Tensor, call: int, model: "KerasModel", decoded: Mapping[str, Any]) -> LookedUp:
+def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[str, Any]) -> _LookedUp:
     """Return a lookup of inputs of the signature. See `_traced_lookups`."""
     config, table = ids.config, ids.config.table
     name, given, vocabulary = _name_of(ids), _given(ids), config.vocabulary
@@ -181,7 +152,7 @@ def _lookup(ids: Ids, activation: Tensor, call: int, model: "KerasModel", decode
         ids=source,
         weights=weights,
     )
-    return LookedUp(entry, activation, config, call)
+    return _LookedUp(entry, activation)
 
 
 def _name_of(ids: Ids) -> str:
@@ -243,7 +214,7 @@ def _keeps_ids(cast: Any, is_list: bool, fails_outside: bool, rows: int) -> bool
 # ---- the function
 
 
-def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequence[LookedUp]) -> Function:
+def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequence[_LookedUp]) -> Function:
     """Return the function of activations.
 
     Raises:

@@ -107,8 +107,7 @@ class SavedGraph:
 
     Attributes:
         array_keys: name of a stack's array -> checkpoint key of its variable.
-        signatures, features, vocabularies, padding, packing, from_activations, names, retrieval, front: as the manifest lists
-            them.
+        signatures, features, vocabularies, padding, packing, from_activations, names, retrieval: as the manifest lists them.
     """
 
     array_keys: Mapping[str, str]
@@ -120,7 +119,6 @@ class SavedGraph:
     from_activations: FromActivations
     names: tuple[NamesEntry, ...] = ()
     retrieval: RetrievalEntry | None = None
-    front: Mapping[str, Mapping[str, TensorSpec]] = dataclasses.field(default_factory=dict)
 
 
 def save_graph(
@@ -132,7 +130,6 @@ def save_graph(
     layout: str = "variables",
     *,
     require_finite: bool = False,
-    is_front: bool = False,
 ) -> SavedGraph:
     """Save `model` into `folder`, with the signatures `serving_default`, `serving_examples`, `packed` and `from_activations`,
     and warmup requests.
@@ -146,10 +143,9 @@ def save_graph(
         folder: an existing or new directory.
         layout: "mmap" maps each array from the file `ArrayPlan.file`, a name that `assemble` replaces by a path.
         require_finite: fail at a NaN or an infinity in a dense variable.
-        is_front: save the signature `from_activations` alone. Of the tables, `stacks` has those that it reads whole.
 
     Raises:
-        ExportError: TensorFlow cannot save the model, a variable must be finite and is not, or a front has no signature.
+        ExportError: TensorFlow cannot save the model, or a variable must be finite and is not.
     """
     root = tf.Module()
     variables = {array.name: _variable(array, layout) for stack in stacks for array in stack.arrays}
@@ -157,13 +153,12 @@ def save_graph(
     for name, variable in variables.items():
         setattr(root.stacks, name, variable)
     tables.bind(stacks, variables)
-    arrays, names = make_names({} if is_front else tables.vocabularies, folder, layout)
+    arrays, names = make_names(tables.vocabularies, folder, layout)
     root.names = tf.Module()
     for number, table in enumerate(sorted(arrays)):
         setattr(root.names, f"keys_{number}", arrays[table].keys)
         setattr(root.names, f"numbers_{number}", arrays[table].numbers)
-    if not is_front:
-        tables.bind_names(arrays)
+    tables.bind_names(arrays)
     index, retrieval = model.write_index(folder, layout)
     root.index = tf.Module()
     for name, variable in index.items():
@@ -173,14 +168,10 @@ def save_graph(
     if require_finite:
         for variable in root.dense:
             _check_finite(variable)
-    functions = _functions(model, has_more=not is_front)
-    traced = {name: function.get_concrete_function() for name, function in functions.items()}
+    signatures = {name: function.get_concrete_function() for name, function in _functions(model).items()}
     from_activations, function = model.from_activations(tables)
     if function is not None:
-        traced["from_activations"] = function
-    elif is_front:
-        raise ExportError(f"model: a front needs the signature from_activations: {from_activations.left_out}.")
-    signatures = {"from_activations": function} if is_front else traced
+        signatures["from_activations"] = function
     with _writing(folder):
         _save(root, folder, signatures)
         if layout == "mmap" and not root.dense:  # names are mapped too
@@ -191,18 +182,17 @@ def save_graph(
         with _writing(folder):
             activations = [feature.name for feature in from_activations.features]
             packed = [model.packed_sample(sample) for sample in samples]
-            write_warmup(folder, samples, traced, model.packing(), activations, packed, signatures)
+            write_warmup(folder, samples, signatures, model.packing(), activations, packed)
     return SavedGraph(
         array_keys={name: f"stacks/{name}/.ATTRIBUTES/VARIABLE_VALUE" for name in variables},
         signatures={name: _signature_of(function) for name, function in signatures.items()},
         features=model.features(),
         vocabularies=model.vocabularies(),
         padding=model.padding(),
-        packing=Packing(left_out="the export is a front") if is_front else model.packing(),
+        packing=model.packing(),
         from_activations=from_activations,
         names=names,
         retrieval=retrieval,
-        front=_signature_of(traced["serving_default"]) if is_front else {},
     )
 
 
@@ -262,8 +252,8 @@ def _variable(array: ArrayPlan, layout: str) -> Any:
     return resource_variable_ops.UninitializedVariable(shape=array.shape, dtype=dtype, name=array.name, trainable=False)
 
 
-def _functions(model: ExportableModel, *, has_more: bool) -> dict[str, Any]:
-    """Return the function of `serving_default`, and if it `has_more` those of the other signatures that take its inputs."""
+def _functions(model: ExportableModel) -> dict[str, Any]:
+    """Return the functions of all signatures but `from_activations`."""
     specs = model.input_specs()
     weighted = [feature.name for feature in model.features() if feature.weighted]
     packing = model.packing()
@@ -279,8 +269,6 @@ def _functions(model: ExportableModel, *, has_more: bool) -> dict[str, Any]:
         return found
 
     functions = {"serving_default": serving_default}
-    if not has_more:
-        return functions
     if reason := unparsable(specs):
         warn(
             f"Leaving out the signature serving_examples: tf.train.Example cannot hold the input {reason}.",

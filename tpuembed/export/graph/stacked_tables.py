@@ -208,13 +208,15 @@ class StackedTables:
 
     def lookup(self, features: Sequence[FlatIds], tables: Sequence[str]) -> list[Tensor]:
         """Return the activations of `features`, each in its table, with one gather per stack."""
-        if not self._places.keys() >= set(tables):  # a front's lookups run on other servers, and are traced only
-            if tf.executing_eagerly() and not self._are_zeros:
+        if not self._places:
+            if tf.executing_eagerly():
                 raise ExportError(
                     "the model looked up its tables while it was being built. Build it from symbolic inputs."
                 )
             with tf.name_scope(_UNBOUND):
-                return gather_grouped(list(features), list(tables), self._gather_unbound)
+                return gather_grouped(
+                    list(features), list(tables), lambda table, ids: tf.gather(self._stand_in(table), ids)
+                )
         stacks = [self._places[table][0].name for table in tables]
         activations: list[Tensor] = [None] * len(features)
         for stack in dict.fromkeys(stacks):
@@ -228,9 +230,7 @@ class StackedTables:
     def are_gathered_by(self, function: Any) -> bool:
         """Return True if a traced function uses a stack without a table that is read whole."""
         used = {id(tensor) for tensor in function.captured_inputs}
-        bound = [array for name, array in self._variables.items() if name not in self._whole]
-        unbound = [array for name, array in self._unbound.items() if name not in self.read_whole]
-        return any(id(array.handle) in used for array in (*bound, *unbound))
+        return any(id(array.handle) in used for name, array in self._variables.items() if name not in self._whole)
 
     def table(self, name: str) -> "_WholeTable":
         """Return a table that is read where it is used."""
@@ -267,11 +267,6 @@ class StackedTables:
                 "call of the model."
             )
         return self._variables[stack.name].read_value()
-
-    def _gather_unbound(self, table: str, ids: Tensor) -> Tensor:
-        if self._are_zeros:
-            return tf.zeros([tf.size(ids), self._available[table].dim])
-        return tf.gather(self._stand_in(table), ids)
 
     def _stand_in(self, table: str) -> Any:
         """Return a variable that stands for a table without a value. A function that keeps it cannot be saved."""

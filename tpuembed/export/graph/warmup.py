@@ -66,9 +66,8 @@ def write_warmup(
     packing: Packing,
     activations: Collection[str] = (),
     packed: Sequence[dict[str, _Array]] | None = None,
-    saved: Collection[str] | None = None,
 ) -> None:
-    """Write records of `signatures` for the inputs `requests` into the SavedModel in `folder`.
+    """Write records of all `signatures` for the inputs `requests` into the SavedModel in `folder`.
 
     Args:
         folder: the version's folder.
@@ -78,7 +77,6 @@ def write_warmup(
         activations: the inputs of `from_activations` that are no inputs of `serving_default`. They are zeros, as are those of
             other signatures.
         packed: the same requests with row numbers, for `packed`. None if `requests` have no names.
-        saved: the names of the signatures that the SavedModel has. None for all.
     """
     path = folder / WARMUP_PATH
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +85,7 @@ def write_warmup(
             forms = {"serving_default": inputs, "packed": _packed(rows, packing)}
             if "serving_examples" in signatures:
                 forms["serving_examples"] = _examples(inputs)
-            for name in signatures if saved is None else saved:
+            for name in signatures:
                 if name not in forms:
                     (specs,), _ = signatures[name].structured_input_signature
                     zeros = activations if name == "from_activations" else specs.keys() - inputs.keys()

@@ -379,7 +379,6 @@ class _Graph:
     from_activations: Any
     names: Any
     retrieval: Any
-    front: Any
 
 
 def _graph_of(manifest: Manifest) -> "SavedGraph":
@@ -393,7 +392,6 @@ def _graph_of(manifest: Manifest) -> "SavedGraph":
         from_activations=manifest.from_activations,
         names=manifest.names,
         retrieval=None,
-        front=manifest.front,
     )
     return graph
 

@@ -231,7 +231,7 @@ class ExportPlan:
     @property
     def buffer_bytes(self) -> int:
         """Return the most bytes of buffers that all workers hold together."""
-        return self.workers * max((task.buffer_bytes for task in self.shards), default=0)
+        return self.workers * max(task.buffer_bytes for task in self.shards)
 
     @property
     def estimated_seconds(self) -> float:

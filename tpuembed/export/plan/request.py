@@ -21,14 +21,7 @@ if TYPE_CHECKING:
     from tpuembed.export.graph.keras_model import KerasModel
     from tpuembed.export.graph.saved_model import SavedGraph
 
-__all__ = [
-    "ExportRequest",
-    "LookupRequest",
-    "ModelRequest",
-    "check_lookup_options",
-    "check_model_config",
-    "make_request",
-]
+__all__ = ["ExportRequest", "LookupRequest", "check_model_config", "make_request"]
 
 
 class ExportRequest(Protocol):
@@ -75,25 +68,22 @@ def make_request(
     for name in tables or ():
         find_table(name, checkpoint.tables())
     if model is None:
-        check_lookup_options(output_names, allow_unused_weights)
+        if output_names:
+            raise ConfigError(
+                "output_names: they rename the outputs of a model, and outputs of lookups are named like their "
+                "features. Pass a model, or rename the features in the serving_config."
+            )
+        if allow_unused_weights:
+            raise ConfigError(
+                "allow_unused_weights: supported only for a whole model. Give `model` too, or leave it out."
+            )
         return LookupRequest(checkpoint, serving_config, tables, features)
     if features is not None:
         raise ConfigError(
             "features: a model needs all of its inputs. Leave `features` out, or leave `model` out to export "
             "lookups only."
         )
-    return ModelRequest(checkpoint, serving_config, model, tables, output_names, allow_unused_weights)
-
-
-def check_lookup_options(output_names: Mapping[str, str] | None, allow_unused_weights: bool) -> None:
-    """Raise ConfigError for an option that an export of lookups does not have."""
-    if output_names:
-        raise ConfigError(
-            "output_names: they rename the outputs of a model, and outputs of lookups are named like their "
-            "features. Pass a model, or rename the features in the serving_config."
-        )
-    if allow_unused_weights:
-        raise ConfigError("allow_unused_weights: supported only for a whole model. Give `model` too, or leave it out.")
+    return _ModelRequest(checkpoint, serving_config, model, tables, output_names, allow_unused_weights)
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:
@@ -152,13 +142,8 @@ class LookupRequest:
         return save_graph(LookupModel(self.features, tables), tables, plan.stacks, list, folder, plan.layout)
 
 
-class ModelRequest:
-    """An export of a Keras model. The constructor builds the model in a scope that allocates no tables.
-
-    Attributes:
-        model: the model.
-        sources: its tables.
-    """
+class _ModelRequest:
+    """An export of a Keras model. The constructor builds the model in a scope that allocates no tables."""
 
     is_model = True
     index_tables: Sequence[str] = ()
@@ -169,31 +154,28 @@ class ModelRequest:
         checkpoint: "Checkpoint",
         serving_config: Any,
         model: Any,
-        tables: Sequence[str] | None = None,
-        output_names: Mapping[str, str] | None = None,
-        allow_unused_weights: bool = False,
-        *,
-        is_front: bool = False,
+        tables: Sequence[str] | None,
+        output_names: Mapping[str, str] | None,
+        allow_unused_weights: bool,
     ) -> None:
-        """Build the model that the factory `model` returns. A front has only the tables that it reads whole."""
         _require_tensorflow()
         from tpuembed.export.graph.keras_model import build_model
         from tpuembed.export.graph.stacked_tables import StackedTables
 
-        self._checkpoint, self._allow_unused_weights, self._is_front = checkpoint, allow_unused_weights, is_front
-        self.sources = StackedTables.of(checkpoint)
-        self.model, self._made = build_model(model, self.sources, output_names)
-        self.model.compare_vocabularies(checkpoint.path, self.sources.given_names(checkpoint))
-        stated = check_model_config(self.model, checkpoint, serving_config)
+        self._checkpoint, self._allow_unused_weights = checkpoint, allow_unused_weights
+        self._sources = StackedTables.of(checkpoint)
+        self._model, self._made = build_model(model, self._sources, output_names)
+        self._model.compare_vocabularies(checkpoint.path, self._sources.given_names(checkpoint))
+        stated = check_model_config(self._model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
-            checkpoint.layer_config, self.sources.quantization, stated
+            checkpoint.layer_config, self._sources.quantization, stated
         )
-        if not self.sources.required:
+        if not self._sources.required:
             raise ConfigError(
                 "model: the factory built no tpuembed.TPUEmbedding layer, so there is no table to export."
             )
-        self.tables: Sequence[str] = list(self.sources.read_whole if is_front else self.sources.required)
-        self.whole_tables: Sequence[str] = self.sources.read_whole
+        self.tables: Sequence[str] = list(self._sources.required)
+        self.whole_tables: Sequence[str] = self._sources.read_whole
         _check_all_served(tables, self.tables)
         if tables is not None and set(tables) != set(self.tables):
             missing = sorted(set(self.tables) - set(tables))
@@ -208,23 +190,22 @@ class ModelRequest:
 
         def dense() -> list[Any]:
             restore_dense_weights(
-                self.model.model,
+                self._model.model,
                 self._checkpoint,
-                self.sources.required,
+                self.tables,
                 allow_unused_weights=self._allow_unused_weights,
                 made=self._made,
             )
-            return self.model.state()
+            return self._model.state()
 
         return save_graph(
-            self.model,
-            self.sources,
+            self._model,
+            self._sources,
             plan.stacks,
             dense,
             folder,
             plan.layout,
             require_finite=plan.require_finite,
-            is_front=self._is_front,
         )
 
 

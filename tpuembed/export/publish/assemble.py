@@ -105,7 +105,6 @@ def assemble(
         histories=histories,
         names=graph.names,
         retrieval=graph.retrieval,
-        front=graph.front,
     )
     manifest = dataclasses.replace(manifest, files=_other_files(writer.path, manifest))
     manifest.write(writer.path)

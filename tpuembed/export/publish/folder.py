@@ -47,7 +47,6 @@ from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.resume_log import Header, Recorder, read_record, start_record
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 from tpuembed.files import FilePath, flush
-from tpuembed.saved_model import refuse_shards
 
 __all__ = [
     "FolderWriter",
@@ -262,13 +261,9 @@ def check_free(model_dir: Path, version: int | None) -> None:
     """Raise ExportError if `version` exists in `model_dir`. The folder may be missing. None needs a next free version.
 
     Raises:
-        ConfigError: the version is not a positive integer that a server can read, or `model_dir` has the MODEL_DIRs of shards.
+        ConfigError: the version is not a positive integer that a server can read.
     """
     check_version(version)
-    refuse_shards(
-        model_dir,
-        "To export their next version, call export_shards. Choose another folder for a version of one server.",
-    )
     if version is None and model_dir.is_dir():
         next_version(model_dir)
     if model_dir.is_dir() and version in _versions(model_dir):

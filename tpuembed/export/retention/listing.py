@@ -13,7 +13,7 @@ from tpuembed.errors import ConfigError, reason
 from tpuembed.export.publish.version_writer import versions_among
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import Manifest
-from tpuembed.saved_model import GRAPH_FILE, mapped_folders, refuse_shards, size_faults
+from tpuembed.saved_model import GRAPH_FILE, mapped_folders, size_faults
 
 __all__ = [
     "VersionInfo",
@@ -111,7 +111,6 @@ def local_model_dir(model_dir: str | FilePath, doing: str) -> Path:
         folders = version_folders(path)
     except OSError as error:
         raise ConfigError(f"MODEL_DIR {path}: cannot be listed: {reason(error)}.") from None
-    refuse_shards(path, f"Name one of them, such as {path / 'shard-0'}.")
     if not folders:
         raise ConfigError(
             f"MODEL_DIR {path}: has no version, which is a folder whose name is a number. Name the folder above them."
