@@ -20,14 +20,13 @@ from typing import Any, Final, NamedTuple, Protocol
 from tpuembed.cpus import available_cpus
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
-from tpuembed_serving.core.servable import Array, Columns, DegradedOutputs, LoadedVersion, Servable, Signature
+from tpuembed_serving.core.servable import Array, Columns, LoadedVersion, Servable, Signature
 from tpuembed_serving.core.service import ModelService, ModelSpec
 from tpuembed_serving.core.status import (
     Code,
     MustAskError,
     StatusError,
     TooLargeError,
-    VersionGoneError,
     invalid_argument,
     stopping,
     timed_out,
@@ -197,8 +196,6 @@ class Call:
         deadline: when it is answered DEADLINE_EXCEEDED, by `time.monotonic`.
         record: what observers learn about it; None without observers.
         is_over: True once it is answered or its client has left.
-        is_pinned: True if the client chose the version, or it was changed once already.
-        gone: the error of a run whose version had gone; the call runs once more, on another. None before.
     """
 
     loaded: LoadedVersion
@@ -207,11 +204,9 @@ class Call:
     waiting: int
     elements = 0
     error: Exception | None = None
-    is_over = is_pinned = False
-    gone: VersionGoneError | None = None
+    is_over = False
     reserved = 0
     reserved_before = 0
-    reserved_by_run = 0
     lease: contextlib.AbstractContextManager[LoadedVersion] | None = None
     timer: asyncio.TimerHandle | None = None
     work: "concurrent.futures.Future[Any] | None" = None
@@ -455,24 +450,16 @@ class Pipeline:
         call.model = spec.name
         if record is not None:
             record.model = spec.name
-        if call.gone is not None:
-            spec = ModelSpec(spec.name, call.gone.other)
-        call.is_pinned = spec.version is not None or spec.label is not None
         lease = self.service.lease(spec)
-        try:
-            call.loaded = loaded = lease.__enter__()
-        except StatusError as error:
-            raise call.gone or error from None
+        call.loaded = loaded = lease.__enter__()
         call.lease = lease
         if record is not None:
             record.version = loaded.version
         return prediction.decode(loaded, check)
 
     def _run(self, call: Call, tasks: list[Task]) -> None:
-        before = call.reserved
         for task in tasks:
             self._check(call, task)
-        call.reserved_by_run = call.reserved - before
         call.tasks, call.outputs, call.waiting = tasks, [{}] * len(tasks), len(tasks)
         seconds = call.seconds()
         for index, (signature, inputs, _) in enumerate(tasks):
@@ -490,25 +477,9 @@ class Pipeline:
         """Take the outcome of a run. The lease ends with the last one."""
         if call.is_over:
             return
-        if (
-            isinstance(outcome, VersionGoneError)
-            and outcome.other is not None
-            and not call.is_pinned
-            and call.waiting == 1
-        ):
-            call.gone, call.runs = outcome, []
-            self.memory.release(call.reserved_by_run)
-            call.reserved -= call.reserved_by_run
-            begin = self._on_loop if len(call.body) <= INLINE_BYTES else self._in_thread
-            begin(call, self._prepare, self._run)
-            return
         if isinstance(outcome, Exception):
             call.error = call.error or outcome
         else:
-            if isinstance(outcome, DegradedOutputs):
-                call.loaded = call.loaded._replace(degraded=outcome.features)
-                if call.record is not None:
-                    call.record.is_degraded = True
             call.outputs[index] = dict(zip(call.tasks[index].signature.output_dtypes, outcome, strict=True))
             for array in outcome:
                 call.elements += array.size

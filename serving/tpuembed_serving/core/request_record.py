@@ -3,14 +3,12 @@
 import os
 import re
 import time
-import urllib.parse
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 from tpuembed_serving.core.status import Code
 
 __all__ = [
-    "DEGRADED",
     "GRPC",
     "HTTP",
     "REQUEST_ID",
@@ -20,7 +18,6 @@ __all__ = [
     "Observer",
     "RequestLogging",
     "RequestRecord",
-    "degraded_text",
     "sane_request_id",
     "stage_seconds",
 ]
@@ -32,8 +29,6 @@ HTTP: Final = "HTTP"
 """The entry point of requests for pages, and of those without a valid key. Only the access log has them."""
 
 REQUEST_ID: Final = b"x-request-id"
-DEGRADED: Final = b"x-degraded"
-"""The header, and gRPC's trailing metadata, of an answer that is computed from zeros. See `degraded_text`."""
 _SANE_ID: Final = re.compile(rb"[!-~]{1,128}")
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -75,13 +70,12 @@ class RequestRecord:
         rows: the rows of the inputs; None if it was not run, or if the inputs differ in it.
         request_id: the client's request ID if it is valid, or a new one; empty before `ensure_request_id`.
         headers: the request's headers, with names in lower case.
-        is_degraded: whether a server behind this one did not answer, and zeros took the place of its values.
         code: the status code of the answer; `status` is the HTTP status, or the code's number.
     """
 
     __slots__ = (
         "_left", "_queue", "_run", "api", "bytes_in", "bytes_out", "code", "ended", "entrypoint", "headers",
-        "is_degraded", "method", "model", "path", "received", "request_id", "rows", "started", "status", "version",
+        "method", "model", "path", "received", "request_id", "rows", "started", "status", "version",
     )  # fmt: skip
 
     def __init__(self, entrypoint: str, method: str, path: bytes, headers: Headers, api: str = "") -> None:
@@ -92,7 +86,6 @@ class RequestRecord:
         self.rows: int | None = None
         self.request_id = ""
         self.code = Code.OK
-        self.is_degraded = False
         self.status = self.bytes_in = self.bytes_out = 0
         self.received = self.ended = self._left = 0.0
         self._queue = self._run = 0.0
@@ -144,11 +137,6 @@ class Observer(Protocol):
 
     def close(self) -> None:
         """Write all queued records. No more requests follow."""
-
-
-def degraded_text(features: Sequence[str]) -> str:
-    """Return the names of features for a header: quoted as in URLs, with commas between them."""
-    return ",".join(urllib.parse.quote(name, safe="") for name in features)
 
 
 def sane_request_id(value: bytes) -> str:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Array",
     "Columns",
-    "DegradedOutputs",
     "IdCheck",
     "LoadedVersion",
     "Merging",
@@ -66,18 +65,6 @@ class Columns(Sequence[Array]):
         return iter(self.matrix.T)
 
 
-class DegradedOutputs(list[Array]):
-    """Outputs of a run, some of which are computed from zeros because their server did not answer.
-
-    Attributes:
-        features: those whose values are zeros.
-    """
-
-    def __init__(self, outputs: Sequence[Array], features: Sequence[str]) -> None:
-        super().__init__(outputs)
-        self.features = tuple(features)
-
-
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
     """An input or output of a signature.
@@ -114,8 +101,6 @@ class Signature:
         shapes: by input, the shape that every request must have; -1 is any size, and None any shape. Empty if the graph decides.
         ids: finds ids that fail a run before it; None if the accepted ids are not known.
         row_bytes: the bytes of the outputs per row of the inputs, as far as the signature says.
-        shard_id: `Manifest.shard_id` of its version. Empty if it is no part of an export for several servers, or not known.
-        is_export_known: False if its server does not know such exports. Then an empty `shard_id` says nothing.
     """
 
     name: str
@@ -125,18 +110,6 @@ class Signature:
     shapes: tuple[tuple[int, ...] | None, ...] = ()
     ids: IdCheck | None = dataclasses.field(default=None, compare=False)
     row_bytes: int = 0
-    shard_id: str = ""
-    is_export_known: bool = True
-
-    @property
-    def export_id(self) -> str:
-        """Return the id of the export for several servers that it is a part of; empty as `shard_id` is."""
-        return self.shard_id.partition("-")[0]
-
-    @property
-    def is_of_no_export(self) -> bool:
-        """Return True if it is known to be no part of an export for several servers."""
-        return self.is_export_known and not self.shard_id
 
     def check_shapes(self, inputs: Sequence[Array]) -> None:
         """Check the shapes of `inputs`, if the signature requires any.
@@ -282,10 +255,8 @@ class LoadedVersion(NamedTuple):
 
     Attributes:
         request_logging: None if its model's requests are not logged.
-        degraded: after the run, the features whose values are zeros because their server did not answer.
     """
 
     version: int
     servable: Servable
     request_logging: RequestLogging | None = None
-    degraded: tuple[str, ...] = ()

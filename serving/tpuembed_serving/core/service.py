@@ -28,17 +28,11 @@ class ModelSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ModelMetadata:
-    """The signatures of a version by name, in the JSON form of TensorFlow's SignatureDef.
-
-    Attributes:
-        shard_id, is_export_known: see Signature.
-    """
+    """The signatures of a version by name, in the JSON form of TensorFlow's SignatureDef."""
 
     name: str
     version: int
     signature_defs: Mapping[str, Any]
-    shard_id: str = ""
-    is_export_known: bool = True
 
 
 class Models(Protocol):
@@ -165,6 +159,4 @@ class ModelService:
         """
         await self.ask(spec)
         with self.lease(spec) as loaded:
-            signature = loaded.servable.signatures.get(DEFAULT_SIGNATURE)
-            shard_id, is_known = ("", True) if signature is None else (signature.shard_id, signature.is_export_known)
-            return ModelMetadata(spec.name, loaded.version, loaded.servable.signature_defs, shard_id, is_known)
+            return ModelMetadata(spec.name, loaded.version, loaded.servable.signature_defs)

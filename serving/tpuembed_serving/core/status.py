@@ -13,7 +13,6 @@ __all__ = [
     "MustAskError",
     "StatusError",
     "TooLargeError",
-    "VersionGoneError",
     "invalid_argument",
     "of_later_rows",
     "plain_message",
@@ -84,24 +83,12 @@ class TooLargeError(StatusError):
         return type(self), (self.message,)
 
 
-class VersionGoneError(StatusError):
-    """A version has gone while a request was to run on it. `other` is one that is still there; None if none is."""
-
-    def __init__(self, message: str, other: int | None) -> None:
-        super().__init__(Code.UNAVAILABLE, message)
-        self.other = other
-
-
 class MustAskError(StatusError):
     """A label is known to another server alone. Call `ask` in a thread, which waits for that server, and try again."""
 
     def __init__(self, label: str, ask: Callable[[], None]) -> None:
         super().__init__(Code.UNAVAILABLE, f"label {label} is not known yet. Send the request again")
         self.ask = ask
-
-
-class ReportedError(StatusError):
-    """A fault that is in the log already."""
 
 
 class LoadStopped(StatusError):  # noqa: N818 - no error of the version's

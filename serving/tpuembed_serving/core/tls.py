@@ -7,7 +7,7 @@ from typing import Any
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["TlsSettings", "load_authorities", "load_pair"]
+__all__ = ["TlsSettings"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,21 @@ class TlsSettings:
         return f"TLS certificate {self.certificate}: read again, for new connections"
 
     def _load_into(self, context: ssl.SSLContext) -> None:
-        load_pair(context, self.certificate, self.key)
-        if self.client_ca is not None:
-            load_authorities(context, self.client_ca, "TLS client authorities")
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=_no_password)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"TLS certificate {self.certificate} with key {self.key}: {_reason(error)}. Give both in PEM format, and the "
+                "key of this certificate without a password"
+            ) from None
+        if self.client_ca is None:
+            return
+        try:
+            context.load_verify_locations(self.client_ca)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"TLS client authorities {self.client_ca}: {_reason(error)}. Give their certificates in PEM format"
+            ) from None
 
     def uvicorn_options(self) -> dict[str, Any]:
         """Return the TLS options of uvicorn.Config."""
@@ -78,33 +90,6 @@ class TlsSettings:
             return read()
 
         return grpc.dynamic_ssl_server_credentials(read(), fetch, self.client_ca is not None)
-
-
-def load_pair(context: ssl.SSLContext, certificate: Path, key: Path, what: str = "TLS certificate") -> None:
-    """Load a certificate and its key into `context`. `what` begins the message of an error.
-
-    Raises:
-        ConfigError: they cannot be read, or do not fit.
-    """
-    try:
-        context.load_cert_chain(certificate, key, password=_no_password)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{what} {certificate} with key {key}: {_reason(error)}. Give both in PEM format, and the "
-            "key of this certificate without a password"
-        ) from None
-
-
-def load_authorities(context: ssl.SSLContext, path: Path, what: str) -> None:
-    """Load the certificates of authorities into `context`. `what` begins the message of an error.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
-    try:
-        context.load_verify_locations(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{what} {path}: {_reason(error)}. Give their certificates in PEM format") from None
 
 
 def _no_password(*_: object) -> str:

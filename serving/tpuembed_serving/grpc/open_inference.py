@@ -71,7 +71,6 @@ class GrpcInfer(Inference):
     output_bytes = 24
     """An element of an output is in the message, and in its bytes."""
     model = ""
-    degraded: tuple[str, ...] = ()
 
     def decoding_bytes(self, body: bytes) -> int:
         """Return about how many bytes it takes to parse and decode `body`."""
@@ -95,7 +94,6 @@ class GrpcInfer(Inference):
 
     def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
         """Return a ModelInferResponse. All outputs are raw if one of them has no other form."""
-        self.degraded = loaded.degraded
         request, results = self.request, self.results(outputs[0])
         response = message("ModelInferResponse")(
             model_name=request.spec.name, model_version=str(loaded.version), id=request.request_id

@@ -9,9 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from google.protobuf import json_format, wrappers_pb2  # type: ignore[import-untyped]
+from google.protobuf import json_format  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from google.protobuf.unknown_fields import UnknownFieldSet  # type: ignore[import-untyped]
 from tensorflow_serving.apis import (
     classification_pb2,
     get_model_metadata_pb2,
@@ -41,7 +40,6 @@ from tpuembed_serving.grpc.tensor_proto import encode_tensor
 
 __all__ = [
     "PREDICTIONS",
-    "SHARD_ID_FIELD",
     "GrpcMultiInference",
     "GrpcPredict",
     "fill_result",
@@ -49,18 +47,9 @@ __all__ = [
     "model_spec",
     "parse",
     "register_service",
-    "shard_field",
 ]
 
 _SIGNATURE_DEF = "signature_def"
-SHARD_ID_FIELD: Final = "tpuembed_shard"
-"""The key of Signature.shard_id in the metadata of a version. TensorFlow Serving has no such key."""
-_SHARD_ID_NUMBER: Final = 1000
-"""The field of a PredictRequest with the Signature.shard_id that it is for.
-
-TensorFlow Serving passes over it, as over any field that it does not know. The metadata of calls would cost a scatter to four
-servers 0.1 ms.
-"""
 
 
 def register_service(name: str) -> None:
@@ -85,20 +74,6 @@ def parse(message: Any, data: bytes) -> Any:
         return message.FromString(data)
     except DecodeError:
         raise invalid_argument(f"the request is not a {message.DESCRIPTOR.full_name}") from None
-
-
-def shard_field(shard_id: str) -> bytes:
-    """Return the field of a serialized PredictRequest that has a `Signature.shard_id`; empty if that is."""
-    text = shard_id.encode()
-    assert len(text) < 1 << 7
-    return b"\xc2\x3e" + bytes([len(text)]) + text if text else b""
-
-
-def _shard_id(request: Any) -> str:
-    for field in UnknownFieldSet(request):
-        if field.field_number == _SHARD_ID_NUMBER:
-            return str(field.data, "utf-8", "replace") if isinstance(field.data, bytes) else "of another type"
-    return ""
 
 
 def model_spec(request: Any) -> ModelSpec:
@@ -131,7 +106,6 @@ class _GrpcPrediction:
     model = ""
     log_type = "predict_log"
     is_log_message = True
-    degraded: tuple[str, ...] = ()
     output_bytes = 24
     """An element of an output is in the message, and in its bytes."""
 
@@ -149,15 +123,11 @@ class GrpcPredict(_GrpcPrediction):
     def parse(self, body: bytes, _: Check) -> ModelSpec:
         """Parse the message."""
         self._request = parse(predict_pb2.PredictRequest, body)
-        self._shard_id = _shard_id(self._request)
         return model_spec(self._request)
 
     def decode(self, loaded: LoadedVersion, check: Check) -> list[Task]:
         """Convert the inputs to arrays. A tensor can have many more elements than the message has values."""
         self._signature = _find_signature(loaded.servable, self._request.model_spec.signature_name)
-        if self._shard_id and self._shard_id != (own := self._signature.shard_id):
-            text = f"version {loaded.version} of model {self._request.model_spec.name} is the shard {own or 'of no export'} here"
-            raise StatusError(Code.ABORTED, f"{text}, and the request is for the shard {self._shard_id}")
         inputs: Sequence[Array] | None = int64_columns(self._request, self._signature)
         if inputs is None:
             shapes = [tensor.tensor_shape.dim for tensor in self._request.inputs.values()]
@@ -168,7 +138,6 @@ class GrpcPredict(_GrpcPrediction):
 
     def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
         """Return a PredictResponse with the outputs that the request chose."""
-        self.degraded = loaded.degraded
         response = predict_pb2.PredictResponse()
         _describe(response.model_spec, self._request.model_spec, loaded.version)
         for alias in self._aliases:
@@ -279,8 +248,6 @@ async def model_metadata(service: ModelService, data: bytes) -> bytes:
     response.model_spec.name = metadata.name
     response.model_spec.version.value = metadata.version
     response.metadata[_SIGNATURE_DEF].Pack(signatures)
-    if metadata.shard_id or not metadata.is_export_known:  # for `serve --shards`; empty says that it is not known
-        response.metadata[SHARD_ID_FIELD].Pack(wrappers_pb2.StringValue(value=metadata.shard_id))
     return bytes(response.SerializeToString())
 
 

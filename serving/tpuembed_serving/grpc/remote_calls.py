@@ -1,66 +1,41 @@
 """A client of TensorFlow Serving's gRPC API. Importing this module imports TensorFlow, which has the messages."""
 
 import asyncio
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import grpc
-from google.protobuf import wrappers_pb2  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, predict_pb2
 
 from tpuembed_serving.core.pipeline import INLINE_BYTES, INLINE_ELEMENTS
 from tpuembed_serving.core.servable import Array, Signature, State, VersionStatus
-from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.grpc.prediction_service import SHARD_ID_FIELD, shard_field
+from tpuembed_serving.core.status import Code, StatusError, stopping
 from tpuembed_serving.grpc.tensor_proto import decode_tensor, encode_input
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
-__all__ = ["Access", "Definitions", "RemotePredictions", "RemoteStates"]
+__all__ = ["Definitions", "RemotePredictions", "RemoteStates"]
 
 Definitions = tuple[dict[str, Signature], dict[str, Any]]
 """The signatures by name, and their JSON form."""
 
 _OPTIONS: Final = [("grpc.max_receive_message_length", 2**31 - 1), ("grpc.max_send_message_length", 2**31 - 1)]
-_PREPARED_SECONDS: Final = 0.01
 _PREDICTION: Final = "/tensorflow.serving.PredictionService/"
 _MODEL: Final = "/tensorflow.serving.ModelService/"
 
 
-class Access(NamedTuple):
-    """How the other server is called.
-
-    Attributes:
-        options: of gRPC's channel.
-        credentials: grpc.ChannelCredentials; None is plain text.
-        metadata: of each call, such as an API key.
-        server: what messages call it.
-        remedy: ends the message of a query that no server answers.
-    """
-
-    options: Sequence[tuple[str, Any]] = ()
-    credentials: Any = None
-    metadata: Sequence[tuple[str, str]] = ()
-    server: str = "TensorFlow Serving"
-    remedy: str = ""
-
-
-_PLAIN: Final = Access()
 _closing: Final[set["asyncio.Future[None]"]] = set()
 """Channels that close. The event loop does not keep their tasks."""
-_POLL: Final = ("x-request-id", "poll")
-"""Our server returns this with each answer, errors included. So an answer can be told from an error of the connection."""
 
 
 class RemoteStates:
     """Queries the versions of models and their signatures. Its methods block."""
 
-    def __init__(self, target: str, timeout_seconds: float, access: Access = _PLAIN) -> None:
+    def __init__(self, target: str, timeout_seconds: float) -> None:
         """Open a channel to `target`, HOST:PORT."""
-        self._target, self._timeout, self._access = target, timeout_seconds, access
-        self._channel = _channel(grpc, target, access)
+        self._target, self._timeout = target, timeout_seconds
+        self._channel = grpc.insecure_channel(target, _OPTIONS)
 
     def versions(self, model: str) -> list[VersionStatus]:
         """Return every version of `model`, newest first.
@@ -70,7 +45,7 @@ class RemoteStates:
         """
         request = get_model_status_pb2.GetModelStatusRequest()
         request.model_spec.name = model
-        found, _ = self._call(f"{_MODEL}GetModelStatus", request, get_model_status_pb2.GetModelStatusResponse)
+        found = self._call(f"{_MODEL}GetModelStatus", request, get_model_status_pb2.GetModelStatusResponse)
         return sorted(map(_version_status, found.model_version_status), key=lambda status: -status.version)
 
     def definitions(self, model: str, version: int | None, label: str = "") -> tuple[int, Definitions]:
@@ -85,20 +60,11 @@ class RemoteStates:
             request.model_spec.version.value = version
         else:
             request.model_spec.version_label = label
-        found, is_tpuembed = self._call(
-            f"{_PREDICTION}GetModelMetadata", request, get_model_metadata_pb2.GetModelMetadataResponse
-        )
+        found = self._call(f"{_PREDICTION}GetModelMetadata", request, get_model_metadata_pb2.GetModelMetadataResponse)
         signatures = get_model_metadata_pb2.SignatureDefMap()
         found.metadata["signature_def"].Unpack(signatures)
         named = sorted(signatures.signature_def.items())
-        shard_id = wrappers_pb2.StringValue()
-        if SHARD_ID_FIELD in found.metadata:
-            found.metadata[SHARD_ID_FIELD].Unpack(shard_id)
-        is_known = bool(shard_id.value) or (is_tpuembed and SHARD_ID_FIELD not in found.metadata)
-        by_name = {
-            name: dataclasses.replace(signature_of(name, definition), shard_id=shard_id.value, is_export_known=is_known)
-            for name, definition in named
-        }
+        by_name = {name: signature_of(name, definition) for name, definition in named}
         in_json = {name: signature_json(definition) for name, definition in named}
         return found.model_spec.version.value, (by_name, in_json)
 
@@ -106,25 +72,14 @@ class RemoteStates:
         """Close the channel."""
         self._channel.close()
 
-    def _call(self, method: str, request: Any, response: Any) -> tuple[Any, bool]:
-        """Return the answer, and whether the server is one of tpuembed."""
+    def _call(self, method: str, request: Any, response: Any) -> Any:
         call = self._channel.unary_unary(method, request.SerializeToString, response.FromString)
         try:
-            found, done = call.with_call(request, timeout=self._timeout, metadata=(*self._access.metadata, _POLL))
-            return found, any(tuple(pair) == _POLL for pair in done.trailing_metadata() or ())
+            return call(request, timeout=self._timeout)
         except (grpc.RpcError, ValueError) as error:
             if isinstance(error, ValueError) or error.code() is grpc.StatusCode.CANCELLED:  # the channel is closed
-                text = f"the connection to {self._target} was replaced. Send the request again"
-                raise StatusError(Code.UNAVAILABLE, text) from None
-            raise _status_error(error, self._target, self._access.server, self._access.remedy) from None
-
-
-def _channel(module: Any, target: str, access: Access) -> Any:
-    """Open a channel of grpc, or of grpc.aio."""
-    options = [*_OPTIONS, *access.options]
-    if access.credentials is None:
-        return module.insecure_channel(target, options)
-    return module.secure_channel(target, access.credentials, options)
+                raise stopping() from None
+            raise _status_error(error, self._target) from None
 
 
 def _version_status(found: Any) -> VersionStatus:
@@ -136,10 +91,10 @@ def _version_status(found: Any) -> VersionStatus:
 class RemotePredictions:
     """Runs signatures in the other server. One event loop calls its methods."""
 
-    def __init__(self, target: str, access: Access = _PLAIN) -> None:
+    def __init__(self, target: str) -> None:
         """Open a channel to `target`, HOST:PORT."""
-        self._target, self._access, self._preparing = target, access, 0
-        self._channel = _channel(grpc.aio, target, access)
+        self._target = target
+        self._channel = grpc.aio.insecure_channel(target, _OPTIONS)
         self._predict = self._channel.unary_unary(f"{_PREDICTION}Predict")
 
     async def run(
@@ -147,38 +102,26 @@ class RemotePredictions:
     ) -> list[Array]:
         """Return the signature's outputs for `inputs`, both in the signature's order.
 
-        A server that has another shard than the signature's answers ABORTED. Older servers, and TensorFlow Serving, do not see it.
-
         Raises:
             StatusError: the server's status, or UNAVAILABLE if it cannot be reached.
         """
-        self._preparing += 1
+        if _is_large(inputs):  # the event loop does only short work
+            request = await asyncio.to_thread(_predict_request, model, version, signature, inputs)
+        else:
+            request = _predict_request(model, version, signature, inputs)
         try:
-            if _is_large(inputs):  # the event loop does only short work
-                request = await asyncio.to_thread(_predict_request, model, version, signature, inputs)
-            else:
-                request = _predict_request(model, version, signature, inputs)
-            call = self._predict(request, timeout=timeout_seconds, metadata=self._access.metadata)
-        finally:
-            self._preparing -= 1
-        try:
-            answer = await call
+            answer = await self._predict(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
-            raise _status_error(error, self._target, self._access.server) from None
+            raise _status_error(error, self._target) from None
         if len(answer) > INLINE_BYTES:
             return await asyncio.to_thread(_outputs, answer, signature, self._target)
         return _outputs(answer, signature, self._target)
 
-    def close(self, seconds: float | None = None) -> None:
-        """Start to close the channel. Requests in progress may take `seconds`; None cancels them."""
-        closing = asyncio.ensure_future(self._close(seconds))
+    def close(self) -> None:
+        """Start to close the channel. Requests in progress are cancelled."""
+        closing = asyncio.ensure_future(self._channel.close())
         _closing.add(closing)
         closing.add_done_callback(_closing.discard)
-
-    async def _close(self, seconds: float | None) -> None:
-        while self._preparing and seconds is not None:  # these have no call yet that the channel would wait for
-            await asyncio.sleep(_PREPARED_SECONDS)
-        await self._channel.close(seconds)
 
 
 def _is_large(inputs: Sequence[Array]) -> bool:
@@ -194,16 +137,16 @@ def _predict_request(model: str, version: int, signature: Signature, inputs: Seq
         encode_input(info.alias, array, "string" if array.dtype.kind == "O" else info.dtype)
         for info, array in zip(signature.inputs, inputs, strict=True)
     ]
-    return _request_head(model, version, signature.name, signature.shard_id) + b"".join(named)
+    return _request_head(model, version, signature.name) + b"".join(named)
 
 
 @functools.lru_cache(maxsize=256)
-def _request_head(model: str, version: int, signature: str, shard_id: str) -> bytes:
+def _request_head(model: str, version: int, signature: str) -> bytes:
     """Return a serialized PredictRequest without inputs."""
     request = predict_pb2.PredictRequest()
     request.model_spec.name, request.model_spec.version.value = model, version
     request.model_spec.signature_name = signature
-    return bytes(request.SerializeToString()) + shard_field(shard_id)
+    return bytes(request.SerializeToString())
 
 
 def _outputs(answer: bytes, signature: Signature, target: str) -> list[Array]:
@@ -217,11 +160,10 @@ def _outputs(answer: bytes, signature: Signature, target: str) -> list[Array]:
     return [decode_tensor(found[info.alias], info.alias) for info in signature.outputs]
 
 
-def _status_error(error: Any, target: str, server: str, remedy: str = "") -> StatusError:
+def _status_error(error: Any, target: str) -> StatusError:
     code = Code(error.code().value[0])
     has_answered = error.initial_metadata() or error.trailing_metadata()
     if code is Code.UNAVAILABLE and not has_answered:
-        ending = f". {remedy}" if remedy and "DNS" not in error.details() else ""
         # An answer without metadata may be of the server behind this one.
-        return StatusError(code, f"{server} at {target} is unavailable: {error.details().rstrip('.')}{ending}")
+        return StatusError(code, f"TensorFlow Serving at {target} is unavailable: {error.details().rstrip('.')}")
     return StatusError(code, error.details())

@@ -28,12 +28,10 @@ from tpuembed.errors import ServingError
 from tpuembed_serving.core.api_keys import ADMIN_REFUSAL, KEY_REFUSAL, ApiKeys
 from tpuembed_serving.core.pipeline import Pipeline, Prediction
 from tpuembed_serving.core.request_record import (
-    DEGRADED,
     GRPC,
     REQUEST_ID,
     Headers,
     RequestRecord,
-    degraded_text,
     sane_request_id,
 )
 from tpuembed_serving.core.security import SecuritySettings
@@ -81,8 +79,6 @@ _HEALTH_NAMES: Final = ("", *_METHODS, *(service.rpartition(".")[2] for service 
 _CHANGES: Final = frozenset({"HandleReloadConfigRequest"})
 _FOR_ADMINS: Final = frozenset(f"/{_MODEL}/{name}" for name in _CHANGES)
 _INT32_MAX: Final = 2**31 - 1
-_PING_MS: Final = 5_000
-"""Clients may ping an idle connection so often, as `serve --shards` does. gRPC's own limit is five minutes."""
 _MAX_TEXT: Final = 1024
 _HOLD_SECONDS: Final = 0.1
 """How long answers are delayed before a server stops."""
@@ -211,7 +207,6 @@ class GrpcServer:
         options: dict[str, int | str] = {  # of an argument that is given twice, gRPC uses the first
             "grpc.max_receive_message_length": max_request_bytes or _INT32_MAX,
             "grpc.max_send_message_length": _INT32_MAX,
-            "grpc.http2.min_ping_interval_without_data_ms": _PING_MS,
             **dict(channel_arguments),
         }
         unix = self._unix = None if socket_path is None else UnixSocket(socket_path)
@@ -335,11 +330,7 @@ class GrpcServer:
             raise StatusError(Code.INTERNAL, "internal error") from None
 
     async def _run(self, prediction: Any, request: bytes, context: Any, record: RequestRecord | None) -> bytes:
-        answer = await self._pipeline.answer(prediction, request, record, context.time_remaining())
-        if prediction.degraded:
-            before = context.trailing_metadata() or ()
-            context.set_trailing_metadata((*before, (DEGRADED.decode(), degraded_text(prediction.degraded))))
-        return answer
+        return await self._pipeline.answer(prediction, request, record, context.time_remaining())
 
     def _begin(self, path: bytes, name: str, context: Any, size: int) -> RequestRecord | None:
         """Create a record if the server has an observer, and return the client's request ID to it."""

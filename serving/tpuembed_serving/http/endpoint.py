@@ -11,12 +11,10 @@ from typing import Any, Final, NamedTuple, Protocol
 from tpuembed_serving.core.api_keys import KEY_REFUSAL, ApiKeys
 from tpuembed_serving.core.pipeline import INLINE_BYTES, MemoryBudget
 from tpuembed_serving.core.request_record import (
-    DEGRADED,
     HTTP,
     REQUEST_ID,
     REST,
     RequestRecord,
-    degraded_text,
     sane_request_id,
 )
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument
@@ -383,10 +381,9 @@ def reply_headers(reply: Reply, request_id: str = "") -> list[tuple[bytes, bytes
 
 
 @functools.lru_cache(maxsize=1024)
-def answer_headers(version: int, degraded: tuple[str, ...] = ()) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the headers of a prediction: the version that answered, and the features whose values are zeros, quoted as in URLs."""
-    found = ((b"x-model-version", b"%d" % version),)
-    return (*found, (DEGRADED, degraded_text(degraded).encode())) if degraded else found
+def answer_headers(version: int) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the headers of a prediction: the version that answered."""
+    return ((b"x-model-version", b"%d" % version),)
 
 
 def raw_target(scope: Scope) -> bytes:

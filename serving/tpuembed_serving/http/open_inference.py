@@ -82,7 +82,7 @@ class RestInfer(Inference):
 
     def reply(self, body: bytes) -> Reply:
         """Return the answer with this body, of the last `encode`."""
-        own = answer_headers(self._loaded.version, self._loaded.degraded)
+        own = answer_headers(self._loaded.version)
         if self._answer_header_bytes is None:
             return Reply(200, body, headers=own)
         headers = (*own, (HEADER_BYTES, b"%d" % self._answer_header_bytes))

@@ -81,7 +81,7 @@ class _RestPrediction:
 
     def reply(self, body: bytes) -> Reply:
         """Return the answer with this body, of the last `encode`."""
-        return Reply(200, body, headers=answer_headers(self._loaded.version, self._loaded.degraded))
+        return Reply(200, body, headers=answer_headers(self._loaded.version))
 
 
 class RestPredict(_RestPrediction):

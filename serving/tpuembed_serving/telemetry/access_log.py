@@ -31,7 +31,6 @@ def entry(record: RequestRecord, wall_offset: float) -> dict[str, Any]:
         "model": record.model,
         "version": record.version,
         "status": record.code.name if record.entrypoint == GRPC else record.status,
-        **({"degraded": True} if record.is_degraded else {}),
         "rows": record.rows,
         "bytes_in": record.bytes_in,
         "bytes_out": record.bytes_out,

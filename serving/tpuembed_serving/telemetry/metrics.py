@@ -104,11 +104,6 @@ class ServerMetrics:
             f"{ours}stage_latency", "Microseconds of a stage", _LATENCY, "model_name", "version", "stage"
         )
         self._key_requests = counter(f"{ours}api_key_request_count", "Requests by the name of their API key", "key")
-        self._degraded = counter(
-            f"{ours}degraded_count",
-            "Answers with zeros in place of the values of servers that did not answer",
-            "model_name",
-        )
         self._run_rows = histogram(f"{ours}run_rows", "Rows of a batch", _SIZES)
         self._run_requests = histogram(f"{ours}run_requests", "Requests of a batch", _SIZES)
         depth = Gauge(f"{ours}queue_depth", "Requests in the queue", registry=None)
@@ -138,8 +133,6 @@ class ServerMetrics:
             return
         model = self._name(record.model)
         self._of(self._requests, model, record.code.name).inc()
-        if record.is_degraded:
-            self._of(self._degraded, model).inc()
         if record.code is Code.OK:
             self._of(self._latency, model, api, entrypoint).observe(_MICROS * (record.ended - record.started))
             if record.has_run:

@@ -8,12 +8,10 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf import json_format  # type: ignore[import-untyped]
 from tensorflow.core.framework import types_pb2
-from tensorflow.core.protobuf import meta_graph_pb2
 
-from tpuembed.manifest import TensorSpec
 from tpuembed_serving.core.servable import Signature, TensorInfo
 
-__all__ = ["definition_of", "signature_json", "signature_of"]
+__all__ = ["signature_json", "signature_of"]
 
 
 def signature_of(name: str, definition: Any, *, is_export: bool = False) -> Signature:
@@ -31,17 +29,6 @@ def signature_of(name: str, definition: Any, *, is_export: bool = False) -> Sign
         shapes=tuple(_shape(definition.inputs[alias]) for alias in sorted(definition.inputs)) if is_export else (),
         row_bytes=sum(map(_row_bytes, outputs, shapes)),
     )
-
-
-def definition_of(inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec]) -> Any:
-    """Return the SignatureDef of a predict signature that no graph has. Its tensors have the names of its inputs and outputs."""
-    definition = meta_graph_pb2.SignatureDef(method_name=tf.saved_model.PREDICT_METHOD_NAME)
-    for infos, specs in ((definition.inputs, inputs), (definition.outputs, outputs)):
-        for alias, spec in specs.items():
-            infos[alias].name = f"{alias}:0"
-            infos[alias].dtype = tf.as_dtype(spec.dtype).as_datatype_enum
-            infos[alias].tensor_shape.CopyFrom(tf.TensorShape(spec.shape).as_proto())
-    return definition
 
 
 def _shape(info: Any) -> tuple[int, ...] | None:

@@ -12,17 +12,20 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, LoadedVersion, Merging, Servable, Signature, State, VersionStatus
-from tpuembed_serving.core.status import Code, MustAskError, ReportedError, StatusError, servable_not_found
+from tpuembed_serving.core.status import Code, MustAskError, StatusError, servable_not_found
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 
-__all__ = ["ForwardedServable", "RemoteExecutor", "RemoteModels", "RemoteServable", "RemoteServer", "TensorFlowServing"]
+if TYPE_CHECKING:
+    from tpuembed_serving.grpc.remote_calls import RemotePredictions, RemoteStates
+
+__all__ = ["RemoteExecutor", "RemoteModels", "RemoteServable", "TensorFlowServing"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,65 +34,20 @@ _MAX_LABELS: Final = 64
 """The most labels cached for a model. A request with another label waits for the other server."""
 
 
-class StatusSource(Protocol):
-    """The interface of `remote_calls.RemoteStates`."""
-
-    def versions(self, model: str) -> list[VersionStatus]:
-        """Return every version, newest first."""
-
-    def definitions(self, model: str, version: int | None, label: str = "") -> tuple[int, Any]:
-        """Return the number and the signatures of a version."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-
-class Predictions(Protocol):
-    """The interface of `remote_calls.RemotePredictions`."""
-
-    async def run(
-        self, model: str, version: int, signature: Signature, inputs: Sequence[Array], timeout_seconds: float
-    ) -> list[Array]:
-        """Return the outputs."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-
-class RemoteServer(Protocol):
-    """A server that runs models: TensorFlowServing, or all `shards.Shards` together."""
-
-    @property
-    def name(self) -> str:
-        """Return what messages call it."""
-
-    @property
-    def is_one(self) -> bool:
-        """Return True if it is one server, and not several with an export each."""
-
-    def states(self) -> StatusSource:
-        """Connect for queries of versions."""
-
-    def predictions(self) -> Predictions:
-        """Connect for requests, on the event loop that is running."""
-
-
 class TensorFlowServing:
     """One server of TensorFlow Serving's gRPC API, at HOST:PORT."""
-
-    is_one = True
 
     def __init__(self, target: str) -> None:
         """Open nothing yet."""
         self._target, self.name = target, f"TensorFlow Serving at {target}"
 
-    def states(self) -> StatusSource:
+    def states(self) -> "RemoteStates":
         """Connect for queries of versions."""
         with IMPORTING_TENSORFLOW:
             from tpuembed_serving.grpc.remote_calls import RemoteStates
         return RemoteStates(self._target, _POLL_TIMEOUT_SECONDS)
 
-    def predictions(self) -> Predictions:
+    def predictions(self) -> "RemotePredictions":
         """Connect for requests, on the event loop that is running."""
         from tpuembed_serving.grpc.remote_calls import RemotePredictions  # RemoteModels has imported it before
 
@@ -97,18 +55,20 @@ class TensorFlowServing:
 
 
 @dataclasses.dataclass
-class ForwardedServable:
-    """A version that an executor of its own runs; see Servable."""
+class RemoteServable:
+    """A version in the other server; see Servable. `model` and `version` are its name and number there."""
 
     signatures: Mapping[str, Signature]
     signature_defs: Mapping[str, Any]
+    model: str
+    version: int
 
     def run(self, signature: Signature, inputs: Sequence[Array]) -> list[Array]:
-        """Raise NotImplementedError: its executor runs it."""
+        """Raise NotImplementedError: a RemoteExecutor runs it."""
         raise NotImplementedError
 
     def merging(self, signature: Signature) -> Merging | None:  # noqa: ARG002 - as Servable
-        """Return None: what runs it batches."""
+        """Return None: the other server batches."""
         return None
 
     def knows_merging(self, signature: Signature) -> bool:  # noqa: ARG002 - as Servable
@@ -116,21 +76,7 @@ class ForwardedServable:
         return True
 
     def close(self) -> None:
-        """Do nothing: what has loaded the version unloads it."""
-
-
-@dataclasses.dataclass
-class RemoteServable(ForwardedServable):
-    """A version in the other server.
-
-    Attributes:
-        model, version: its name and number there.
-        is_doubted: True once something did not fit to its signatures. The next poll reads them again.
-    """
-
-    model: str
-    version: int
-    is_doubted: bool = False
+        """Do nothing: the other server unloads the version."""
 
 
 @dataclasses.dataclass
@@ -139,14 +85,12 @@ class _Model:
 
     Attributes:
         fault: the error of a poll that failed.
-        misfits: why available versions cannot be served.
     """
 
     statuses: Sequence[VersionStatus] = ()
     loaded: Mapping[int, RemoteServable] = dataclasses.field(default_factory=dict)
     labels: dict[str, int] = dataclasses.field(default_factory=dict)
     fault: StatusError | None = None
-    misfits: Mapping[int, StatusError] = dataclasses.field(default_factory=dict)
 
 
 class RemoteModels:
@@ -155,11 +99,10 @@ class RemoteModels:
     def __init__(
         self,
         names: Sequence[str],
-        server: RemoteServer,
+        server: TensorFlowServing,
         poll_seconds: float,
         *,
         changed: Callable[[], None] = noop,
-        needs: str = "",
     ) -> None:
         """Prepare the poll.
 
@@ -168,11 +111,10 @@ class RemoteModels:
             server: the other server.
             poll_seconds: time between polls.
             changed: called after a poll that changes whether every model is available.
-            needs: a sentence for the log that says what a new version needs before it is served.
         """
-        self._changed, self._was_ready, self._needs = changed, False, needs
+        self._changed, self._was_ready = changed, False
         self._server, self._poll_seconds = server, poll_seconds
-        self._states: StatusSource | None = None
+        self._states: RemoteStates | None = None
         self._models = {name: _Model(fault=_not_polled(server.name)) for name in names}
         self._lock = threading.Lock()
         self._stopping, self._has_polled = threading.Event(), threading.Event()
@@ -300,55 +242,41 @@ class RemoteModels:
         except Exception:  # polling must survive any answer of the other server
             logger.exception("model %s: the poll of %s failed", name, self._server.name)
             fault = _not_polled(self._server.name)
-        is_new = before.fault is None or before.fault.message != fault.message
-        if is_new and not isinstance(fault, ReportedError):
+        if before.fault is None or before.fault.message != fault.message:
             logger.error("model %s: %s", name, fault.message, extra=ONCE)
         return _Model(fault=fault)
 
-    def _query(self, states: StatusSource, name: str, before: _Model) -> _Model:
-        statuses = states.versions(name)
-        available = [status.version for status in statuses if status.state is State.AVAILABLE]
-        loaded, misfits = {}, dict[int, StatusError]()
-        for number in available:
+    def _query(self, states: "RemoteStates", name: str, before: _Model) -> _Model:
+        statuses, loaded = states.versions(name), {}
+        for index, status in enumerate(statuses):
+            number = status.version
+            if status.state is not State.AVAILABLE:
+                continue
             kept = before.loaded.get(number)
-            if kept is not None and kept.is_doubted:
-                kept = None
             try:
-                # Requests alone would not show another export: a front asks nothing of a server whose export it refuses.
-                found = self._servable(states, name, number) if kept is None or self._server.is_one else kept
+                # Read with each poll, because the other server may have another export under the same number.
+                _, (signatures, in_json) = states.definitions(name, number)
+                found = RemoteServable(signatures, in_json, name, number)
                 loaded[number] = kept if kept is not None and kept == found else found
             except StatusError as error:
-                # NOT_FOUND: it has gone since, or another replica does not have it yet.
-                if error.code is Code.FAILED_PRECONDITION or (error.code is Code.NOT_FOUND and kept is None):
-                    misfits[number] = error
-                elif kept is None:
-                    raise
-                else:
+                if kept is not None:
                     loaded[number] = kept
-        for number, misfit in misfits.items():
-            if misfit.code is Code.NOT_FOUND:
-                continue
-            if not loaded:  # it is not the client that has to change something
-                raise StatusError(Code.UNAVAILABLE, misfit.message)
-            if number not in before.misfits or before.misfits[number].message != misfit.message:
-                logger.error("model %s: %s", name, misfit.message, extra=ONCE)
-        statuses = [
-            VersionStatus(status.version, State.START, misfits[status.version]) if status.version in misfits else status
-            for status in statuses
-        ]
+                elif error.code is Code.NOT_FOUND:  # it has gone since, or another replica does not have it yet
+                    statuses[index] = VersionStatus(number, State.START, error)
+                else:
+                    raise
         for number in loaded.keys() - before.loaded.keys():
-            text = f"is available on {self._server.name}{self._needs}"
-            logger.info("model %s version %d %s", name, number, text, extra=ONCE)
+            logger.info("model %s version %d is available on %s", name, number, self._server.name, extra=ONCE)
         for number in before.loaded.keys() - loaded.keys():
             text = "model %s version %d is not available any more on %s"
             logger.info(text, name, number, self._server.name, extra=ONCE)
         labels = dict(self._labels(states, name, before))
-        return _Model(statuses=statuses, loaded=loaded, labels=labels, misfits=misfits)
+        return _Model(statuses=statuses, loaded=loaded, labels=labels)
 
-    def _labels(self, states: StatusSource, name: str, before: _Model) -> Iterator[tuple[str, int]]:
+    def _labels(self, states: "RemoteStates", name: str, before: _Model) -> Iterator[tuple[str, int]]:
         """Yield the current versions of the cached labels. Labels that no longer exist are dropped.
 
-        If the other server does not answer, the labels stay: a shard that hangs would hold up the poll for each of them.
+        If the other server does not answer, the labels stay: one that hangs would hold up the poll for each of them.
         """
         answers = True
         for label, number in list(before.labels.items()):
@@ -359,24 +287,15 @@ class RemoteModels:
                     answers = False
                     yield label, number
 
-    def _servable(self, states: StatusSource, name: str, version: int) -> RemoteServable:
-        _, (signatures, in_json) = states.definitions(name, version)
-        return RemoteServable(signatures, in_json, name, version)
-
 
 class RemoteExecutor:
     """Runs RemoteServables. Takes the place of a ModelExecutor. The other server limits how many run at once."""
 
-    def __init__(
-        self,
-        server: RemoteServer,
-        timeout_seconds: float,
-        max_pending: int,
-    ) -> None:
+    def __init__(self, server: TensorFlowServing, timeout_seconds: float, max_pending: int) -> None:
         """Prepare to call `server`. At most `max_pending` requests are in progress."""
         self._server, self._timeout_seconds, self._max_pending = server, timeout_seconds, max_pending
         self._pending = 0
-        self._predictions: Predictions | None = None
+        self._predictions: RemotePredictions | None = None
 
     def submit(
         self,
@@ -404,13 +323,12 @@ class RemoteExecutor:
             self._predictions.run, servable.model, servable.version, signature, inputs, seconds
         )  # not a coroutine yet: a task that is cancelled before it starts would never await it
         self._pending += 1
-        task = asyncio.get_running_loop().create_task(self._finish(servable, call, on_outcome, record))
+        task = asyncio.get_running_loop().create_task(self._finish(call, on_outcome, record))
         task.add_done_callback(self._end)
         return task
 
     async def _finish(
         self,
-        servable: RemoteServable,
         call: Callable[[], Awaitable[list[Array]]],
         on_outcome: Callable[[list[Array] | Exception], None],
         record: RequestRecord | None,
@@ -421,8 +339,6 @@ class RemoteExecutor:
             outcome = await call()
         except Exception as error:
             outcome = error
-            if isinstance(error, StatusError) and error.code is Code.ABORTED:  # the server has another shard now
-                servable.is_doubted = True
         if record is not None:
             record.ran(None, 0.0, time.perf_counter() - started)
         on_outcome(outcome)

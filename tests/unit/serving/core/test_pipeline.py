@@ -13,9 +13,9 @@ import pytest
 from tests.support.messages import refused
 from tests.support.serving.doubles import DoublingServable, signature
 from tpuembed_serving.core.pipeline import INLINE_BYTES, Check, MemoryBudget, Pipeline, Task
-from tpuembed_serving.core.servable import Array, Columns, DegradedOutputs, LoadedVersion
+from tpuembed_serving.core.servable import Array, Columns, LoadedVersion
 from tpuembed_serving.core.service import ModelSpec
-from tpuembed_serving.core.status import Code, StatusError, TooLargeError, VersionGoneError
+from tpuembed_serving.core.status import Code, StatusError, TooLargeError
 
 SIGNATURE = signature({"a": "int64", "b": "int64"})
 SIGNATURE = dataclasses.replace(SIGNATURE, outputs=SIGNATURE.inputs)
@@ -274,94 +274,3 @@ def test_after_the_close_work_for_a_thread_is_unavailable(outputs: tuple[Array, 
         answer(pipe, Request(ids(1), ids(1)), b"" if outputs else MANY)
     assert refused.value.code is Code.UNAVAILABLE
     assert pipe.memory._used == 0
-
-
-class Numbered:
-    """Leases the version that is asked for; 1 without one. Counts open leases."""
-
-    def __init__(self) -> None:
-        self.leased: list[int] = []
-        self.open = 0
-
-    @contextlib.contextmanager
-    def lease(self, spec: ModelSpec) -> Iterator[LoadedVersion]:
-        self.leased.append(spec.version or 1)
-        self.open += 1
-        try:
-            yield LoadedVersion(spec.version or 1, DoublingServable())
-        finally:
-            self.open -= 1
-
-
-class Outcomes:
-    """Answers each run with the next of `outcomes`."""
-
-    def __init__(self, *outcomes: Any) -> None:
-        self.outcomes = list(outcomes)
-
-    def submit(self, _: Any, __: Any, inputs: Sequence[Array], on_outcome: Callable[[Any], None], **___: Any) -> object:
-        outcome = self.outcomes.pop(0)
-        return asyncio.get_running_loop().call_soon(on_outcome, outcome or list(inputs))
-
-    def give_up(self, _: Any) -> None: ...
-
-
-class Chosen(Request):
-    """A request of any version, or of one that it names. Keeps what it was answered by."""
-
-    def __init__(self, version: int | None = None) -> None:
-        super().__init__(ids(3), ids(3))
-        self.spec, self.loaded = ModelSpec("m", version), LoadedVersion(0, DoublingServable())
-
-    def parse(self, _: bytes, __: Check) -> ModelSpec:
-        return self.spec
-
-    def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
-        self.loaded = loaded
-        return super().encode(loaded, outputs, check)
-
-
-class TestVersionsThatGo:
-    """A run that finds its version gone is begun again with another one, once."""
-
-    @pytest.mark.parametrize(
-        ("version", "outcomes", "leased"),
-        [
-            (None, [VersionGoneError("gone", 2), None], [1, 2]),
-            (None, [VersionGoneError("gone", 2), VersionGoneError("gone", 3)], [1, 2]),
-            (None, [VersionGoneError("gone", None)], [1]),
-            (1, [VersionGoneError("gone", 2)], [1]),
-        ],
-        ids=["another", "once only", "no other", "the client chose"],
-    )
-    def test_another_version_is_tried(self, version: int | None, outcomes: list[Any], leased: list[int]) -> None:
-        service: Any = Numbered()
-        executor: Any = Outcomes(*outcomes)
-        pipe = Pipeline(service, executor, timeout_seconds=10.0, memory=MemoryBudget(1 << 30))
-        request = Chosen(version)
-        if outcomes[-1] is None:
-            assert answer(pipe, request) == b"6"
-            assert request.loaded.version == 2
-        else:
-            with pytest.raises(VersionGoneError):
-                answer(pipe, request)
-        assert (service.leased, service.open, executor.outcomes) == (leased, 0, [])
-
-    def test_memory_is_reserved_once_and_large_bodies_stay_off_the_loop(self) -> None:
-        executor: Any = Outcomes(VersionGoneError("gone", 2), None)
-        service: Any = Numbered()
-        request = Chosen()
-        request.inputs = ids(400_000), ids(400_000)
-        pipe = Pipeline(service, executor, timeout_seconds=10.0, memory=MemoryBudget(100_000_000))
-        threads = set[threading.Thread]()
-        request.busy = lambda name, _: threads.add(threading.current_thread()) if name == "decode" else None
-        assert answer(pipe, request, MANY) == b"800000"
-        assert threading.main_thread() not in threads
-        pipe.memory.reserve(100_000_000)
-
-    def test_zeros_are_marked(self) -> None:
-        executor: Any = Outcomes(DegradedOutputs([ids(1), ids(1)], ["watched"]))
-        service: Any = Numbered()
-        request = Chosen()
-        answer(Pipeline(service, executor, timeout_seconds=10.0, memory=MemoryBudget(1 << 30)), request)
-        assert request.loaded.degraded == ("watched",)

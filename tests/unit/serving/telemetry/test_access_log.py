@@ -20,7 +20,7 @@ from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.status import Code
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.settings import TelemetrySettings
-from tpuembed_serving.telemetry.access_log import AccessLog, entry
+from tpuembed_serving.telemetry.access_log import AccessLog
 from tpuembed_serving.telemetry.observers import check_telemetry
 
 
@@ -35,13 +35,6 @@ def logged(folder: Path, ask: Callable[[ServingApp], object]) -> list[dict[str, 
         ask(app)
     app.telemetry.close()
     return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def test_a_degraded_answer_is_marked() -> None:
-    record = RequestRecord(GRPC, "POST", b"/service/Predict", [])
-    assert "degraded" not in entry(record, 0.0)
-    record.is_degraded = True
-    assert entry(record, 0.0)["degraded"] is True
 
 
 def test_a_request_without_a_name_gets_one(tmp_path: Path) -> None:

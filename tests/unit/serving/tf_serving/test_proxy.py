@@ -1,9 +1,7 @@
 """Calls of another server: given up, with large inputs, and of a version that has changed there."""
 
 import asyncio
-import dataclasses
 import gc
-import logging
 import threading
 import time
 import warnings
@@ -14,7 +12,7 @@ import pytest
 
 from tests.support.serving.doubles import signature
 from tpuembed_serving.core.pipeline import INLINE_BYTES, MemoryBudget, Pipeline, Task
-from tpuembed_serving.core.servable import LoadedVersion, Signature, State, VersionStatus
+from tpuembed_serving.core.servable import LoadedVersion, State, VersionStatus
 from tpuembed_serving.core.service import ModelService, ModelSpec
 from tpuembed_serving.core.status import Code, MustAskError, StatusError
 from tpuembed_serving.grpc.prediction_service import GrpcPredict
@@ -41,7 +39,8 @@ class Calls:
 def test_a_call_that_is_given_up_before_it_begins_leaves_nothing() -> None:
     """Python warned that a coroutine was never awaited."""
     executor, calls = RemoteExecutor(TensorFlowServing("127.0.0.1:1"), 10, 1), Calls()
-    executor._predictions = calls
+    predictions: Any = calls
+    executor._predictions = predictions
     servable = RemoteServable({"f": SIGNATURE}, {}, "m", 1)
 
     async def scenario() -> None:
@@ -61,14 +60,12 @@ def test_a_call_that_is_given_up_before_it_begins_leaves_nothing() -> None:
     assert not [str(one.message) for one in found if "never awaited" in str(one.message)]
 
 
-class Changing:
+class Changing(TensorFlowServing):
     """A server whose version becomes another export's."""
 
-    name, is_one = "server", False
-
     def __init__(self) -> None:
-        self.shard, self.polls, self.newest = "x-1", 0, 1
-        self.signature = SIGNATURE
+        super().__init__("host:1")
+        self.polls, self.newest, self.signature = 0, 1, SIGNATURE
 
     def states(self) -> Any:
         return self
@@ -81,12 +78,10 @@ class Changing:
         return [VersionStatus(self.newest, State.AVAILABLE, None)]
 
     def definitions(self, _: str, version: int | None, __: str = "") -> tuple[int | None, Any]:
-        return version, ({"f": dataclasses.replace(self.signature, shard_id=self.shard)}, {})
+        return version, ({"f": self.signature}, {})
 
-    async def run(self, _: str, __: int, signature: Signature, *___: Any) -> list[Any]:
-        if signature.shard_id != self.shard:
-            raise StatusError(Code.ABORTED, "another shard")
-        return [np.array(self.shard, "S3")]
+    async def run(self, *_: Any) -> list[Any]:
+        return [np.array(b"x-1")]
 
     def close(self) -> None:
         pass
@@ -118,13 +113,22 @@ def wait_for_polls(server: Changing) -> None:
         time.sleep(0.001)
 
 
-def test_a_version_that_cannot_be_served_is_not_available(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A front chose it, and each request failed. The log repeated the reason with each poll."""
+def test_a_version_is_read_again_with_each_poll() -> None:
+    server = Changing()
+    models = RemoteModels(["m"], server, 0.01)
+    models.start()
+    models.wait_for_first_poll(lambda: False)
+    server.signature = signature({"w": "int64"}, {"y": "int64"})
+    wait_for_polls(server)
+    with models.lease("m", 1) as after:
+        assert [one.alias for one in after.servable.signatures["f"].inputs] == ["w"]
+    models.stop()
+
+
+def test_a_version_that_one_replica_lacks_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Changing()
     models, definitions = RemoteModels(["m"], server, 0.01), server.definitions
-    faults = {3: StatusError(Code.FAILED_PRECONDITION, "two exports"), 2: StatusError(Code.NOT_FOUND, "gone")}
+    faults = {2: StatusError(Code.NOT_FOUND, "gone")}
 
     def answer(name: str, version: int | None, label: str = "") -> Any:
         if version in faults:
@@ -133,7 +137,7 @@ def test_a_version_that_cannot_be_served_is_not_available(
 
     def versions(_: str) -> list[VersionStatus]:
         server.polls += 1
-        return [VersionStatus(number, State.AVAILABLE, None) for number in (3, 2, 1)]
+        return [VersionStatus(number, State.AVAILABLE, None) for number in (2, 1)]
 
     monkeypatch.setattr(server, "definitions", answer)
     monkeypatch.setattr(server, "versions", versions)
@@ -141,22 +145,20 @@ def test_a_version_that_cannot_be_served_is_not_available(
     models.wait_for_first_poll(lambda: False)
     wait_for_polls(server)
     assert [(one.version, one.state, one.error) for one in models.statuses("m")] == [
-        (3, State.START, faults[3]),
         (2, State.START, faults[2]),
         (1, State.AVAILABLE, None),
     ]
     with models.lease("m", None) as loaded:
         assert loaded.version == 1
-    server.is_one, faults[1] = True, faults[2]  # of one replica of several
+    faults[1] = faults[2]
     wait_for_polls(server)
     with models.lease("m", None) as loaded:
         assert loaded.version == 1
     models.stop()
-    assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == ["model m: two exports"]
 
 
 def test_a_label_is_asked_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop waited for a shard that hung, and no health check was answered."""
+    """The event loop waited for a server that hung, and no health check was answered."""
     server = Changing()
     models, executor = RemoteModels(["m"], server, 0.01), RemoteExecutor(server, 10, 9)
     definitions, threads, gate = server.definitions, list[str](), threading.Event()
@@ -243,7 +245,7 @@ def test_requests_that_wait_for_a_label_too_long_leave_nothing(monkeypatch: pyte
 def test_a_label_stays_while_the_other_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Changing()
     models, definitions = RemoteModels(["m"], server, 0.01), server.definitions
-    error = StatusError(Code.DEADLINE_EXCEEDED, "shard a: has not answered")
+    error = StatusError(Code.DEADLINE_EXCEEDED, "has not answered")
     asked = list[str]()
 
     def answer(name: str, version: int | None, label: str = "") -> Any:
