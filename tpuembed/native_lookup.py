@@ -8,6 +8,7 @@ One id gives the bits that the export's graph gives. Sums differ in their last b
 """
 
 import contextlib
+import copy
 import ctypes
 import functools
 import itertools
@@ -159,7 +160,7 @@ def refusal(manifest: Manifest) -> str:
     """Return "" if native lookups can answer for the export, else the reason why not."""
     if not manifest.features:
         return "it is a whole model, and native lookups are for exports of lookups"
-    if manifest.layout != "mmap":
+    if manifest.layout != "mmap" and manifest.row_store is None:
         return f"its layout is {manifest.layout}, and native lookups map tables: export with layout mmap"
     older = [one.name for one in manifest.features if _kind(one) == "list" and not one.combiner]
     return f"its manifest does not have the combiner of feature {older[0]!r}: export again" if older else ""
@@ -214,7 +215,9 @@ class NativeLookups:
         self._groups = [group_of(one, tables) for one in self.features]
         names = {entry.table: entry for entry in manifest.names}
         entries = [names[one.table] if one.names else None for one in self.features]
+        elsewhere = () if manifest.row_store is None else manifest.row_store.arrays
         of_stacks = [array for name in {table.stack for table in self._tables} for array in stacks[name].arrays]
+        of_stacks = [array for array in of_stacks if array.name not in elsewhere]
         of_names = [array for entry in entries if entry is not None for array in entry.arrays]
         self._arrays = {
             array.name: mapped_array(version_dir, array) for array in dict.fromkeys([*of_stacks, *of_names])
@@ -236,6 +239,7 @@ class NativeLookups:
         self._lists = np.array([_kind(one) != "id" for one in self.features])
         self._starts = np.cumsum([0, *self._widths[:-1]])
         self.reads_ahead = False
+        self._rows: Mapping[str, Array] = {}
         self._recent = np.zeros(1 << _RECENT_BITS, np.uint64)  # takes no memory before it is used
         self._pages = _Pages(mmap.PAGESIZE, self._recent.ctypes.data, _RECENT_BITS)
         self._recent_until = 0.0
@@ -251,13 +255,24 @@ class NativeLookups:
                 not fit.
             TpuEmbedError: an overlay is damaged.
         """
+        return self.pooled(self.rows_of(inputs), inputs)
+
+    def rows_of(self, inputs: Mapping[str, Array]) -> list[Array]:
+        """Return the ids of each feature, in the order of `features`: int64 [batch] or [batch, hot], those of names included.
+
+        Raises:
+            ConfigError: a name is unknown, or an input does not fit.
+        """
         pages = self._pages_to_read() if self.reads_ahead else None
-        arrays = [
+        return [
             _aligned(inputs[one.name], one.name, np.int64, 2 - (_kind(one) == "id"))
             if finder is None
             else finder.rows_of(inputs[one.name], self._library, pages)
             for one, finder in zip(self.features, self._finders, strict=True)
         ]
+
+    def pooled(self, arrays: Sequence[Array], inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Return what `named` does for `arrays`, the ids that `rows_of` returned, and the weights in `inputs`."""
         batch = len(arrays[0])
         found, calls = {}, self._template.copy()
         kept: list[Array] = []
@@ -282,6 +297,23 @@ class NativeLookups:
             found[one.name] = out
         self._run(calls, batch, is_packed=False)
         return {name: found[name] for name in self._order}
+
+    def in_place_of(self, tables: Mapping[str, Array]) -> "NativeLookups":
+        """Return lookups in other rows than those of the export.
+
+        Args:
+            tables: maps tables to stored rows, uint8 [n, row_bytes]. An id of such a table is a place in its rows.
+        """
+        other = copy.copy(self)
+        other._structs = type(self._structs)(*self._structs)
+        other._rows = tables  # keeps them while a call reads them
+        for struct, table in zip(other._structs, self._tables, strict=True):
+            if table.name in tables:
+                rows = tables[table.name]
+                struct.rows, struct.overlay, struct.words = rows.ctypes.data, None, None
+                struct.first_id, struct.ids, struct.base_rows = 0, len(rows), len(rows)
+                struct.row_offset = struct.base_row_offset = struct.policy_row = 0
+        return other
 
     def packed(self, ids: Array, out: Array | None = None) -> Array:
         """Return `activations`, float32 [batch, width], of the matrix that the signature `packed` takes.
@@ -502,7 +534,8 @@ def _checked(
             f"feature {feature.name!r}: its max_sequence_length or out_of_vocabulary is not of this export. Export again."
         )
     overlay = stack.overlay
-    own, *more = [arrays[array.name].ctypes.data for array in stack.arrays]
+    # Without files, rows are given later: see `in_place_of`.
+    own, *more = [arrays[array.name].ctypes.data if array.name in arrays else None for array in stack.arrays]
     rows, words = more or (None, None)
     return _Feature(
         rows=own,

@@ -37,7 +37,7 @@ _OF_LOADING = {
     "load_retry_seconds",
     "labels_for_unavailable",
 } | {
-    *("run_threads", "prewarm", "verify_on_load", "lookups", "random_access", "cache_dir", "cache_bytes"),
+    *("run_threads", "prewarm", "verify_on_load", "lookups", "random_access", "row_store", "cache_dir", "cache_bytes"),
     *("enable_batching", "batching_parameters_file", "per_model_batching", "max_batch_rows"),
 }
 """Options without a meaning if another server loads and runs the models."""
@@ -57,6 +57,7 @@ _SECTIONS = {
         "--prewarm",
         "--lookups",
         "--random-access",
+        "--row-store",
         "--default-model",
     ],
     "Ports, processes and stop": [
@@ -284,6 +285,11 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     help="The server that runs the model: this one, or a TensorFlow Serving at --target behind it.",
 )
 @click.option("--target", help="HOST:PORT of TensorFlow Serving's gRPC API, for --backend tf-serving.")
+@click.option(
+    "--row-store",
+    metavar="URL",
+    help="Where the rows of versions are that tpuembed publish wrote: redis://[USER@]HOST:PORT, or rediss:// for TLS.",
+)
 @telemetry_options
 @click.option(
     "--default-model",

@@ -234,6 +234,7 @@ class ServerSettings:
             readahead.
         batching: which requests are batched.
         target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models; None runs them here.
+        row_store: the URL of the Redis that has the rows of versions without tables; None if there is none.
         telemetry: metrics, access log and traces.
         console: whether browsers get the console at `/`.
         default_model: the model of requests whose URL names none. None is the only model; with several, they are refused.
@@ -271,6 +272,7 @@ class ServerSettings:
     random_access: bool = False
     batching: BatchingSettings = dataclasses.field(default_factory=BatchingSettings)
     target: str | None = None
+    row_store: str | None = None
     telemetry: TelemetrySettings = dataclasses.field(default_factory=TelemetrySettings)
     console: bool = True
     default_model: str | None = None
@@ -289,6 +291,10 @@ class ServerSettings:
                 raise ConfigError(
                     f"model {model.name}: {model.base_path} is in a store, and there is no cache. Give cache=CacheSettings(...)"
                 )
+        if self.row_store is not None:
+            from tpuembed.row_store import check_url  # here, because it imports numpy
+
+            check_url(self.row_store)
         if self.lookups not in ("auto", "native", "tensorflow"):
             raise ConfigError(f"lookups must be auto, native or tensorflow, got {self.lookups!r}")
         if self.lookups == "native":

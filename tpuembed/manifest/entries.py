@@ -26,6 +26,7 @@ __all__ = [
     "Packing",
     "QuantizationEntry",
     "RetrievalEntry",
+    "RowStoreEntry",
     "StackEntry",
     "TableEntry",
     "TensorSpec",
@@ -341,6 +342,19 @@ class RetrievalEntry:
                 )
         if self.index == "ivf" and not 1 <= self.nprobe <= self.partitions:
             raise ConfigError(f"retrieval: nprobe must be from 1 to {self.partitions}, got {self.nprobe}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowStoreEntry:
+    """Where the rows of a version are that has no tables: in the Redis that the server is given.
+
+    Attributes:
+        name: of the model there.
+        arrays: maps each array of rows to the text in its rows' keys, a digest of the content. These arrays have no files.
+    """
+
+    name: str
+    arrays: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

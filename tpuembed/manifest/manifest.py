@@ -27,6 +27,7 @@ from tpuembed.manifest.entries import (
     Packing,
     QuantizationEntry,
     RetrievalEntry,
+    RowStoreEntry,
     StackEntry,
     TableEntry,
     TensorSpec,
@@ -53,6 +54,8 @@ NAMES_FORMAT: Final = 3
 """The format number of a version with features that take names. An older server would look names up as row numbers."""
 RETRIEVAL_FORMAT: Final = 4
 """The format number of a version with an index of candidates. Older tools would not keep its arrays."""
+ROW_STORE_FORMAT: Final = 7
+"""The format number of a version whose rows are in a store. An older server would look for its tables."""
 
 _OLDER: Final = "the export is older than this signature"
 _OLDER_PACKING: Final = Packing(left_out=_OLDER)
@@ -95,6 +98,7 @@ class Manifest:
         histories: of the tables whose rows are tracked, by table.
         names: of the tables that features look up in by name.
         retrieval: the index of candidates; None if the export is no retrieval.
+        row_store: where the rows of the stacks are; None if the version has its tables. A server needs --row-store for it.
     """
 
     tool_version: str
@@ -116,6 +120,7 @@ class Manifest:
     histories: Mapping[str, HistoryEntry] = dataclasses.field(default_factory=dict)
     names: tuple[NamesEntry, ...] = ()
     retrieval: RetrievalEntry | None = None
+    row_store: RowStoreEntry | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -131,8 +136,9 @@ class Manifest:
 
     @property
     def arrays(self) -> tuple[ArrayEntry, ...]:
-        """Return the arrays of all stacks, of the indices of names, and of the index of candidates."""
-        of_stacks = tuple(array for stack in self.stacks for array in stack.arrays)
+        """Return the arrays in files: of all stacks, of the indices of names, and of the index of candidates."""
+        elsewhere = () if self.row_store is None else self.row_store.arrays
+        of_stacks = tuple(array for stack in self.stacks for array in stack.arrays if array.name not in elsewhere)
         of_index = () if self.retrieval is None else self.retrieval.arrays.values()
         return *of_stacks, *(array for entry in self.names for array in entry.arrays), *of_index
 
@@ -157,6 +163,7 @@ class Manifest:
         number = FORMAT if self.base is None else OVERLAY_FORMAT
         number = NAMES_FORMAT if self.names else number
         number = RETRIEVAL_FORMAT if self.retrieval is not None else number
+        number = ROW_STORE_FORMAT if self.row_store is not None else number
         text = json.dumps({"format": number, **dataclasses.asdict(self)}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
 
@@ -186,9 +193,9 @@ class Manifest:
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
-        if value["format"] not in range(FORMAT, RETRIEVAL_FORMAT + 1):
+        if value["format"] not in range(FORMAT, ROW_STORE_FORMAT + 1):
             raise ValueError(
-                f"its format is {value['format']!r}, and this version reads {FORMAT} to {RETRIEVAL_FORMAT}"
+                f"its format is {value['format']!r}, and this version reads {FORMAT} to {ROW_STORE_FORMAT}"
             )
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
         value["stacks"] = tuple(_stack(entry) for entry in value["stacks"])
@@ -207,6 +214,8 @@ class Manifest:
         if "from_activations" in value:
             value["from_activations"] = _from_activations(value["from_activations"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
+        row_store = value.get("row_store")
+        value["row_store"] = None if row_store is None else _entry(RowStoreEntry, row_store)
         return _entry(cls, value)
 
 

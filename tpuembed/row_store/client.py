@@ -1,31 +1,21 @@
-"""Connects to Redis, and runs commands about many rows: one round trip to each node, whatever the number of rows.
-
-redis-py connects, authenticates, finds the nodes of a cluster and parses replies. This module sends commands that it has
-encoded, and collects the replies: redis-py's own MGET encodes each key by itself, and takes keys of one slot alone.
-"""
+"""Reads and writes rows in Redis by redis-py: a few commands for many rows, and one round trip to each node."""
 
 import contextlib
-import dataclasses
+import itertools
 import os
 import re
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.errors import ConfigError, MissingExtraError, RowStoreError, reason
-from tpuembed.row_store.commands import Calls, KeySpan
-from tpuembed.row_store.keys import TAGS, buckets_of
+from tpuembed.errors import ConfigError, MissingExtraError, RowStoreError
+from tpuembed.row_store.keys import RowKeys
 
-__all__ = ["PASSWORD_VARIABLE", "Keys", "RowStore", "check_url", "connect", "masked", "password_of"]
-
-_Bytes = npt.NDArray[np.uint8]
-Reply = bytes | None | Any
+__all__ = ["PASSWORD_VARIABLE", "RowStore", "check_url", "connect"]
 
 PASSWORD_VARIABLE: Final = "TPUEMBED_REDIS_PASSWORD"
 _TLS_OPTIONS: Final = (
@@ -38,75 +28,23 @@ _TLS_OPTIONS: Final = (
 )
 """The options of a URL that redis-py takes for TLS."""
 _CONNECT_SECONDS: Final = 2.0
-_SOCKET_SECONDS: Final = 5.0
 _READ_BYTES: Final = 256 << 10
-_FIRST_PAUSE_SECONDS: Final = 0.05
-_LONGEST_PAUSE_SECONDS: Final = 1.0
-_REFUSED_SECONDS: Final = 1.0
-"""How long a server, or all nodes of a cluster, may refuse connections before commands fail."""
+_MOST_KEYS: Final = 1024
+"""Keys of a command. Redis answers other clients between two commands, and not within one."""
+_TRIES: Final = 2
+"""Further tries after a connection breaks: one that was idle while Redis was started again breaks once."""
+_THREADS: Final = 32
+"""Nodes that are asked at once, for all requests of a process."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Keys:
-    """The keys [n, length] of some rows, and the rows' buckets [n]."""
-
-    keys: _Bytes
-    buckets: _Bytes
-
-    @classmethod
-    def of(cls, parts: Sequence[tuple[Any, npt.NDArray[np.int64]]]) -> "Keys":
-        """Return the keys of (ArrayKeys, rows) after each other."""
-        keys = [array.of(rows) for array, rows in parts]
-        return cls(np.concatenate(keys), np.concatenate([buckets_of(rows) for _, rows in parts]))
-
-
-def masked(url: str) -> str:
-    """Return `url` for a message: without a password, and without the options after "?"."""
-    parts = _split(url)
-    if not parts.netloc:
-        return parts.path.rpartition("@")[2]
-    host = parts.netloc.rpartition("@")[2]
-    user = f"{parts.username}@" if parts.username else ""
-    return f"{parts.scheme}://{user}{host}{parts.path}"
-
-
-def password_of(path: Path | None) -> str | None:
-    """Return the password in the file at `path`, or that of the environment; None if there is neither.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty.
-    """
-    if path is None:
-        return os.environ.get(PASSWORD_VARIABLE) or None
-    try:
-        text = path.read_text(encoding="utf-8").strip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"redis_password_file {path}: cannot be read: {reason(error)}.") from None
-    if not text:
-        raise ConfigError(f"redis_password_file {path}: is empty. Write the password into it.")
-    return text
-
-
-class _PasswordFile:
-    """Logs in with the password in a file, which is read again for each connection. It is a CredentialProvider of redis-py."""
-
-    def __init__(self, path: Path, user: str | None) -> None:
-        self._path, self._user, self._password = path, user, password_of(path)
-
-    def get_credentials(self) -> tuple[str | None, ...]:
-        """Return the password, after the user if there is one. The last password stays while the file cannot be read."""
-        with contextlib.suppress(ConfigError):
-            self._password = password_of(self._path)
-        return (self._user, self._password) if self._user else (self._password,)
-
-
-def connect(url: str, password: str | None = None, *, password_file: Path | None = None) -> "RowStore":
+def connect(url: str, *, timeout_seconds: float = 5.0) -> "RowStore":
     """Connect to the Redis at `url`, redis://[USER@]HOST:PORT[/DB], or rediss:// for TLS. A cluster is recognised.
+
+    The password is in the variable TPUEMBED_REDIS_PASSWORD.
 
     Args:
         url: without a password.
-        password: None logs in without one.
-        password_file: has the password, in the place of `password`. It is read again for each connection.
+        timeout_seconds: how long a node may take for an answer.
 
     Raises:
         ConfigError: `url` is no such URL, or has a password.
@@ -116,34 +54,26 @@ def connect(url: str, password: str | None = None, *, password_file: Path | None
     check_url(url)
     try:
         import redis
-        from redis.backoff import NoBackoff
+        from redis.backoff import ConstantBackoff
         from redis.retry import Retry
     except ImportError:
         raise MissingExtraError("redis://", "redis", "redis") from None
     options: dict[str, Any] = {
-        "socket_timeout": _SOCKET_SECONDS,
-        "socket_connect_timeout": _CONNECT_SECONDS,
+        "password": os.environ.get(PASSWORD_VARIABLE) or None,
+        "socket_timeout": timeout_seconds,
+        "socket_connect_timeout": min(_CONNECT_SECONDS, timeout_seconds),
         "socket_read_size": _READ_BYTES,
-        "retry": Retry(NoBackoff(), 0),  # RowStore retries
+        # A node that does not answer is not asked again, because the request would wait several times as long.
+        "retry": Retry(ConstantBackoff(0.05), _TRIES, supported_errors=(redis.ConnectionError,)),
     }
-    address = url
-    if password_file is None:
-        options["password"] = password
-    else:
-        parts = _split(url)
-        options["credential_provider"] = _PasswordFile(password_file, unquote(parts.username or "") or None)
-        address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    client: Any = None
-    try:
-        client = redis.Redis.from_url(address, **options)
-        if not client.info("cluster")["cluster_enabled"]:
-            return RowStore(client, url, is_cluster=False)
-        client.close()
-        return RowStore(redis.RedisCluster.from_url(address, **options), url, is_cluster=True)
-    except (redis.RedisError, OSError, ValueError) as error:
-        if client is not None:
-            client.close()
-        raise _refusal(url, error) from None
+    with _refusals(url), contextlib.ExitStack() as opened:
+        client: Any = redis.Redis.from_url(url, **options)
+        opened.callback(client.close)
+        is_cluster = bool(client.info("cluster")["cluster_enabled"])
+        if is_cluster:
+            return RowStore(redis.RedisCluster.from_url(url, **options), url, is_cluster=True)
+        opened.pop_all()
+        return RowStore(client, url, is_cluster=False)
 
 
 class RowStore:
@@ -151,240 +81,142 @@ class RowStore:
 
     Attributes:
         url: without a password, for messages.
-        is_cluster: whether it is a Redis Cluster.
-        client: redis-py's, for commands about single keys.
+        client: redis-py's, for commands about single keys. Call it in `refusals`.
     """
 
     def __init__(self, client: Any, url: str, *, is_cluster: bool) -> None:
-        self.client, self.is_cluster, self.url = client, is_cluster, masked(url)
-        self._refreshing = threading.Lock()
-        self._refreshed = 0.0
-        self._has_no_node = False
-        self._refused_since: float | None = None
-        self._pools: dict[int, Any] = {}
+        self.client, self.url, self._is_cluster = client, masked(url), is_cluster
+        self._threads = ThreadPoolExecutor(_THREADS, "redis") if is_cluster else None
 
-    def read(self, keys: Keys, timeout_seconds: float) -> list[Reply]:
+    def read(self, keys: RowKeys) -> list[bytes | None]:
         """Return the value of each key, in their order; None for a key that Redis does not have.
 
         Raises:
             RowStoreError: a node has not answered in time, or refused.
         """
-        calls = self._calls(b"MGET", keys)
-        found = [value for replies in self._run(calls, timeout_seconds) for value in replies]
-        if calls.order is None:
-            return found
-        ordered = np.empty(len(found), object)
-        ordered[calls.order] = found
-        values: list[Reply] = ordered.tolist()
+        order, spans = self._spans(keys)
+        texts = keys.texts(order)
+        found = np.empty(len(texts), object)
+        replies = self._run([("MGET", *texts[start:stop]) for start, stop in spans])
+        found[order] = list(itertools.chain.from_iterable(replies))
+        values: list[bytes | None] = found.tolist()
         return values
 
-    def write(self, keys: Keys, values: _Bytes, timeout_seconds: float) -> None:
+    def write(self, keys: RowKeys, values: npt.NDArray[np.uint8]) -> None:
         """Set the value of each key to a line of `values` [n, row_bytes].
 
         Raises:
             RowStoreError: a node has not answered in time, or refused. Some values may be written.
         """
-        self._run(self._calls(b"MSET", keys, values), timeout_seconds)
+        order, spans = self._spans(keys)
+        lines = np.ascontiguousarray(values[order]).view(f"V{values.shape[1]}")[:, 0].tolist()
+        words = list(itertools.chain.from_iterable(zip(keys.texts(order), lines, strict=True)))
+        self._run([("MSET", *words[2 * start : 2 * stop]) for start, stop in spans])
 
-    def remove(self, keys: Keys, timeout_seconds: float) -> None:
+    def remove(self, keys: RowKeys) -> None:
         """Remove the keys that exist.
 
         Raises:
             RowStoreError: a node has not answered in time, or refused.
         """
-        self._run(self._calls(b"UNLINK", keys), timeout_seconds)
+        order, spans = self._spans(keys)
+        texts = keys.texts(order)
+        self._run([("UNLINK", *texts[start:stop]) for start, stop in spans])
 
-    def ask(self, *words: Any, timeout_seconds: float = 10.0) -> Any:
-        """Return the reply to a command about one key. Retries it like the others.
-
-        Raises:
-            RowStoreError: the node has not answered in time, or refused.
-        """
-        for error in self._attempts(timeout_seconds):
-            try:
-                reply = self.client.execute_command(*words)
-            except _errors() as raised:
-                error.append(raised)
-            else:
-                self._refused_since = None
-                return reply
-        raise AssertionError("the attempts end with an error")
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Raise RowStoreError for errors of redis-py inside the block."""
+        with _refusals(self.url):
+            yield
 
     def close(self) -> None:
         """Close all connections."""
-        if self.is_cluster:  # RedisCluster.close leaves those that `get_connection` of a node has opened
-            for node in self.client.get_nodes():
-                if node.redis_connection is not None:
-                    node.redis_connection.connection_pool.disconnect()
+        if self._threads is not None:
+            self._threads.shutdown()
         self.client.close()
 
-    def _calls(self, verb: bytes, keys: Keys, values: _Bytes | None = None) -> Calls:
-        return Calls(verb, keys.keys, keys.buckets if self.is_cluster else None, values)
+    def _spans(self, keys: RowKeys) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
+        """Return the order of the keys in commands, and which of them each command has: keys of one slot in a cluster."""
+        count = len(keys.tags)
+        order, cuts = np.arange(count), [0, count]
+        if self._is_cluster:
+            order = np.argsort(keys.tags, kind="stable")
+            cuts[1:1] = (np.flatnonzero(np.diff(keys.tags[order])) + 1).tolist()
+        return order, [
+            (start, min(start + _MOST_KEYS, stop))
+            for first, stop in itertools.pairwise(cuts)
+            for start in range(first, stop, _MOST_KEYS)
+        ]
 
-    def _run(self, calls: Calls, timeout_seconds: float) -> list[Any]:
-        """Return the reply to each span of `calls`. What failed because a node did is retried until the time is over."""
-        found: dict[KeySpan, Any] = {}
-        left: Sequence[KeySpan] = calls.spans
-        for errors in self._attempts(timeout_seconds):
+    def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return the reply to each command. All commands for a node are sent at once."""
+        with self.refusals():
+            if self._threads is None:
+                return _run_on(self.client, commands)
+            import redis
+
             try:
-                found |= self._send(calls, left, errors)
-            except _errors() as raised:
-                errors.append(raised)
-            if not (left := [span for span in left if span not in found]):
-                return [found[span] for span in calls.spans]
-            if _is_moving(errors):
-                found |= self._singly(calls, left, errors)
-                if not (left := [span for span in left if span not in found]):
-                    return [found[span] for span in calls.spans]
-        raise AssertionError("the attempts end with an error")
+                return self._run_on_nodes(self._threads, commands)
+            except (redis.exceptions.ResponseError, redis.ConnectionError):  # a slot moves, or a node has gone
+                # redis-py's own pipeline finds the slots again, and follows redirections: of single keys also while their slot
+                # is on two nodes. It takes several times longer.
+                replies = iter(_run_on(self.client, [one for command in commands for one in _singly(command)]))
+                return [list(itertools.islice(replies, len(_singly(command)))) for command in commands]
 
-    def _attempts(self, timeout_seconds: float) -> Iterator[list[Exception]]:
-        """Yield a list for the errors of each attempt. Raises RowStoreError after the last, or if no other attempt would help.
+    def _run_on_nodes(self, threads: ThreadPoolExecutor, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        by_node: dict[str, tuple[Any, list[int]]] = {}
+        for number, command in enumerate(commands):
+            node = self.client.get_node_from_key(command[1])
+            by_node.setdefault(node.name, (node, []))[1].append(number)
+        replies: list[Any] = [None] * len(commands)
 
-        Commands share the time for which Redis refuses connections: after it, each fails with its first attempt.
-        """
-        ends, pause = time.monotonic() + timeout_seconds, _FIRST_PAUSE_SECONDS
-        while True:
-            errors: list[Exception] = []
-            yield errors
-            last, stops = errors[-1], ends
-            if self._is_away(last):
-                since = self._refused_since = self._refused_since or time.monotonic()
-                stops = min(ends, since + _REFUSED_SECONDS)
-            if not _is_passing(last) or time.monotonic() + pause > stops:
-                raise _refusal(self.url, last) from None
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            self._refresh()
+        def run(node: Any, numbers: Sequence[int]) -> None:
+            found = _run_on(self.client.get_redis_connection(node), [commands[number] for number in numbers])
+            for number, reply in zip(numbers, found, strict=True):
+                replies[number] = reply
 
-    def _is_away(self, error: Exception) -> bool:
-        """Returns True if the server refuses connections, or all nodes of the cluster do."""
-        if not self.is_cluster:
-            return _is_refused(error)
-        if self._has_no_node:  # by an attempt before, perhaps of another command
-            self._refresh()
-        return self._has_no_node
-
-    def _send(self, calls: Calls, spans: Sequence[KeySpan], errors: list[Exception]) -> dict[KeySpan, Any]:
-        """Send all commands, then read all replies. Returns the replies of the nodes that answered, and adds the other errors."""
-        by_pool: dict[Any, list[KeySpan]] = {}
-        for span in spans:
-            by_pool.setdefault(self._pool(span.bucket), []).append(span)
-        opened: list[tuple[Any, Any, list[KeySpan]]] = []
-        found: dict[KeySpan, Any] = {}
-        try:
-            for pool, chosen in by_pool.items():
-                try:
-                    connection = pool.get_connection()
-                    opened.append((pool, connection, chosen))
-                    connection.send_packed_command([b"".join([calls.encoded(span) for span in chosen])])
-                except _errors() as error:
-                    errors.append(error)
-                    if opened and opened[-1][0] is pool:
-                        _drop(*opened.pop()[:2])
-            while opened:
-                pool, connection, chosen = opened[-1]
-                try:
-                    for span in chosen:
-                        found[span] = connection.read_response(disable_decoding=True)
-                except _errors() as error:
-                    errors.append(error)
-                    _drop(pool, connection)
-                else:
-                    pool.release(connection)
-                opened.pop()
-        finally:  # an unread reply would be the answer to another request
-            for pool, connection, _ in opened:
-                _drop(pool, connection)
-        if found:
-            self._refused_since = None
-        return found
-
-    def _singly(self, calls: Calls, spans: Sequence[KeySpan], errors: list[Exception]) -> dict[KeySpan, Any]:
-        """Return the replies to `spans`, key by key, while their slot moves to another node. redis-py follows the redirections."""
-        found: dict[KeySpan, Any] = {}
-        try:
-            for span in spans:
-                found[span] = [self.client.execute_command(*words) for words in calls.one_by_one(span)]
-        except _errors() as error:
-            errors.append(error)
-        return found
-
-    def _pool(self, bucket: int) -> Any:
-        if not self.is_cluster:
-            return self.client.connection_pool
-        if (pool := self._pools.get(bucket)) is None:
-            node = self.client.get_node_from_key(TAGS[bucket])
-            pool = self._pools[bucket] = self.client.get_redis_connection(node).connection_pool
-        return pool
-
-    def _refresh(self) -> None:
-        """Ask the cluster again which node has which slots. Threads that fail together ask once."""
-        if not self.is_cluster:
-            return
-        asked = time.monotonic()
-        with self._refreshing:
-            if self._refreshed < asked:
-                try:
-                    self.client.nodes_manager.initialize()
-                except _errors() as error:  # the next attempt reports what is wrong
-                    self._has_no_node = _is_refused(error)
-                else:
-                    self._has_no_node, self._pools = False, {}
-                self._refreshed = time.monotonic()
+        *others, own = by_node.values()
+        waiting = [threads.submit(run, *one) for one in others]
+        run(*own)
+        for each in waiting:
+            each.result()
+        return replies
 
 
-def _drop(pool: Any, connection: Any) -> None:
-    connection.disconnect()
-    pool.release(connection)
+def _singly(command: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return a command for each key of `command`."""
+    verb, *words = command
+    if verb == "MSET":
+        return [("SET", *pair) for pair in zip(words[::2], words[1::2], strict=True)]
+    return [("GET" if verb == "MGET" else verb, word) for word in words]
 
 
-def _errors() -> tuple[type[Exception], ...]:
+def _run_on(client: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    with client.pipeline(transaction=False) as pipeline:
+        for command in commands:
+            pipeline.execute_command(*command)
+        replies: list[Any] = pipeline.execute()
+        return replies
+
+
+@contextlib.contextmanager
+def _refusals(url: str) -> Iterator[None]:
     from redis import exceptions
 
-    return exceptions.RedisError, exceptions.RedisClusterException, OSError
-
-
-def _is_refused(error: BaseException | None) -> bool:
-    """Returns True if a connection was refused. redis-py raises its own errors from the system's, or while it handles it."""
-    while error is not None and not isinstance(error, ConnectionRefusedError):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _is_moving(errors: Sequence[Exception]) -> bool:
-    """Returns True if a slot is on its way to another node. One that has arrived there is found by a refresh."""
-    from redis import exceptions
-
-    moving = exceptions.AskError, exceptions.TryAgainError
-    return any(isinstance(error, moving) and not isinstance(error, exceptions.MovedError) for error in errors)
-
-
-def _is_passing(error: Exception) -> bool:
-    """Returns True if another attempt may succeed: a node failed, or a slot is on another one now."""
-    from redis import exceptions as known
-
-    if isinstance(error, known.AuthenticationError | known.AuthorizationError):
-        return False
-    passing = known.ConnectionError, known.TimeoutError, known.MovedError, known.AskError, known.TryAgainError
-    more = known.ClusterDownError, known.MasterDownError, known.ReadOnlyError, known.RedisClusterException, OSError
-    return isinstance(error, (*passing, *more))
-
-
-def _refusal(url: str, error: Exception) -> RowStoreError:
-    from redis import exceptions
-
-    text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-    remedy = "Check its address, and that it runs"
-    if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
-        remedy = f"Set {PASSWORD_VARIABLE}, or give redis_password_file"
-        if "HELLO" in text or "required" in text:  # the commands by which a client may log in
-            text = "asks for a password"
-    elif text.startswith("OOM") or "maxmemory" in text:
-        remedy = "Give Redis more memory, or remove other keys"
-    elif "CROSSSLOT" in text or "unknown command" in text:
-        remedy = "Use Redis 4 or later, or Valkey, without a proxy in front"
-    return RowStoreError(f"Redis at {masked(url)}: {text}. {remedy}.")
+    try:
+        yield
+    except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
+        text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        remedy = "Check its address, and that it runs"
+        if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
+            remedy = f"Set {PASSWORD_VARIABLE}"
+            if "HELLO" in text or "required" in text:  # the commands by which a client may log in
+                text = "asks for a password"
+        elif text.startswith("OOM") or "maxmemory" in text:
+            remedy = "Give Redis more memory, or remove other keys"
+        elif "CROSSSLOT" in text or "unknown command" in text:
+            remedy = "Use Redis 4 or later, or Valkey, without a proxy in front"
+        raise RowStoreError(f"Redis at {masked(url)}: {text}. {remedy}.") from None
 
 
 def check_url(url: str) -> None:
@@ -400,13 +232,22 @@ def check_url(url: str) -> None:
     options = parse_qs(parts.query, keep_blank_values=True)
     if parts.password is not None or "password" in options:
         raise ConfigError(
-            f"URL {masked(url)}: has a password, which other users of the machine can see. Set {PASSWORD_VARIABLE}, or give "
-            "redis_password_file."
+            f"URL {masked(url)}: has a password, which other users of the machine can see. Set {PASSWORD_VARIABLE}."
         )
     allowed = _TLS_OPTIONS if parts.scheme == "rediss" else ()
     if unknown := sorted(options.keys() - set(allowed)):
         text = f"has the option {unknown[0]!r}, and {parts.scheme}:// takes {', '.join(allowed) or 'none'}"
         raise ConfigError(f"URL {masked(url)}: {text}. Remove it.")
+
+
+def masked(url: str) -> str:
+    """Return `url` for a message: without a password, and without the options after "?"."""
+    parts = _split(url)
+    if not parts.netloc:
+        return parts.path.rpartition("@")[2]
+    host = parts.netloc.rpartition("@")[2]
+    user = f"{parts.username}@" if parts.username else ""
+    return f"{parts.scheme}://{user}{host}{parts.path}"
 
 
 def _split(url: str) -> SplitResult:

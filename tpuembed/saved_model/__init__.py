@@ -10,6 +10,7 @@ from tpuembed.saved_model.mapped_paths import (
     mapped_from,
     mapped_tensors,
     replace_paths,
+    without_rows,
 )
 from tpuembed.saved_model.relocate import Relocation, check_root, relocate_export, replace_file
 from tpuembed.saved_model.table_files import (
@@ -34,4 +35,5 @@ __all__ = [
     "replace_file",
     "replace_paths",
     "size_faults",
+    "without_rows",
 ]

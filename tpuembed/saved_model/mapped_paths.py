@@ -10,7 +10,7 @@ tensorflow/core/protobuf and tensorflow/core/framework.
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import PurePath, PurePosixPath
 from typing import Final
 
@@ -18,16 +18,27 @@ import google_crc32c
 
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import ArrayEntry, Manifest
-from tpuembed.protobuf import MalformedError, Message, bytes_field, edit_messages
+from tpuembed.protobuf import MalformedError, Message, bytes_field, edit_messages, varint_field
 
-__all__ = ["MappedTensor", "graph_crc32c", "mapped_folders", "mapped_from", "mapped_tensors", "replace_paths"]
+__all__ = [
+    "MappedTensor",
+    "graph_crc32c",
+    "mapped_folders",
+    "mapped_from",
+    "mapped_tensors",
+    "replace_paths",
+    "without_rows",
+]
 
 _OP: Final = b"ImmutableConst"
+_HANDLE_OP: Final = b"VarHandleOp"
 _PATH: Final = b"memory_region_name"
 _NODES: Final = ((2, 2, 1), (2, 2, 2, 1, 3))
 """meta_graphs.graph_def.node, and meta_graphs.graph_def.library.function.node_def."""
-_NODE_OP, _NODE_ATTR, _KEY, _VALUE = 2, 5, 1, 2
-_ATTR_BYTES, _ATTR_TYPE, _ATTR_SHAPE, _DIM, _DIM_SIZE = 2, 6, 7, 2, 1
+_FUNCTION_NODE: Final = (3,)
+_NODE_OP, _NODE_INPUT, _NODE_ATTR, _KEY, _VALUE = 2, 3, 5, 1, 2
+_ATTR_BYTES, _ATTR_TYPE, _ATTR_SHAPE, _ATTR_TENSOR, _DIM, _DIM_SIZE = 2, 6, 7, 8, 2, 1
+_TENSOR_DTYPE, _TENSOR_SHAPE = 1, 2
 _DTYPES: Final = {1: "float32", 3: "int32", 4: "uint8", 6: "int8", 9: "int64", 14: "bfloat16", 19: "float16"}
 _ITEM_BYTES: Final = {"float32": 4, "int32": 4, "uint8": 1, "int8": 1, "int64": 8, "bfloat16": 2, "float16": 2}
 
@@ -79,6 +90,36 @@ def replace_paths(graph: bytes, paths: Mapping[str, str]) -> bytes:
         return edit_messages(node, (_NODE_ATTR,), lambda entry: _with_path(entry, path))
 
     return _edit_nodes(graph, replace)
+
+
+def without_rows(graph: bytes, arrays: Collection[ArrayEntry]) -> bytes:
+    """Return saved_model.pb in which the mapped tensors of `arrays` have no rows, and no files. A gather of them always fails.
+
+    Raises:
+        MalformedError: the bytes are not a SavedModel.
+    """
+
+    def replace(node: bytes) -> bytes:
+        if _HANDLE_OP in node and _shared_name(node) in names:
+            return edit_messages(node, (_NODE_ATTR,), _without_first_size)
+        tensor = _tensor_of(node) if _OP in node else None
+        if tensor is None or not any(f"/{tensor.path}".endswith(f"/{array.file}") for array in arrays):
+            return node
+        node = edit_messages(node, (_NODE_OP,), lambda _: b"Const")
+        return edit_messages(node, (_NODE_ATTR,), lambda entry: _emptied(entry, tensor))
+
+    names = {array.name.encode() for array in arrays}
+
+    def in_function(function: bytes) -> bytes:
+        edited = edit_messages(function, _FUNCTION_NODE, replace)
+        if edited == function:
+            return function
+        # Inside of a function, an input names the output that it is: "tensor" of ImmutableConst, "output" of Const.
+        inputs = (*_FUNCTION_NODE, _NODE_INPUT)
+        return edit_messages(edited, inputs, lambda text: text.replace(b":tensor:", b":output:"))
+
+    nodes, (*functions, _) = _NODES
+    return edit_messages(edit_messages(graph, nodes, replace), tuple(functions), in_function)
 
 
 def mapped_from(graph: bytes, manifest: Manifest, folder: PurePath) -> bytes:
@@ -141,6 +182,40 @@ def _with_path(entry: bytes, path: str) -> bytes:
     if Message(entry).data(_KEY) != _PATH:
         return entry
     return bytes_field(_KEY, _PATH) + bytes_field(_VALUE, bytes_field(_ATTR_BYTES, os.fsencode(path)))
+
+
+def _emptied(entry: bytes, tensor: MappedTensor) -> bytes:
+    """Return an entry of the attributes of a constant without rows, from the entry of a node that maps `tensor`."""
+    key = Message(entry).data(_KEY)
+    if key == _PATH:  # TensorFlow ignores unknown attributes that begin with "_"
+        return bytes_field(_KEY, b"_" + _PATH) + bytes_field(_VALUE, Message(entry).data(_VALUE))
+    if key != b"shape":
+        return entry
+    number = next(number for number, name in _DTYPES.items() if name == tensor.dtype)
+    content = varint_field(_TENSOR_DTYPE, number) + bytes_field(_TENSOR_SHAPE, _shape_of(0, *tensor.shape[1:]))
+    return bytes_field(_KEY, b"value") + bytes_field(_VALUE, bytes_field(_ATTR_TENSOR, content))
+
+
+def _shared_name(node: bytes) -> bytes:
+    """Return the name of the variable of a node that returns its handle. Empty for other nodes."""
+    message = Message(node)
+    if message.data(_NODE_OP) != _HANDLE_OP:
+        return b""
+    entries = {entry.data(_KEY): entry.message(_VALUE) for entry in message.messages(_NODE_ATTR)}
+    return entries[b"shared_name"].data(_ATTR_BYTES) if b"shared_name" in entries else b""
+
+
+def _without_first_size(entry: bytes) -> bytes:
+    """Return an entry of the attributes of a variable's handle; if it is the shape, with 0 rows."""
+    if Message(entry).data(_KEY) != b"shape":
+        return entry
+    sizes = [dim.signed(_DIM_SIZE) for dim in Message(entry).message(_VALUE).message(_ATTR_SHAPE).messages(_DIM)]
+    value = bytes_field(_ATTR_SHAPE, _shape_of(0, *sizes[1:]))
+    return bytes_field(_KEY, b"shape") + bytes_field(_VALUE, value)
+
+
+def _shape_of(*sizes: int) -> bytes:
+    return b"".join(bytes_field(_DIM, varint_field(_DIM_SIZE, size)) for size in sizes)
 
 
 def _places(graph: bytes, manifest: Manifest) -> Iterator[tuple[str, ArrayEntry]]:

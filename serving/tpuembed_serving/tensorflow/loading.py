@@ -3,7 +3,7 @@
 import threading
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from tpuembed.cpus import available_cpus
 from tpuembed_serving.core.servable import Servable
@@ -14,6 +14,9 @@ from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 
 __all__ = ["WarmedUp", "load_version"]
+
+_ROW_STORE_SECONDS: Final = 5.0
+"""How long a node of Redis may take for an answer, while a thread waits that other requests could use."""
 
 
 class WarmedUp(Protocol):
@@ -34,6 +37,7 @@ def load_version(
     """
     with IMPORTING_TENSORFLOW:
         from tpuembed_serving.tensorflow import session as runtime
+        from tpuembed_serving.tensorflow.row_store import RowStoreOptions
 
     def give_up(_: int = 0) -> None:
         if stopping.is_set():
@@ -45,6 +49,11 @@ def load_version(
         per_model_batching=settings.batching.per_model,
         lookups=settings.lookups,
         lookup_threads=max(1, available_cpus() // settings.workers),
+        row_store=None
+        if settings.row_store is None
+        else RowStoreOptions(
+            settings.row_store, min(_ROW_STORE_SECONDS, settings.rest_timeout_ms / 1000), settings.max_request_memory
+        ),
     )
     if settings.verify_on_load:
         verify_checksums(version_dir, give_up)

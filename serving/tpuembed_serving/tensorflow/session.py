@@ -38,6 +38,7 @@ from tpuembed_serving.tensorflow.larger_than_memory import MAPPED, MappedVersion
 from tpuembed_serving.tensorflow.mapped_files import read_files
 from tpuembed_serving.tensorflow.native import Lookups, NativeCalls, native_calls
 from tpuembed_serving.tensorflow.packed import PackedCall, is_worth_packing
+from tpuembed_serving.tensorflow.row_store import RowStoreOptions, stored_calls
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
 __all__ = ["RunOptions", "SavedModelServable", "load"]
@@ -60,17 +61,19 @@ class RunOptions:
         threads: the size of TensorFlow's pool, on which such runs happen. All other runs stay on the calling thread, which is
             faster. A timeout has no effect there: TensorFlow checks it after the run (measured).
         per_model_batching: whether the version's own batching parameters are used.
-        may_read_disk: whether a run may wait for rows of mapped tables.
+        may_wait: whether a run may wait for rows of mapped tables, or of tables in Redis.
         lookups: what runs the lookups of exports with layout mmap: the C library, TensorFlow, or the faster one.
         lookup_threads: how many threads a call of the C library may use; None is one for each processor.
+        row_store: where the rows of versions without tables are; None if the server is not given one.
     """
 
     timeout_ms: int = 0
     threads: int = 1
     per_model_batching: bool = False
-    may_read_disk: bool = False
+    may_wait: bool = False
     lookups: Lookups = "auto"
     lookup_threads: int | None = None
+    row_store: RowStoreOptions | None = None
 
 
 class SavedModelServable:
@@ -116,7 +119,7 @@ class SavedModelServable:
         self.signature_defs: Mapping[str, Any] = {
             name: signature_json(meta_graph.signature_def[name]) for name in sorted(meta_graph.signature_def)
         }
-        self._is_steady = is_steady and not options.may_read_disk
+        self._is_steady = is_steady and not options.may_wait
         self._meta_graph, self._parameters, self._where = meta_graph, parameters, where
         self._merging: dict[str, Merging | None] = {}
         self._verdicts: dict[str, Verdict] = {}
@@ -242,7 +245,8 @@ class SavedModelServable:
             found = self._callables.get(signature.name)
             if found is not None:
                 return found
-            if self.manifest is not None and is_worth_packing(self.manifest, signature):
+            is_stored = self.manifest is not None and self.manifest.row_store is not None
+            if self.manifest is not None and is_worth_packing(self.manifest, signature) and not is_stored:
                 found = self._packed_call(self.manifest, signature)
             else:
                 found = self._make_callable(signature)
@@ -324,13 +328,20 @@ def load(
     gc.freeze()  # exclude the existing objects, among them TensorFlow's half a million, from the collection below
     manifest = check_files(version_dir)
     mapped = manifest if manifest is not None and manifest.layout == "mmap" else None
-    options = dataclasses.replace(options or RunOptions(), may_read_disk=mapped is not None and not prewarm)
+    stored = manifest if manifest is not None and manifest.row_store is not None else None
+    options = options or RunOptions()
+    # A run that waits for a disk or for Redis must not block the event loop.
+    options = dataclasses.replace(options, may_wait=stored is not None or (mapped is not None and not prewarm))
     parameters = _model_parameters(version_dir) if options.per_model_batching else None
     where = f"{version_dir.parent.name}/{version_dir.name}"
     try:
         if mapped and prewarm:
             read_files(version_dir, mapped, on_read)
-        native = native_calls(version_dir, manifest, options.lookups, options.lookup_threads, where)
+        native: NativeCalls | None
+        if stored is not None:
+            native = stored_calls(version_dir, stored, options.row_store, options.lookup_threads)
+        else:
+            native = native_calls(version_dir, manifest, options.lookups, options.lookup_threads, where)
         restored = _restore(version_dir, manifest, options)
         files = [version_dir / array.file for array in mapped.arrays] if mapped else []
         servable = SavedModelServable(

@@ -100,7 +100,7 @@ CHOSEN = {
     "--name": "n", "--host": "::1", "--rest-port": "1", "--grpc-port": "2", "--grpc-socket-path": "/s", "--workers": "3",
     "--grpc-channel-arguments": "grpc.max_connection_age_ms=5", "--access-log": "-", "--log-format": "json",
     "--max-request-memory": "2MiB", "--backend": "tf-serving", "--target": "host:1", "--default-model": "m",
-    "--lookups": "tensorflow",
+    "--lookups": "tensorflow", "--row-store": "redis://host:1",
 }  # fmt: skip
 FILES = {
     "--config": 'model_config_list { config { name: "m" base_path: "/m" model_platform: "tensorflow" } }',

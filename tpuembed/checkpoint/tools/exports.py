@@ -157,6 +157,8 @@ class _ExportTables:
         self.path = str(version)
         self._tables = {table.name: table for table in manifest.tables}
         self._stacks = {stack.name: stack for stack in manifest.stacks}
+        if manifest.row_store is not None:
+            raise ConfigError(f"export {version}: its rows are in Redis. Name the version that it was published from.")
         self._rows = {stack.name: StackRows(version, manifest, stack) for stack in manifest.stacks}
 
     def tables(self) -> dict[str, TableInfo]:

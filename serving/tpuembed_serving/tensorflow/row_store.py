@@ -1,0 +1,399 @@
+"""Looks up in rows that are in Redis, for versions that `tpuembed publish` wrote.
+
+A batch's rows are fetched at once, each of them one time. The C library then pools them, and whole models go on with their
+signature `from_activations`. So the answers are those of the export with layout mmap and `--lookups native`, to the last bit.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tpuembed.errors import ConfigError, MissingExtraError, RowStoreDataError, RowStoreError
+from tpuembed.id_messages import Span, outside_message
+from tpuembed.manifest import ActivationEntry, FeatureEntry, Manifest, RowStoreEntry, StackEntry, TableEntry
+from tpuembed.native_lookup import NativeLookups, available, mapped_array
+from tpuembed.row_store import RowKeys, RowStore, connect
+from tpuembed_serving.core.batch_deadline import remaining_seconds
+from tpuembed_serving.core.servable import Array, Signature
+from tpuembed_serving.core.status import Code, StatusError, invalid_argument, timed_out
+from tpuembed_serving.tensorflow.activations import NativeActivations
+from tpuembed_serving.tensorflow.native import Call, NativeCalls, Other
+
+__all__ = ["RowStoreOptions", "stored_calls"]
+
+_Rows = npt.NDArray[np.int64]
+
+_PADDING: Final = -1
+_MOST_INT64: Final = np.iinfo(np.int64).max
+_KEY_BYTES: Final = 256
+"""About the memory of a key and of Python's objects for it and its row."""
+_BITS_SET: Final = np.array([number.bit_count() for number in range(256)], np.int64)
+
+
+class RowStoreOptions(NamedTuple):
+    """Options of a server whose rows are in Redis.
+
+    Attributes:
+        url: of Redis.
+        timeout_seconds: how long a node may take for an answer.
+        max_bytes: about how much memory the rows of one batch may take.
+    """
+
+    url: str
+    timeout_seconds: float
+    max_bytes: int
+
+
+def stored_calls(
+    version_dir: Path, manifest: Manifest, options: RowStoreOptions | None, threads: int | None
+) -> NativeCalls:
+    """Return the calls of the version at `version_dir`, whose rows are in Redis.
+
+    Args:
+        version_dir: the version's folder.
+        manifest: of the version.
+        options: None if the server has none.
+        threads: how many threads one call may use; None is one for each processor.
+
+    Raises:
+        StatusError: FAILED_PRECONDITION, the server cannot look up in Redis.
+    """
+    where = f"version {version_dir.name}: its rows are in Redis"
+    if options is None:
+        raise StatusError(
+            Code.FAILED_PRECONDITION,
+            f"{where}. Start the server with --row-store redis://HOST:PORT, where it was published",
+        )
+    if fault := available():
+        raise StatusError(Code.FAILED_PRECONDITION, f"{where}, and native lookups pool them: {fault}")
+    return _StoredCalls(manifest, version_dir, options, threads)
+
+
+class _StoredCalls(NativeCalls):
+    """The calls of one version."""
+
+    def __init__(  # the base's options choose between two libraries
+        self, manifest: Manifest, version_dir: Path, options: RowStoreOptions, threads: int | None
+    ) -> None:
+        self._rows = _StoredRows(manifest, version_dir, options)
+        self._packing = manifest.packing
+        self._features = NativeLookups(manifest, version_dir, threads=threads) if manifest.features else None
+        self._model = None if manifest.features else _StoredActivations(manifest, version_dir, threads=threads)
+
+    def set_reads_ahead(self, reads_ahead: bool) -> None:
+        """Change nothing: no table is mapped."""
+
+    def answers_almost_all(self, signature: Signature) -> bool:
+        """Return True for all but `from_activations`."""
+        return signature.name != "from_activations"
+
+    def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:
+        """Return the call of `signature`. See NativeCalls."""
+        name, aliases = signature.name, [info.alias for info in signature.inputs]
+        run: Callable[[dict[str, Array]], Mapping[str, Array]]
+        if name == "from_activations":
+            return tensorflow
+        if self._features is not None and name == "serving_default":
+            run = functools.partial(self._looked_up, self._features)
+        elif self._features is not None and name == "packed":
+            run = functools.partial(self._packed, self._features)
+        elif self._model is not None and name == "serving_default":
+            run = functools.partial(self._answered, self._model, *other("from_activations"))
+        else:
+            return functools.partial(_refuse, name)
+
+        def call(*inputs: Array) -> list[Array]:
+            try:
+                found = run(dict(zip(aliases, inputs, strict=True)))
+            except RowStoreDataError as error:
+                raise _status(Code.DATA_LOSS, error) from None
+            except RowStoreError as error:
+                raise _status(Code.UNAVAILABLE, error) from None
+            except MissingExtraError as error:
+                raise _status(Code.FAILED_PRECONDITION, error) from None
+            except ConfigError as error:
+                raise invalid_argument(str(error).rstrip(".")) from None
+            return [found[info.alias] for info in signature.outputs]
+
+        return call
+
+    def _looked_up(self, lookups: NativeLookups, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        (found,) = self._rows.pooled([(lookups, lookups.rows_of(inputs), inputs)])
+        return found
+
+    def _packed(self, lookups: NativeLookups, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Return what `packed` does. Its matrix has the columns of each feature side by side, lists behind all others."""
+        matrix, places = inputs["ids"], self._packing.inputs
+        lists = sum(one.columns is None for one in places)
+        rest = matrix.shape[1] - sum(one.columns or 0 for one in places)
+        if rest < 0 or (rest % lists if lists else rest):
+            raise invalid_argument(f"Input ids has {matrix.shape[1]} columns, which do not fit the features")
+        widths = [one.columns or rest // lists for one in places]
+        columns = dict(zip([one.name for one in places], np.split(matrix, np.cumsum(widths)[:-1], axis=1), strict=True))
+        ids = [columns[one.name][:, 0] if one.input == "id" else columns[one.name] for one in lookups.features]
+        (found,) = self._rows.pooled([(lookups, ids, {})])
+        return {"activations": np.concatenate([found[one.name].reshape(len(matrix), -1) for one in places], axis=1)}
+
+    def _answered(
+        self, activations: "_StoredActivations", rest: Signature, run_rest: Call, inputs: dict[str, Array]
+    ) -> dict[str, Array]:
+        parts = activations.parts_of(inputs)
+        for found in self._rows.pooled(parts):
+            inputs |= activations.shaped(found, inputs)
+        outputs = run_rest(*[inputs[info.alias] for info in rest.inputs])
+        return dict(zip([info.alias for info in rest.outputs], outputs, strict=True))
+
+
+class _StoredActivations(NativeActivations):
+    """The lookups of a whole model. They have the rules of the layer's graph for ids and weights."""
+
+    def parts_of(self, inputs: Mapping[str, Array]) -> "list[_Part]":
+        """Return lookups with the ids and weights that each takes.
+
+        Raises:
+            StatusError: INVALID_ARGUMENT, an input does not fit.
+            ConfigError: a name is unknown.
+        """
+        parts: list[_Part] = []
+        for features, lookups in self._parts:
+            given: dict[str, Array] = {}
+            for one in features:
+                given[one.name] = ids = _ids_of(one, inputs[one.ids])
+                if one.weighted:
+                    is_padding = ids == (b"" if one.names == "string" else _PADDING)
+                    given[f"{one.name}_weights"] = _weights_of(one, is_padding, inputs[one.weights])
+            parts.append((lookups, lookups.rows_of(given), given))
+        return parts
+
+    def shaped(self, found: Mapping[str, Array], inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Return activations in the shape of their ids."""
+        ids = {one.name: one.ids for part, _ in self._parts for one in part if one.input == "id"}
+        return {
+            name: rows.reshape(*inputs[ids[name]].shape, rows.shape[-1]) if name in ids else rows
+            for name, rows in found.items()
+        }
+
+
+_Part = tuple[NativeLookups, Sequence[Array], Mapping[str, Array]]
+"""Lookups, the ids of their features, and their weights by name."""
+
+
+def _ids_of(feature: ActivationEntry, ids: Array) -> Array:
+    if feature.names != "string":
+        if ids.dtype == np.uint64:  # larger ones would become negative
+            ids = np.minimum(ids, np.uint64(_MOST_INT64))
+        ids = ids.astype(np.int64, copy=False)
+        if feature.input == "ids" and feature.out_of_vocabulary == "error" and not feature.names:
+            ids = np.maximum(ids, _PADDING)  # the layer drops all negative ids
+    return ids.reshape(-1) if feature.input == "id" else ids
+
+
+def _weights_of(feature: ActivationEntry, is_padding: Array, weights: Array) -> Array:
+    """Return the weights of a list. The weight of padding does not count.
+
+    Raises:
+        StatusError: INVALID_ARGUMENT, there is not one weight for each id.
+    """
+    ends = np.logical_and.accumulate(is_padding[:, ::-1], axis=1)[:, ::-1] if is_padding.size else is_padding
+    if weights.shape == is_padding.shape:
+        missing = np.count_nonzero(np.isnan(weights) & ~is_padding)
+        extra = np.count_nonzero(~np.isnan(weights) & (weights != 0) & ends)
+        if not (missing or extra):
+            return weights.astype(np.float32, copy=False)
+        fault = f" in every row; missing are {missing} and too many {extra}"
+    else:
+        fault = f"; their shapes are {list(weights.shape)} and {list(is_padding.shape)}"
+    raise invalid_argument(f"input {feature.weights} must have as many values as {feature.ids}{fault}")
+
+
+class _StoredRows:
+    """The rows of one version in Redis. Several threads may use it."""
+
+    def __init__(self, manifest: Manifest, version_dir: Path, options: RowStoreOptions) -> None:
+        assert manifest.row_store is not None
+        self._entry, self._options = manifest.row_store, options
+        stacks = {stack.name: stack for stack in manifest.stacks}
+        self._tables = {
+            table.name: _StoredTable(table, stacks[table.stack], manifest.row_store, version_dir)
+            for table in manifest.tables
+            if table.stack in manifest.row_store.arrays
+        }
+
+    def pooled(self, parts: Sequence[_Part]) -> list[dict[str, Array]]:
+        """Return the activations of each part. All rows are fetched at once.
+
+        Raises:
+            ConfigError: an id is outside its table.
+            RowStoreDataError: a row is missing, or has another length.
+            RowStoreError: Redis cannot be reached, or has not answered in time.
+            StatusError: RESOURCE_EXHAUSTED or DEADLINE_EXCEEDED.
+        """
+        chosen = [
+            [self._chosen(feature, ids) for feature, ids in zip(lookups.features, arrays, strict=True)]
+            for lookups, arrays, _ in parts
+        ]
+        by_table: dict[str, list[_Rows]] = {}
+        for one in (one for part in chosen for one in part if one is not None):
+            by_table.setdefault(one.table, []).append(one.rows[one.is_read])
+        wanted = {table: np.unique(np.concatenate(rows)) for table, rows in by_table.items()}
+        stored = self._fetched(wanted)
+        found = []
+        for (lookups, arrays, given), part in zip(parts, chosen, strict=True):
+            places = [
+                ids if one is None else one.places(wanted[one.table]) for ids, one in zip(arrays, part, strict=True)
+            ]
+            found.append(lookups.in_place_of(stored).pooled(places, given))
+        return found
+
+    def _chosen(self, feature: FeatureEntry, ids: Array) -> "_Chosen | None":
+        """Return the rows that a feature needs. None if its table is in the version."""
+        if feature.table not in self._tables:
+            return None
+        return _Chosen.of(feature, self._tables[feature.table].entry, ids)
+
+    def _fetched(self, wanted: Mapping[str, _Rows]) -> dict[str, Array]:
+        """Return uint8 [n, row_bytes] by table: the stored rows of `wanted`."""
+        tables = [self._tables[name] for name in wanted]
+        size = sum(
+            len(rows) * (table.stack.row_bytes + _KEY_BYTES)
+            for table, rows in zip(tables, wanted.values(), strict=True)
+        )
+        if size > self._options.max_bytes:
+            text = f"the rows of the request need about {size / 2**20:.1f} MiB of memory. The limit is"
+            limit = f"{self._options.max_bytes / 2**20:.1f} MiB (--max-request-memory)"
+            raise StatusError(Code.RESOURCE_EXHAUSTED, f"{text} {limit}. Send fewer rows per request")
+        places = [table.places(rows) for table, rows in zip(tables, wanted.values(), strict=True)]
+        arrays = [one for parts, _ in places for one in parts]
+        seconds = remaining_seconds()
+        if seconds is not None and seconds <= 0:
+            raise timed_out()
+        values = (
+            _store_of(self._options).read(RowKeys.of(self._entry.name, arrays))
+            if any(len(rows) for _, rows in arrays)
+            else []
+        )
+        found, start = {}, 0
+        for (name, rows), table, (_, order) in zip(wanted.items(), tables, places, strict=True):
+            own, start = values[start : start + len(rows)], start + len(rows)
+            stored = np.empty((len(rows), table.stack.row_bytes), np.uint8)
+            stored[order] = self._joined(table, own, rows[order])
+            found[name] = stored
+        return found
+
+    def _joined(self, table: "_StoredTable", values: Sequence[bytes | None], rows: _Rows) -> Array:
+        row_bytes = table.stack.row_bytes
+        if not set(map(type, values)) - {bytes} and not set(map(len, values)) - {row_bytes}:  # type: ignore[arg-type]
+            return np.frombuffer(b"".join(values), np.uint8).reshape(len(values), row_bytes)  # type: ignore[arg-type]
+        place = next(n for n, one in enumerate(values) if one is None or len(one) != row_bytes)
+        value = values[place]
+        fault = "is missing" if value is None else f"has {len(value)} bytes, and a row has {row_bytes}"
+        raise RowStoreDataError(
+            f"Redis at {_store_of(self._options).url}: model {self._entry.name}: row {rows[place] + table.entry.first_row} of "
+            f"table {table.entry.name} {fault}. Publish the version with --rewrite, and set maxmemory-policy noeviction."
+        )
+
+
+class _Chosen(NamedTuple):
+    """The rows of one feature.
+
+    Attributes:
+        table: its name.
+        rows: the row in the table of each id.
+        is_read: whether an id has a row.
+        is_padding: whether an id is padding. The others without a row are rows of zeros.
+    """
+
+    table: str
+    rows: _Rows
+    is_read: Array
+    is_padding: Array
+
+    @classmethod
+    def of(cls, feature: FeatureEntry, table: TableEntry, ids: Array) -> "_Chosen":
+        """Return the rows of `ids`.
+
+        Raises:
+            ConfigError: an id is outside the table, with the message of the export's graph.
+        """
+        if feature.max_sequence_length and feature.input == "ids":
+            ids = ids[:, : feature.max_sequence_length]
+        rows, policy = ids - table.first_row, feature.out_of_vocabulary
+        is_padding = (ids == _PADDING) if feature.input == "ids" else np.zeros(ids.shape, bool)
+        is_outside = ((rows < 0) | (rows >= table.rows)) & ~is_padding
+        if policy == "error" and is_outside.any():
+            place = tuple(np.argwhere(is_outside)[0].tolist())
+            span = Span(table.name, table.first_row, table.first_row + table.rows)
+            raise ConfigError(outside_message(feature.name, span, int(ids[place]), place[0]))
+        if not isinstance(policy, str):
+            rows = np.where(is_outside, policy - table.first_row, rows)
+            is_outside = np.zeros_like(is_outside)
+        return cls(table.name, rows, ~(is_padding | is_outside), is_padding)
+
+    def places(self, rows: _Rows) -> _Rows:
+        """Return ids that are places in the sorted `rows`. Ids without a row are padding, or behind the end."""
+        places = np.where(self.is_padding, _PADDING, len(rows))
+        places[self.is_read] = np.searchsorted(rows, self.rows[self.is_read])
+        return places
+
+
+class _StoredTable:
+    """The arrays that have the rows of one table."""
+
+    def __init__(self, entry: TableEntry, stack: StackEntry, store: RowStoreEntry, version_dir: Path) -> None:
+        self.entry, self.stack = entry, stack
+        self._own, self._words = store.arrays[stack.name], None
+        if stack.overlay is not None:
+            self._overlay = store.arrays[stack.overlay.rows.name]
+            self._words = mapped_array(version_dir, stack.overlay.words).view("<i4").reshape(-1, 2)
+
+    def places(self, rows: _Rows) -> tuple[list[tuple[str, _Rows]], _Rows]:
+        """Return the rows of arrays that `rows` of the table are, and int64 [n]: the place in `rows` of each of these.
+
+        Raises:
+            RowStoreDataError: the index of an overlay contradicts itself.
+        """
+        entry, stacked = self.entry, rows + self.entry.row_offset
+        if self._words is None:
+            return [(self._own, stacked)], np.arange(len(rows))
+        bits, ranks = self._words[stacked // 32].T
+        word, bit = np.ascontiguousarray(bits).view(np.uint32), np.uint32(1) << (stacked % 32).astype(np.uint32)
+        is_new = (word & bit) != 0
+        before = _BITS_SET[(word & (bit - np.uint32(1))).view(np.uint8).reshape(-1, 4)].sum(axis=1)
+        new, old = np.flatnonzero(is_new), np.flatnonzero(~is_new)
+        if len(old) and rows[old].max() >= entry.base_rows:
+            raise RowStoreDataError(
+                f"table {entry.name}: row {rows[old].max()} is neither in the base nor in the overlay. Export again."
+            )
+        places = [
+            (self._own, rows[old] + entry.base_row_offset),
+            (self._overlay, ranks[new].astype(np.int64) + 1 + before[new]),
+        ]
+        return places, np.concatenate([old, new])
+
+
+_connecting = threading.Lock()
+
+
+def _store_of(options: RowStoreOptions) -> RowStore:
+    """Return the connection of this process. The first request opens it, so that a version loads while Redis is away."""
+    with _connecting:
+        return _connected(options.url, options.timeout_seconds)
+
+
+@functools.cache
+def _connected(url: str, timeout_seconds: float) -> RowStore:
+    return connect(url, timeout_seconds=timeout_seconds)
+
+
+def _refuse(signature: str, *_: Array) -> list[Array]:
+    text = f"signature {signature} looks up in the graph, and the rows are in Redis. Send the inputs of serving_default"
+    raise StatusError(Code.UNIMPLEMENTED, text)
+
+
+def _status(code: Code, error: Exception) -> StatusError:
+    return StatusError(code, str(error).rstrip("."))
