@@ -189,6 +189,12 @@ def _serving() -> Iterator[Line]:
         native["native / tensorflow"],
         "native_models",
     )
+    redis = _result("redis")
+    for kind in ("one server", "cluster"):
+        for case in ("26 x 1 rows", "26 x 256 rows"):
+            times = {client: redis[kind][case][f"{client}, read"]["ms"] for client in ("redis-py", "valkey-glide")}
+            what = f"{case} from Redis, {kind}, with redis-py"
+            yield _faster(what, "ms", times["redis-py"], "valkey-glide", times["valkey-glide"], "redis")
     load = _result("load")["seconds to the first answer"]["server"]
     yield _faster("load 6 GiB, layout mmap", "s", load["mmap"], "layout variables", load["variables"], "load")
 
