@@ -162,8 +162,7 @@ def refusal(manifest: Manifest) -> str:
         return "it is a whole model, and native lookups are for exports of lookups"
     if manifest.layout != "mmap" and manifest.row_store is None:
         return f"its layout is {manifest.layout}, and native lookups map tables: export with layout mmap"
-    older = [one.name for one in manifest.features if _kind(one) == "list" and not one.combiner]
-    return f"its manifest does not have the combiner of feature {older[0]!r}: export again" if older else ""
+    return ""
 
 
 class NativeLookups:

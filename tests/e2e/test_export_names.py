@@ -173,7 +173,7 @@ def test_rows_are_those_of_a_dictionary(tmp_path: Path, dtype: Any, buckets: int
         version, inputs, expected(values, inputs, lambda name: rows.get(name, None if name == PADDING[dtype] else -1))
     )
     manifest = _manifest(version)
-    assert json.loads((version / "assets.extra" / "tpuembed.json").read_text())["format"] == 3
+    assert json.loads((version / "assets.extra" / "tpuembed.json").read_text())["requires"] == ["names"]
     (entry,) = manifest.names
     assert (entry.table, entry.dtype, entry.count, entry.oov_buckets) == (
         "users",

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -348,32 +347,12 @@ def test_a_compacted_overlay_has_the_signature_too(tmp_path: Path, monkeypatch: 
     assert_same(found[2], found[1])
 
 
-@pytest.mark.nightly
-def test_an_older_export_is_served_as_before(
-    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its manifest does not have the field."""
-    version = tmp_path / "m" / "1"
-    shutil.copytree(whole, version)
-    path = version / MANIFEST_PATH
-    manifest = json.loads(path.read_text())
-    del manifest["from_activations"]
-    path.write_text(json.dumps(manifest))
-    counts = Counts(monkeypatch)
-    inputs = whole_model.draw(np.random.default_rng(3), 100, 20)
-    with both(version) as (ours, theirs):
-        assert_same(run(ours, inputs), run(theirs, inputs))
-    assert (counts.native, counts.refused) == (0, 0)
-    said(next(message for message in caplog.messages if "TensorFlow runs it" in message))
-
-
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     model = named_model.build()
     version = export_model(model, tmp_path_factory.mktemp("names") / "m", layout="mmap").path
-    assert (
-        json.loads((version / MANIFEST_PATH).read_text())["format"] == 3
-    )  # a server that would take names for rows refuses it
+    # A server that would take names for rows refuses it.
+    assert json.loads((version / MANIFEST_PATH).read_text())["requires"] == ["names"]
     with both(version) as servables:
         yield servables
 

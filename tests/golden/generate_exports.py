@@ -1,9 +1,9 @@
-"""Write the goldens of exports: `python -m tests.golden.generate_exports FOLDER`, with the tpuembed whose exports are kept.
+"""The model of the golden exports, and its checkpoint: `python -m tests.golden.generate_exports FOLDER`.
 
-Each folder is a MODEL_DIR with version 1, beside `truth.npz`: requests, and what the trained model, or the tables, answer.
+Beside the checkpoint, truth.npz has a request, what the trained model answers, and the tables. README.md has the commands that
+export the checkpoint.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 
 ROWS = {"users": (20, 4), "videos": (30, 4)}
 
@@ -38,7 +38,7 @@ def build() -> Any:
 
 
 def main(folder: Path) -> None:
-    """Write checkpoint and exports into `folder`."""
+    """Write the checkpoint and truth.npz into `folder`."""
     random = np.random.default_rng(5)
     model = build()
     model.compile(optimizer="adam", loss="mse")
@@ -49,18 +49,13 @@ def main(folder: Path) -> None:
     batch = {"user": tf.constant(user), "watched": watched, "age": tf.constant(age)}
     goals = {"click": random.normal(size=(8, 1)), "watch": random.normal(size=(8, 2))}
     model.fit(tf.data.Dataset.from_tensors((batch, goals)).repeat(3), verbose=0)
-    prefix = tf.train.Checkpoint(model=model).write(str(folder / "checkpoint" / "ckpt"))
+    tf.train.Checkpoint(model=model).write(str(folder / "checkpoint" / "ckpt"))
     padded = watched.to_tensor(-1).numpy()
     answers = {name: np.array(value) for name, value in model(batch).items()}
     tables = {config.name: np.array(table) for config, table in model.get_layer("embedding").embedding_tables.items()}
     arrays: dict[str, Any] = {"ids": user, "watched": padded, "age": age, **answers, **tables}
     np.savez(folder / "truth.npz", **arrays)
-    for layout, storage in (("variables", "float32"), ("mmap", "int8")):
-        root: dict[str, Any] = {"serving_root": "/models"} if layout == "mmap" else {}
-        export_saved_model(prefix, folder / f"lookups_{layout}", layout=layout, storage=storage, workers=1, **root)
-        export_saved_model(prefix, folder / f"model_{layout}", layout=layout, model=build, workers=1, **root)
 
 
 if __name__ == "__main__":
-    os.chdir(sys.argv[1])  # so that no path of the machine is kept
-    main(Path())
+    main(Path(sys.argv[1]))

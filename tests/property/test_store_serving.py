@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from tests.support.stores import GcsStub
 from tpuembed.files import as_path, remote
-from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest, StackEntry, TableEntry
+from tpuembed.manifest import MANIFEST_PATH, FileEntry, FromActivations, Manifest, Packing, StackEntry, TableEntry
 from tpuembed_serving.core.servable import Servable, State
 from tpuembed_serving.models.model import ServedModel
 from tpuembed_serving.models.stores import puller as puller_module
@@ -50,6 +50,8 @@ def export(token: int, scratch: Path) -> dict[str, bytes]:
     )  # fmt: skip
     entries = {name: FileEntry(size=len(data), crc32c=google_crc32c.value(data)) for name, data in files.items()}
     Manifest(
+        packing=Packing(left_out="none"),
+        from_activations=FromActivations(left_out="none"),
         tool_version="0",
         source={},
         layout="variables",

@@ -6,7 +6,7 @@ from typing import Any
 from tensorflow.core.framework import node_def_pb2, types_pb2
 from tensorflow.core.protobuf import saved_model_pb2
 
-from tpuembed.manifest import Manifest, StackEntry, TableEntry
+from tpuembed.manifest import FromActivations, Manifest, Packing, StackEntry, TableEntry
 
 FILES = ("variables/variables.data-00001-of-00003", "variables/variables.data-00002-of-00003")
 
@@ -54,7 +54,16 @@ def manifest(layout: str = "mmap", **changes: Any) -> Manifest:
         TableEntry(name=f"t_{one.name}", rows=one.rows, dim=one.dim, dtype="float32", stack=one.name, row_offset=0)
         for one in stacks
     )
-    return Manifest(tool_version="0", source={}, layout=layout, tables=tables, stacks=tuple(stacks), signatures={})
+    return Manifest(
+        tool_version="0",
+        source={},
+        layout=layout,
+        tables=tables,
+        stacks=tuple(stacks),
+        signatures={},
+        packing=Packing(left_out="none"),
+        from_activations=FromActivations(left_out="none"),
+    )
 
 
 def stack(name: str, rows: int, dim: int, file: str, **changes: Any) -> StackEntry:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.messages import refused
 from tests.support.saved_model_graphs import FILES, manifest
 from tpuembed.errors import ConfigError
-from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest
+from tpuembed.manifest import MANIFEST_PATH, BaseEntry, FileEntry, Manifest
 
 
 def written(folder: Path, layout: str = "mmap") -> Path:
@@ -35,36 +35,6 @@ def of_table(**fields: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda content: content["tables"][0].update(fields)
 
 
-def test_a_table_of_an_older_export_says_nothing_of_quantization(tmp_path: Path) -> None:
-    spoil(written(tmp_path), lambda content: [table.pop("quantization") for table in content["tables"]])
-    found = Manifest.read(tmp_path)
-    assert found is not None
-    assert {table.quantization for table in found.tables} == {None}
-
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "manifests"
-
-
-@pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.json")), ids=lambda path: path.stem)
-def test_manifests_of_every_date_are_read(golden: Path, tmp_path: Path) -> None:
-    (tmp_path / MANIFEST_PATH).parent.mkdir()
-    (tmp_path / MANIFEST_PATH).write_text(golden.read_text())
-    found, text = Manifest.read(tmp_path), json.loads(golden.read_text())
-    assert found is not None
-    assert text["format"] == 1
-    again = json.loads(json.dumps(dataclasses.asdict(found)))
-    assert {name: text[name] for name in text if name != "format"} == _only_of(text, again)
-
-
-def _only_of(kept: Any, found: Any) -> Any:
-    """Return `found` without the fields that `kept` does not have, in all of its dicts."""
-    if isinstance(kept, dict):
-        return {name: _only_of(kept[name], found[name]) for name in kept if name in found}
-    if isinstance(kept, list):
-        return [_only_of(one, other) for one, other in zip(kept, found, strict=True)]
-    return found
-
-
 def test_what_a_later_version_adds_is_left_out(tmp_path: Path) -> None:
     path = written(tmp_path)
     old = Manifest.read(tmp_path)
@@ -77,6 +47,14 @@ def test_what_a_later_version_adds_is_left_out(tmp_path: Path) -> None:
     assert Manifest.read(tmp_path) == old
 
 
+def test_only_what_readers_must_know_is_required(tmp_path: Path) -> None:
+    assert json.loads(written(tmp_path).read_text())["requires"] == []
+    overlay = dataclasses.replace(manifest("mmap"), base=BaseEntry(version=1, fingerprint="x"))
+    overlay.write(tmp_path)
+    assert json.loads((tmp_path / MANIFEST_PATH).read_text())["requires"] == ["base"]
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "exports" / "model" / "1"
 INSIDE = ["/etc/passwd", "../1/x", "variables/../../x", "a/./b", "./a", "a//b", "a/", "", ".", "..", "a\0b", 5, None]
 
 
@@ -130,6 +108,9 @@ def test_other_files_too(tmp_path: Path, file: str) -> None:
         lambda content: content["files"]["saved_model.pb"].update(size=-3),
         lambda content: content.update(stacks=5),
         lambda content: content.update(format=9),
+        lambda content: content.update(requires=["names", "tides"]),
+        lambda content: content.pop("requires"),
+        lambda content: content.pop("packing"),
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_is_refused(tmp_path: Path, change: Any) -> None:
@@ -146,7 +127,7 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, change: Any) -> None
 def test_activations_are_of_inputs(tmp_path: Path, field: str, value: Any) -> None:
     path = tmp_path / MANIFEST_PATH
     path.parent.mkdir()
-    path.write_text((GOLDEN / "2026-11-from-activations.json").read_text())
+    path.write_text((GOLDEN / MANIFEST_PATH).read_text())
     found = Manifest.read(tmp_path)
     assert found is not None
     assert [one.name for one in found.from_activations.features] == ["user", "watched"]

@@ -64,7 +64,7 @@ class FeatureEntry:
         weighted: whether `<name>_weights` is an input too.
         max_sequence_length: if positive, its rows are not combined.
         out_of_vocabulary: "error" if ids that are not rows fail the request; "zeros", or the row to take instead.
-        combiner: of a list: "sum", "mean" or "sqrtn". Empty in exports that are older than this field.
+        combiner: of a list: "sum", "mean" or "sqrtn".
         names: "string" or "int64" if `serving_default` takes names of rows in place of their numbers; see NamesEntry. The
             padding of a list is then "" or -1. The signature `packed` of an export of lookups always takes row numbers.
     """
@@ -75,7 +75,7 @@ class FeatureEntry:
     weighted: bool
     max_sequence_length: int
     out_of_vocabulary: str | int
-    combiner: str = ""
+    combiner: str
     names: str = ""
 
 
@@ -208,8 +208,7 @@ class TableEntry:
     """A table's place in its stack: rows [row_offset, row_offset + rows) are its rows from `first_row` on.
 
     Attributes:
-        quantization: applied to its values before they were stored; None if there was none, or if the export is older
-            than this field.
+        quantization: applied to its values before they were stored; None if there was none.
         base_row_offset, base_rows: in a stack with an overlay: its rows [0, base_rows) are rows [base_row_offset,
             base_row_offset + base_rows) of the stack's file. The rows from `base_rows` on are all in the overlay.
     """

@@ -45,22 +45,11 @@ LOOKUP_SCOPE: Final = "tpuembed_lookup"
 outputs depends only on the ids of that row, and entries of -1 after a row's ids change nothing.
 """
 FORMAT: Final = 1
-"""The format number of a version whose tables are its own. A new field that readers need raises it. Other new fields do
-not, because readers ignore unknown fields.
+"""The format number. Readers refuse every other one. A new field does not raise it, because readers ignore unknown fields."""
+REQUIRED: Final = ("base", "names", "retrieval", "row_store")
+"""The fields that a reader has to understand if they are set. It would serve wrong rows, or lose files, if it ignored one. So
+each that is set is listed in `requires`, and readers refuse names that they do not know.
 """
-OVERLAY_FORMAT: Final = 2
-"""The format number of a version that has a base."""
-NAMES_FORMAT: Final = 3
-"""The format number of a version with features that take names. An older server would look names up as row numbers."""
-RETRIEVAL_FORMAT: Final = 4
-"""The format number of a version with an index of candidates. Older tools would not keep its arrays."""
-ROW_STORE_FORMAT: Final = 7
-"""The format number of a version whose rows are in a store. An older server would look for its tables."""
-
-_OLDER: Final = "the export is older than this signature"
-_OLDER_PACKING: Final = Packing(left_out=_OLDER)
-_OLDER_ACTIVATIONS: Final = FromActivations(left_out=_OLDER)
-
 T = TypeVar("T")
 
 
@@ -113,8 +102,8 @@ class Manifest:
     features: tuple[FeatureEntry, ...] = ()
     vocabularies: tuple[VocabularyEntry, ...] = ()
     padding: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
-    packing: Packing = _OLDER_PACKING
-    from_activations: FromActivations = _OLDER_ACTIVATIONS
+    packing: Packing
+    from_activations: FromActivations
     finite: bool = False
     base: BaseEntry | None = None
     histories: Mapping[str, HistoryEntry] = dataclasses.field(default_factory=dict)
@@ -160,11 +149,8 @@ class Manifest:
         """Write the manifest into `version_dir`, and create its folder."""
         path = version_dir / MANIFEST_PATH
         path.parent.mkdir(parents=True, exist_ok=True)
-        number = FORMAT if self.base is None else OVERLAY_FORMAT
-        number = NAMES_FORMAT if self.names else number
-        number = RETRIEVAL_FORMAT if self.retrieval is not None else number
-        number = ROW_STORE_FORMAT if self.row_store is not None else number
-        text = json.dumps({"format": number, **dataclasses.asdict(self)}, indent=1)
+        requires = [name for name in REQUIRED if getattr(self, name)]
+        text = json.dumps({"format": FORMAT, "requires": requires, **dataclasses.asdict(self)}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -193,28 +179,27 @@ class Manifest:
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> "Manifest":
-        if value["format"] not in range(FORMAT, ROW_STORE_FORMAT + 1):
+        if value["format"] != FORMAT:
+            raise ValueError(f"its format is {value['format']!r}, and this version of tpuembed reads {FORMAT}")
+        if unknown := [name for name in value["requires"] if name not in REQUIRED]:
             raise ValueError(
-                f"its format is {value['format']!r}, and this version reads {FORMAT} to {ROW_STORE_FORMAT}"
+                f"it requires {', '.join(map(str, unknown))}, and this version of tpuembed knows {', '.join(REQUIRED)}"
             )
         value["tables"] = tuple(_table(entry) for entry in value["tables"])
         value["stacks"] = tuple(_stack(entry) for entry in value["stacks"])
-        value["errors"] = {name: dict(entry) for name, entry in value.get("errors", {}).items()}
-        base = value.get("base")
+        value["errors"] = {name: dict(entry) for name, entry in value["errors"].items()}
+        base, retrieval = value["base"], value["retrieval"]
         value["base"] = None if base is None else _entry(BaseEntry, base)
         value["files"] = {path: _entry(FileEntry, entry) for path, entry in value["files"].items()}
-        value["features"] = tuple(_entry(FeatureEntry, entry) for entry in value.get("features", ()))
-        value["vocabularies"] = tuple(_entry(VocabularyEntry, entry) for entry in value.get("vocabularies", ()))
-        value["histories"] = {name: _history(entry) for name, entry in value.get("histories", {}).items()}
-        value["names"] = tuple(_names(entry) for entry in value.get("names", ()))
-        retrieval = value.get("retrieval")
+        value["features"] = tuple(_entry(FeatureEntry, entry) for entry in value["features"])
+        value["vocabularies"] = tuple(_entry(VocabularyEntry, entry) for entry in value["vocabularies"])
+        value["histories"] = {name: _history(entry) for name, entry in value["histories"].items()}
+        value["names"] = tuple(_names(entry) for entry in value["names"])
         value["retrieval"] = None if retrieval is None else _retrieval(retrieval)
-        if "packing" in value:
-            value["packing"] = _packing(value["packing"])
-        if "from_activations" in value:
-            value["from_activations"] = _from_activations(value["from_activations"])
+        value["packing"] = _packing(value["packing"])
+        value["from_activations"] = _from_activations(value["from_activations"])
         value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
-        row_store = value.get("row_store")
+        row_store = value["row_store"]
         value["row_store"] = None if row_store is None else _entry(RowStoreEntry, row_store)
         return _entry(cls, value)
 
@@ -229,13 +214,13 @@ def _entry(kind: type[T], value: Mapping[str, Any]) -> T:
 
 
 def _table(value: Mapping[str, Any]) -> TableEntry:
-    quantization = value.get("quantization")
+    quantization = value["quantization"]
     found = None if quantization is None else _entry(QuantizationEntry, quantization)
     return _entry(TableEntry, {**value, "quantization": found})
 
 
 def _stack(value: Mapping[str, Any]) -> StackEntry:
-    overlay = value.get("overlay")
+    overlay = value["overlay"]
     if overlay is not None:
         arrays = {name: _entry(ArrayEntry, overlay[name]) for name in ("rows", "words")}
         overlay = _entry(OverlayEntry, {**overlay, **arrays})

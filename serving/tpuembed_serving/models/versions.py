@@ -138,8 +138,9 @@ def check_files(version_dir: Path) -> Manifest | None:
         )
     try:
         manifest = Manifest.read(version_dir)
-    except ConfigError:
-        raise _damaged(version_dir, f"{MANIFEST_PATH} is not a tpuembed manifest") from None
+    except ConfigError as error:  # clients see this status, and not where the server keeps its models
+        fault = str(error).removeprefix(f"manifest {version_dir / MANIFEST_PATH}: ").removesuffix(". Export again.")
+        raise _damaged(version_dir, f"{MANIFEST_PATH}: {fault}") from None
     for file, fault in size_faults(version_dir, manifest) if manifest else ():
         raise _damaged(version_dir, f"{file}, {fault}")
     for file, entry in manifest.files.items() if manifest else ():

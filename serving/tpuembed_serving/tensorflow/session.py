@@ -22,7 +22,7 @@ from tensorflow.python.client import pywrap_tf_session as tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
-from tpuembed.manifest import LOOKUP_SCOPE, Manifest
+from tpuembed.manifest import Manifest
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
 from tpuembed_serving.batching.known_ids import known_ids
 from tpuembed_serving.batching.merging import find_merging, with_padding
@@ -151,21 +151,12 @@ class SavedModelServable:
             self._verdicts[name] = prove(self._meta_graph, name, is_export=self.manifest is not None)
         return self._verdicts[name]
 
-    def _has_marks(self) -> bool:
-        """Returns True if the graph marks its lookups for the proof."""
-        graph = self._meta_graph.graph_def
-        bodies = (graph.node, *(function.node_def for function in graph.library.function))
-        return any(LOOKUP_SCOPE in node.name for body in bodies for node in body)
-
     def _find_merging(self, signature: Signature) -> Merging | None:
         verdict = self._verdict(signature.name)
         if verdict.is_proven and self.manifest is not None and is_worth_packing(self.manifest, signature):
             verdict = self._verdict("packed")  # this one runs
-        # Exports that are older than the proof have no marks in their graphs. Their manifest says that they are lookups.
-        is_older = self.manifest is not None and bool(self.manifest.features) and not self._has_marks()
-        is_proven = verdict.is_proven or is_older
         is_search = self.manifest is not None and self.manifest.retrieval is not None  # a loop over the queries
-        if not is_proven and signature.inputs and not is_search:
+        if not verdict.is_proven and signature.inputs and not is_search:
             text = "%s: signature %s: requests are not batched: %s. Give --enable-batching to batch them anyway"
             logger.warning(text, self._where, signature.name, verdict.reason, extra=ONCE)
         return find_merging(
@@ -173,7 +164,7 @@ class SavedModelServable:
             _shapes(self._meta_graph.signature_def[signature.name]),
             self.manifest,
             self._parameters,
-            is_proven=is_proven,
+            is_proven=verdict.is_proven,
             is_steady=self._is_steady,
         )
 

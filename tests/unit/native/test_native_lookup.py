@@ -275,14 +275,13 @@ def test_what_exports_are_refused(pair: Pair, tmp_path: Path) -> None:
         )
 
     assert refusal(manifest) == ""
-    assert "combiner of feature" in refusal(changed(combiner=""))
     assert "whole model" in refusal(dataclasses.replace(manifest, features=()))
     assert "its layout is variables" in refusal(dataclasses.replace(manifest, layout="variables"))
     for fields in ({"combiner": "max"}, {"out_of_vocabulary": "drop"}, {"out_of_vocabulary": 10**6}, {"table": "x"}):
         with refused(ConfigError):
             NativeLookups(changed(**fields), pair.case.path)
     with pytest.raises(ConfigError, match=r"whole model"):
-        NativeLookups(changed(combiner="").__class__(**{**vars(manifest), "features": ()}), pair.case.path)
+        NativeLookups(dataclasses.replace(manifest, features=()), pair.case.path)
     with pytest.raises(ConfigError, match=r"cannot be mapped"):
         NativeLookups(manifest, tmp_path)
 

@@ -1,6 +1,5 @@
 """The signature `from_activations`: what it computes, and why it is left out where its inputs are not looked up alone."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -91,21 +90,6 @@ def test_the_manifest_describes_it(whole: Any) -> None:
     assert inputs["steps"].shape == (None, 2, 9)
     assert inputs["light"].shape == (None, 4)
     assert {name for name, spec in inputs.items() if spec.dtype != "float32"} == set()
-
-
-def test_an_older_manifest_says_so(whole: Any, tmp_path: Path) -> None:
-    import json
-
-    _, path, _ = whole
-    manifest = Manifest.read(path)
-    assert manifest is not None
-    value = {"format": 1, **dataclasses.asdict(manifest)}
-    del value["from_activations"]
-    (tmp_path / "assets.extra").mkdir()
-    (tmp_path / "assets.extra" / "tpuembed.json").write_text(json.dumps(value))
-    older = Manifest.read(tmp_path)
-    assert older is not None
-    assert older.from_activations == FromActivations(left_out="the export is older than this signature")
 
 
 def test_lookups_have_none(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, exp
 from tpuembed.checkpoint.tools import describe_export
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tpuembed.export.graph.vocabularies import compare_vocabularies, vocabularies_of
-from tpuembed.manifest import MANIFEST_PATH, Manifest
+from tpuembed.manifest import Manifest
 
 WORDS = ["ant", "bee", "cow", "doe", "eel"]
 
@@ -475,15 +475,3 @@ def test_a_layer_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     )
     with refused(ConfigError, match="layer 'words'"):
         export_model(keras.Model(x, rows), tmp_path / "m")
-
-
-def test_a_manifest_from_before_these_fields_is_read(tmp_path: Path) -> None:
-    report = export_model(build(), tmp_path / "m")
-    path = report.path / MANIFEST_PATH
-    content = json.loads(path.read_text())
-    for field in ("vocabularies", "padding"):
-        content.pop(field)
-    path.write_text(json.dumps(content))
-    manifest = Manifest.read(report.path)
-    assert manifest is not None
-    assert (manifest.vocabularies, manifest.padding) == ((), {})

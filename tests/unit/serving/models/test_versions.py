@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.messages import refused
 from tests.support.serving.doubles import make_version
-from tpuembed.manifest import Manifest, StackEntry, TableEntry
+from tpuembed.manifest import FromActivations, Manifest, Packing, StackEntry, TableEntry
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.versions import check_files, find_versions, fingerprint, parse_version
 
@@ -52,7 +52,14 @@ def stack(size: int) -> StackEntry:
 def write_manifest(path: Path, size: int) -> None:
     table = TableEntry(name="t", rows=2, dim=2, dtype="float32", stack="stack", row_offset=0)
     Manifest(
-        tool_version="0", source={}, layout="variables", tables=(table,), stacks=(stack(size),), signatures={}
+        packing=Packing(left_out="none"),
+        from_activations=FromActivations(left_out="none"),
+        tool_version="0",
+        source={},
+        layout="variables",
+        tables=(table,),
+        stacks=(stack(size),),
+        signatures={},
     ).write(path)
 
 
@@ -88,4 +95,7 @@ def test_a_broken_manifest_is_refused_without_its_path(tmp_path: Path) -> None:
     (path / "assets.extra" / "tpuembed.json").write_text("{", encoding="utf-8")
     with pytest.raises(StatusError) as caught:
         check_files(path)
-    assert caught.value.message == "version 6: assets.extra/tpuembed.json is not a tpuembed manifest. Export it again"
+    assert caught.value.message == (
+        "version 6: assets.extra/tpuembed.json: not a tpuembed manifest: Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1). Export it again"
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tpuembed.manifest import Manifest, StackEntry, TableEntry
+from tpuembed.manifest import FromActivations, Manifest, Packing, StackEntry, TableEntry
 from tpuembed_serving.core.memory import MemoryLimit, memory_limit
 from tpuembed_serving.core.servable import State, VersionProgress
 from tpuembed_serving.telemetry import state_log
@@ -111,7 +111,16 @@ def mapped(folder: Path, size: int) -> Path:
     table = TableEntry(name="t", rows=size // 4, dim=1, dtype="float32", stack="s", row_offset=0)
     folder.mkdir(parents=True)
     (folder / "t.bin").write_bytes(bytes(size))
-    Manifest(tool_version="0", source={}, layout="mmap", tables=(table,), stacks=(stack,), signatures={}).write(folder)
+    Manifest(
+        tool_version="0",
+        source={},
+        layout="mmap",
+        tables=(table,),
+        stacks=(stack,),
+        signatures={},
+        packing=Packing(left_out="none"),
+        from_activations=FromActivations(left_out="none"),
+    ).write(folder)
     return folder
 
 
