@@ -152,7 +152,7 @@ def run_export(
     path, streamed, removed = done.path, done.streamed, tuple[int, ...]()
     version = int(path.name)
     if options.keep is not None:
-        removed = prune_after(model_dir, keep=options.keep, version=version, in_use={version: "just exported"})
+        removed = prune_after(model_dir, keep=options.keep, version=version)
     return ExportReport(
         path=cast("Path", path),
         version=version,

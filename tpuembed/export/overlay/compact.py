@@ -26,7 +26,7 @@ from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.shard import ignore
 from tpuembed.files import FilePath, flush
 from tpuembed.files.links import clone
-from tpuembed.manifest import Manifest, StackEntry
+from tpuembed.manifest import ArrayEntry, Manifest, StackEntry
 from tpuembed.saved_model import GRAPH_FILE, file_crc32c, mapped_folders
 from tpuembed.saved_model.stack_rows import StackRows
 from tpuembed.tensor_bundle import crc
@@ -34,7 +34,7 @@ from tpuembed.tensor_bundle import crc
 if TYPE_CHECKING:
     from tpuembed.export.graph.saved_model import SavedGraph
 
-__all__ = ["CompactReport", "compact_version", "write_full"]
+__all__ = ["CompactReport", "compact_version"]
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -112,8 +112,7 @@ def compact_version(
         for path, lock in left.items():  # of other versions
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
-        root = _root(source, manifest)
-        path, reused = write_full(source, manifest, staging, folder, root, None, on_progress)
+        path, reused = _write_full(source, manifest, staging, folder, on_progress)
         shutil.rmtree(staging, ignore_errors=True)
     return CompactReport(
         path=path,
@@ -124,28 +123,12 @@ def compact_version(
     )
 
 
-def write_full(
-    source: Path,
-    manifest: Manifest,
-    staging: Path,
-    model_dir: Path,
-    root: str | None,
-    version: int | None,
-    on_progress: Callable[[int, int], None] = ignore,
-    *,
-    subject: str | None = None,
+def _write_full(
+    source: Path, manifest: Manifest, staging: Path, model_dir: Path, on_progress: Callable[[int, int], None]
 ) -> tuple[Path, int]:
-    """Publish the overlay in the folder `source` as a full version of `model_dir`.
+    """Publish the overlay `source` as the next version of `model_dir`, a full one.
 
-    Args:
-        source: has all files of the overlay, those of the base included.
-        manifest: of the overlay.
-        staging: an existing folder on the disk of `model_dir`, perhaps with the files of an interrupted run.
-        model_dir: the folder of the versions.
-        root: MODEL_DIR as the server sees it; None for `model_dir`.
-        version: the number to publish; None for the next one.
-        on_progress: called with (bytes done, bytes in total).
-        subject: what an error about damaged rows is about; None for the version `source`.
+    `staging` may have the files of an interrupted run.
 
     Returns:
         The path of the new version, and the bytes of tables that were there already, or are shared with the base.
@@ -153,7 +136,7 @@ def write_full(
     Raises:
         ExportError: a file is damaged, or there is no room. Nothing was published.
     """
-    check_free(model_dir, version)
+    check_free(model_dir, None)
     total = sum(stack.rows * stack.row_bytes for stack in manifest.stacks)
     tables = staging / "tables"
     tables.mkdir(exist_ok=True)
@@ -165,23 +148,22 @@ def write_full(
             f"{format_bytes(free)} ({free} bytes) free. Free space."
         )
     done = reused = 0
-    subject = subject or f"version {source}"
 
     def count(size: int) -> None:
         on_progress(done + size, total)
 
     crc32c = {}
     for stack in manifest.stacks:
-        crc32c[stack.name], kept = _write_stack(source, subject, stack, manifest, tables, count)
+        crc32c[stack.name], kept = _write_stack(source, stack, manifest, tables, count)
         done += stack.rows * stack.row_bytes
         reused += kept
-    writer = _FullWriter(source, manifest, staging, model_dir, root, version)
+    writer = _FullWriter(source, manifest, staging, model_dir)
     streamed = StreamReport(
         folder=tables,
         crc32c=crc32c,
         bytes_written=total,
         bytes_reused=reused,
-        errors=_errors_of(manifest),
+        errors={table: TableError(**error) for table, error in manifest.errors.items()},
         seconds=0.0,
         worker_peak_rss_bytes=0,
     )
@@ -212,12 +194,7 @@ def _begin_stack(source: Path, stack: StackEntry, folder: Path) -> int:
 
 
 def _write_stack(
-    source: Path,
-    subject: str,
-    stack: StackEntry,
-    manifest: Manifest,
-    folder: Path,
-    on_written: Callable[[int], None],
+    source: Path, stack: StackEntry, manifest: Manifest, folder: Path, on_written: Callable[[int], None]
 ) -> tuple[int, int]:
     """Write all rows of a stack into its file in `folder`, where they differ from what is there.
 
@@ -228,31 +205,26 @@ def _write_stack(
     if path.stat().st_nlink > 1:  # it is the base's file
         reused, wanted = stack.size, stack.crc32c
     else:
-        reused, wanted = _merge(source, subject, stack, manifest, path, on_written)
+        reused, wanted = _merge(source, stack, manifest, path, on_written)
         flush(path)
     found = file_crc32c(path)
     if found != wanted:
         path.unlink()
         raise ExportError(
-            f"{subject}: the rows of stack {stack.name!r} have the CRC32C {found:#010x}, but those that were exported have "
+            f"version {source}: the rows of stack {stack.name!r} have the CRC32C {found:#010x}, but those that were exported have "
             f"{wanted:#010x}. Verify it: tpuembed verify."
         )
     return found, reused
 
 
 def _merge(
-    source: Path,
-    subject: str,
-    stack: StackEntry,
-    manifest: Manifest,
-    path: Path,
-    on_written: Callable[[int], None],
+    source: Path, stack: StackEntry, manifest: Manifest, path: Path, on_written: Callable[[int], None]
 ) -> tuple[int, int]:
     """Write the rows of a stack into the file `path`. Return how many bytes were there already, and the wanted CRC32C."""
     expected = stack.crc32c if stack.overlay is None else stack.overlay.crc32c
     if expected is None:  # the rows were found by stamps, so nobody has read all of them
         for array in stack.arrays:
-            _check_file(subject, source / array.file, array.crc32c)
+            _check_file(source, array)
     rows, reused, written, merged = StackRows(source, manifest, stack), 0, 0, 0
     step = max(1, _CHUNK_BYTES // stack.row_bytes)
     with open(path, "r+b", buffering=0) as file:
@@ -293,23 +265,14 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _check_file(subject: str, path: Path, crc32c: int) -> None:
+def _check_file(source: Path, array: ArrayEntry) -> None:
+    path = source / array.file
     found = file_crc32c(path)
-    if found != crc32c:
+    if found != array.crc32c:
         raise ExportError(
-            f"{subject}: its file {path.name} has the CRC32C {found:#010x}, but it was written with {crc32c:#010x}. Verify it: "
-            "tpuembed verify."
+            f"version {source}: its file {path.name} has the CRC32C {found:#010x}, but it was written with {array.crc32c:#010x}. "
+            "Verify it: tpuembed verify."
         )
-
-
-def _errors_of(manifest: Manifest) -> dict[str, TableError]:
-    """Return the errors of its storage. Fields of newer versions are left out."""
-    known = {field.name for field in dataclasses.fields(TableError)}
-    return {
-        table: TableError(**{name: value for name, value in error.items() if name in known})
-        for table, error in manifest.errors.items()
-        if "storage" in error
-    }
 
 
 class _FullWriter:
@@ -317,19 +280,17 @@ class _FullWriter:
 
     tables_key = ""
 
-    def __init__(
-        self, source: Path, manifest: Manifest, staging: Path, model_dir: Path, root: str | None, version: int | None
-    ) -> None:
+    def __init__(self, source: Path, manifest: Manifest, staging: Path, model_dir: Path) -> None:
         self.plan = _plan_of(manifest)
         self.path = staging / "version"
-        self._model_dir, self._version = model_dir, version
-        self.layout: Layout = choose_layout(manifest.layout, model_dir, root)
+        self._model_dir = model_dir
+        self.layout: Layout = choose_layout(manifest.layout, model_dir, _root(source, manifest))
         shutil.rmtree(self.path, ignore_errors=True)
         take_full_graph(source, self.path)
         (self.path / FULL_GRAPH.parent / "tpuembed.json").unlink(missing_ok=True)
 
     def publish(self, settle: Callable[[str], None]) -> Path:
-        return publish_folder(self.path, self._model_dir, self._version, settle)
+        return publish_folder(self.path, self._model_dir, None, settle)
 
 
 def _plan_of(manifest: Manifest) -> ExportPlan:

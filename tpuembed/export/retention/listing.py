@@ -19,7 +19,6 @@ __all__ = [
     "VersionInfo",
     "bases_of",
     "bytes_only_in",
-    "fault_of",
     "is_whole",
     "list_versions",
     "local_model_dir",
@@ -79,7 +78,7 @@ def _info(number: int, path: Path) -> VersionInfo | None:
     try:
         manifest = Manifest.read(path)
         layout = manifest.layout if manifest else ""
-        fault, bases = fault_of(path, manifest), tuple(sorted(bases_of(path)))
+        fault, bases = _fault_of(path, manifest), tuple(sorted(bases_of(path)))
     except ConfigError as error:
         fault = str(error)
     own = bytes_only_in([path])
@@ -130,10 +129,10 @@ def is_whole(version_dir: Path) -> bool:
     Raises:
         ConfigError: its manifest cannot be read.
     """
-    return not fault_of(version_dir, Manifest.read(version_dir))
+    return not _fault_of(version_dir, Manifest.read(version_dir))
 
 
-def fault_of(version_dir: Path, manifest: Manifest | None) -> str:
+def _fault_of(version_dir: Path, manifest: Manifest | None) -> str:
     """Return why no server would load the version, as far as the sizes of its files tell; empty if one would."""
     if not (version_dir / GRAPH_FILE).is_file():
         return f"{GRAPH_FILE} is missing"

@@ -91,10 +91,10 @@ def prune_versions(
     return PruneReport(model_dir=folder, kept=kept, removed=removed, bytes_freed=freed, dry_run=dry_run)
 
 
-def prune_after(model_dir: str | FilePath, *, keep: int, version: int, in_use: Mapping[int, str]) -> tuple[int, ...]:
+def prune_after(model_dir: str | FilePath, *, keep: int, version: int) -> tuple[int, ...]:
     """Remove old versions once `version` is published, and return them. A failure is a warning: the version is there."""
     try:
-        return prune_versions(model_dir, keep=keep, in_use=lambda _: in_use).removed
+        return prune_versions(model_dir, keep=keep, in_use=lambda _: {version: "just exported"}).removed
     except TpuEmbedError as error:
         warn(f"version {version} is published, but old versions could not be removed: {error}")
         return ()
