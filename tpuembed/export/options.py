@@ -42,7 +42,8 @@ class ExportOptions:
         base: write an overlay of a version of `model_dir`: its number, or "latest". The version then links the files of
             its base and has only the rows that changed, unless these are too many. None for a full version.
         keep: then remove all versions but the newest `keep`, see `prune_versions`; None removes none.
-        resume: reuse the shards that an interrupted run of the same export finished in `model_dir`; False removes them.
+        resume: reuse the shards that an interrupted run of the same export finished in `model_dir`; False removes them. In a
+            store, no shards are kept.
     """
 
     rows: RowRanges | None = None

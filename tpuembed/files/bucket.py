@@ -1,18 +1,18 @@
 """A bucket of S3, or of a store with its API, opened for writing: objects, conditional writes, uploads in parts.
 
 It uses Amazon's own client, which finds credentials, region and endpoint as Amazon's tools do. The need for it beside
-obstore: several machines upload the parts of one object, and a killed export resumes. obstore has no such uploads.
+obstore: several machines upload the parts of one object. obstore has no such uploads.
 Every failure raises an OSError with one line as its `strerror`.
 """
 
 import base64
 import contextlib
 import dataclasses
-import email.utils
 import errno
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from tpuembed.errors import MissingExtraError, one_line
 from tpuembed.files.store_errors import NOT_ALLOWED, refusal
 from tpuembed.files.types import MissingBucketError
 
-__all__ = ["Bucket", "Part", "Stored", "content_md5", "md5"]
+__all__ = ["Bucket", "Head", "content_md5", "md5"]
 
 _TRIES: Final = 8
 """Tries of a request whose failure may be temporary: 500, 503, time-outs, broken connections."""
@@ -31,28 +31,15 @@ _CONNECTIONS: Final = 16
 _SIGNED_SECONDS: Final = 6 * 3600
 _MAX_PUT_BYTES: Final = 5 << 30
 _DELETED_AT_ONCE: Final = 1000
+_TOKEN: Final = "tpuembed-write"
+"""The metadata by which a writer knows an object as its own."""
 _DENIED: Final = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "403", "401")
 _NO_CREDENTIALS: Final = "no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true"
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """An object.
-
-    Attributes:
-        data: its bytes.
-        tag: its ETag.
-        age_seconds: time since it was written, by the store's clock.
-    """
-
-    data: bytes
-    tag: str
-    age_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A finished part of an upload, or an object."""
+class Head:
+    """An object without its bytes."""
 
     tag: str
     size: int
@@ -88,14 +75,7 @@ class Bucket:
 
     def create(self, key: str, data: bytes) -> str:
         """Write a new object and return its ETag. Raises FileExistsError if the object exists."""
-        try:
-            return self._put(key, data, IfNoneMatch="*")
-        except FileExistsError:
-            # If an answer was lost, the client has retried: then this is the object it wrote.
-            found = self.get(key)
-            if found is None or found.data != data:
-                raise
-            return found.tag
+        return self._put(key, data, IfNoneMatch="*")
 
     def replace(self, key: str, data: bytes, tag: str) -> str:
         """Replace the object that has the ETag `tag`, and return the new ETag.
@@ -104,17 +84,7 @@ class Bucket:
             FileExistsError: the object has changed.
             FileNotFoundError: the object is gone; MissingBucketError if the bucket does not exist.
         """
-        try:
-            return self._put(key, data, IfMatch=tag)
-        except (FileExistsError, FileNotFoundError) as error:
-            if isinstance(error, MissingBucketError):
-                raise
-            found = self.get(key)
-            if found is None:
-                raise FileNotFoundError(errno.ENOENT, error.strerror, self._url(key)) from None
-            if found.data != data:
-                raise FileExistsError(errno.EEXIST, error.strerror, self._url(key)) from None
-            return found.tag
+        return self._put(key, data, IfMatch=tag)
 
     def put(self, key: str, path: Path) -> None:
         """Write the bytes of a file."""
@@ -127,25 +97,27 @@ class Bucket:
                 self._client.put_object(Bucket=self.name, Key=key, Body=file, ContentMD5=content_md5(digest))
 
     def _put(self, key: str, data: bytes, **conditions: str) -> str:
-        with self._failing(key):
-            digest = content_md5(md5(data).digest())
-            answer = self._client.put_object(Bucket=self.name, Key=key, Body=data, ContentMD5=digest, **conditions)
-        return str(answer["ETag"])
+        token = secrets.token_hex(16)
+        try:
+            with self._failing(key):
+                digest = content_md5(md5(data).digest())
+                answer = self._client.put_object(
+                    Bucket=self.name, Key=key, Body=data, ContentMD5=digest, Metadata={_TOKEN: token}, **conditions
+                )
+                return str(answer["ETag"])
+        except (FileExistsError, FileNotFoundError):
+            # If an answer was lost, the client has retried, and met the object that it wrote. Others may have the same bytes.
+            with contextlib.suppress(FileNotFoundError), self._failing(key):
+                found = self._client.head_object(Bucket=self.name, Key=key)
+                if found["Metadata"].get(_TOKEN) == token:
+                    return str(found["ETag"])
+            raise
 
-    def get(self, key: str) -> Stored | None:
-        """Return the object, or None if there is none."""
-        with contextlib.suppress(FileNotFoundError), self._failing(key):
-            answer = self._client.get_object(Bucket=self.name, Key=key)
-            data = answer["Body"].read()
-            now = email.utils.parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-            return Stored(data, str(answer["ETag"]), (now - answer["LastModified"]).total_seconds())
-        return None
-
-    def head(self, key: str) -> Part | None:
+    def head(self, key: str) -> Head | None:
         """Return ETag and size of the object, or None if there is none."""
         with contextlib.suppress(FileNotFoundError), self._failing(key):
             answer = self._client.head_object(Bucket=self.name, Key=key)
-            return Part(str(answer["ETag"]), int(answer["ContentLength"]))
+            return Head(str(answer["ETag"]), int(answer["ContentLength"]))
         return None
 
     def children(self, prefix: str) -> list[str]:
@@ -182,14 +154,6 @@ class Bucket:
             pages = self._pages("list_multipart_uploads", Prefix=prefix)
             found = [(entry["Key"], entry["UploadId"]) for page in pages for entry in page.get("Uploads", ())]
         return [(key, upload) for key, upload in found if key.startswith(prefix)]
-
-    def parts(self, key: str, upload: str) -> Mapping[int, Part] | None:
-        """Return the finished parts of an upload by number, or None if the upload does not exist any more."""
-        with contextlib.suppress(FileNotFoundError), self._failing(key):
-            pages = self._pages("list_parts", Key=key, UploadId=upload)
-            found = [entry for page in pages for entry in page.get("Parts", ())]
-            return {entry["PartNumber"]: Part(entry["ETag"], entry["Size"]) for entry in found}
-        return None
 
     def sign_part(self, key: str, upload: str, number: int) -> str:
         """Return a URL that accepts a PUT of the part from anyone, for some hours."""

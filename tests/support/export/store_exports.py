@@ -1,9 +1,11 @@
 """Exports into a store without a graph, by an engine of this process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.support.export.fakes import FakeCheckpoint, random_table, source_of
@@ -19,6 +21,8 @@ from tpuembed.export.report import StreamReport
 from tpuembed.export.run import choose_writer
 from tpuembed.export.stream.execute import stream_tables
 from tpuembed.tensor_bundle import index_path, shard_path, write_index
+
+Array = npt.NDArray[np.float32]
 
 PART_BYTES, SHARD_BYTES = 3000, 2000
 TABLES = {name: random_table(rows, 8, seed=rows) for name, rows in (("a", 1), ("b", 300), ("c", 2), ("d", 90))}
@@ -61,11 +65,11 @@ def export(
         return str(staging.publish()), report
 
 
-def assert_complete(server: S3, bucket: str, version: str) -> None:
+def assert_complete(server: S3, bucket: str, version: str, tables: Mapping[str, Array] = TABLES) -> None:
     """The data files are the tables side by side, in the order of their names."""
     found = {key.rpartition("/")[2]: server.get(bucket, key) for key in server.keys(bucket, f"{version}/variables/")}
-    wide = TABLES["wide"].tobytes()
-    narrow = b"".join(TABLES[name].tobytes() for name in "abcd")
+    wide = tables["wide"].tobytes()
+    narrow = b"".join(tables[name].tobytes() for name in "abcd")
     assert found["variables.data-00001-of-00003"] == wide or found["variables.data-00002-of-00003"] == wide
     assert narrow in (found["variables.data-00001-of-00003"], found["variables.data-00002-of-00003"])
     assert f"{version}/saved_model.pb" in server.keys(bucket, version)

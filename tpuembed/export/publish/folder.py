@@ -6,7 +6,7 @@ disk, it is renamed to `MODEL_DIR/<version>`.
 
 Two flock locks keep exporters apart; the kernel releases them when a process ends. The lock on MODEL_DIR is held
 briefly, while folders are created or renamed. The lock on the staging folder is held as long as its exporter runs. A
-staging folder without an exporter is resumed, kept or removed: see `version_writer.classify`.
+staging folder without an exporter is resumed, kept or removed: see `_classify`.
 
 A version whose files are being linked has a shared lock, so that no prune removes it. It is taken under the lock of MODEL_DIR.
 
@@ -24,7 +24,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from tpuembed.errors import ExportError
 from tpuembed.export.formatting import format_bytes
@@ -35,11 +35,8 @@ from tpuembed.export.publish.reuse import SameTables, find_same_tables, share_ta
 from tpuembed.export.publish.version_writer import (
     MAX_VERSION,
     PREFIX,
-    Unfinished,
-    UnfinishedVersions,
     VersionWriter,
     check_version,
-    classify,
     naming_model_dir,
     versions_among,
 )
@@ -62,6 +59,8 @@ __all__ = [
 
 _TABLES: Final = "tables"
 _VERSION: Final = "version"
+_MAX_AGE_SECONDS: Final = 7 * 86400
+"""An unfinished export is stale if nothing was added to it for this time."""
 _NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -296,32 +295,86 @@ def ensure_space(model_dir: Path, size: int, header: Header, *, restart: bool = 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _StagingFolder(Unfinished):
-    """A staging folder without an exporter."""
+class _Unfinished:
+    """An export that was killed or failed, as the record of its finished shards describes it.
+
+    Attributes:
+        folder: its staging folder.
+        header: identifies the export; None if the record cannot be read.
+        finished: number of its finished shards.
+        finished_bytes: bytes of them.
+        is_published: its version is complete; it was killed between the commit and the end.
+        age_seconds: time since the last addition to the record.
+    """
 
     folder: Path
+    header: Header | None
+    finished: int
+    finished_bytes: int
+    is_published: bool
+    age_seconds: float
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Return what is in a staging folder."""
+        record = read_record(folder / _TABLES)
+        links = (file.stat().st_nlink for file in (folder / _TABLES).glob("*.data"))
+        results = record.finished.values() if record else ()
+        return cls(
+            folder=folder,
+            header=record.header if record else None,
+            finished=len(results),
+            finished_bytes=sum(result.bytes for result in results),
+            is_published=not (folder / _VERSION).is_dir() and any(count > 1 for count in links),
+            age_seconds=time.time() - record.written if record else 0,
+        )
+
+    def is_resumable(self, header: Header) -> bool:
+        """Returns True if the export of `header` may resume it."""
+        return self.header == header and header.lasts and not self.is_published
+
+    def is_stale(self, header: Header) -> bool:
+        """Returns True if no later run can resume it, as far as the export of `header` can tell."""
+        its = self.header
+        if its is None or not its.lasts or self.is_published or self.age_seconds > _MAX_AGE_SECONDS:
+            return True
+        return its.source == header.source and its.fingerprint != header.fingerprint
+
+    def __str__(self) -> str:
+        """Return the name of it in messages."""
+        if self.header is None:
+            return str(self.folder)
+        done, total = format_bytes(self.finished_bytes), format_bytes(self.header.table_bytes)
+        return f"{self.folder} ({done} of {total}, from {self.header.source})"
 
 
-def _classify(folders: Iterable[Path], header: Header, *, restart: bool) -> UnfinishedVersions[_StagingFolder]:
-    found = [_staging_folder(folder) for folder in folders]
-    mine = [one for one in found if one.is_resumable(header)]
-    return classify(mine, [one for one in found if one not in mine], header, restart=restart)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Classified:
+    """Unfinished exports that no process writes, by what to do with them.
+
+    Attributes:
+        resumable: the one to resume, or None.
+        stale: to remove: no run can resume them, or they were not resumed for a week.
+        kept: to name in a warning: another export may have hours of work in them.
+    """
+
+    resumable: _Unfinished | None
+    stale: tuple[_Unfinished, ...]
+    kept: tuple[_Unfinished, ...]
 
 
-def _staging_folder(folder: Path) -> _StagingFolder:
-    record = read_record(folder / _TABLES)
-    links = (file.stat().st_nlink for file in (folder / _TABLES).glob("*.data"))
-    results = record.finished.values() if record else ()
-    return _StagingFolder(
-        folder=folder,
-        place=str(folder),
-        header=record.header if record else None,
-        finished=len(results),
-        finished_bytes=sum(result.bytes for result in results),
-        is_published=not (folder / _VERSION).is_dir() and any(count > 1 for count in links),
-        is_useless=record is None or not record.header.lasts,
-        age_seconds=time.time() - record.written if record else 0,
-    )
+def _classify(folders: Iterable[Path], header: Header, *, restart: bool) -> _Classified:
+    """Classify staging folders without an exporter, for the export of `header`.
+
+    It resumes the one with most shards of its own, with `restart` none. The rest of its own is stale.
+    """
+    found = [_Unfinished.of(folder) for folder in folders]
+    mine = sorted((one for one in found if one.is_resumable(header)), key=lambda one: one.finished)
+    others = [one for one in found if one not in mine]
+    resumable = None if restart or not mine else mine.pop()
+    stale = [one for one in others if one.is_stale(header)]
+    kept = tuple(one for one in others if one not in stale)
+    return _Classified(resumable=resumable, stale=(*mine, *stale), kept=kept)
 
 
 def _disk_bytes(folder: Path) -> int:

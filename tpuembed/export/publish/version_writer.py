@@ -5,33 +5,28 @@
 
 import abc
 import contextlib
-import dataclasses
 import errno
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Generic, Self, TypeVar
+from typing import Final, Self
 
 from tpuembed.config.checks import check_count
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, ExportError, TpuEmbedError
-from tpuembed.export.formatting import format_bytes
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.publish.layouts import Layout
 from tpuembed.export.publish.reuse import tables_key
 from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.resume_log import Header
-from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
+from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target, ignore
 from tpuembed.files import FilePath, MissingBucketError
 
 __all__ = [
     "MAX_VERSION",
     "PREFIX",
-    "Unfinished",
-    "UnfinishedVersions",
     "VersionWriter",
     "check_version",
-    "classify",
     "naming_model_dir",
     "versions_among",
 ]
@@ -40,8 +35,6 @@ MAX_VERSION: Final = 2**63 - 1
 """The last int64: TensorFlow Serving ignores a folder with a higher number."""
 PREFIX: Final = ".staging-"
 """Names of versions being written begin so. Servers ignore them."""
-_MAX_AGE_SECONDS: Final = 7 * 86400
-"""An unfinished export is stale if nothing was added to it for this time."""
 _SPOILING: Final = (CheckpointCorruptError, CheckpointMismatchError)
 """Errors after which the streamed data is useless."""
 # The number syntax of absl::SimpleAtoi, which TensorFlow Serving uses to read version folders.
@@ -98,7 +91,7 @@ class VersionWriter(abc.ABC):
         """Take over what the same export left, or begin a version. Sets `path`, `tables` and `kept`.
 
         Raises:
-            ExportError: the version exists or belongs to another export, or MODEL_DIR cannot be written.
+            ExportError: the version exists, or MODEL_DIR cannot be written.
         """
 
     def share(self, on_progress: Callable[[int, int], None]) -> StreamReport | None:  # noqa: ARG002 - stores share nothing
@@ -107,7 +100,7 @@ class VersionWriter(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> Sequence[ShardTask]:
-        """Create the data files, or open those of an interrupted run. Return the shards to give to the engine.
+        """Create the data files, or open those of an interrupted run. Return all shards.
 
         A shard that may be finished has the checksum that was recorded. Call it once the graph is saved.
         """
@@ -125,21 +118,21 @@ class VersionWriter(abc.ABC):
         """Return advice for a worker that does not find its target; empty if none is needed."""
         return ""
 
-    @abc.abstractmethod
     def recording(self) -> contextlib.AbstractContextManager[Callable[[ShardResult], None]]:
         """Return a context with a function that records a finished shard. At its end, the record is durable.
 
         The function raises ExportError if results cannot be recorded any more.
         """
+        return contextlib.nullcontext(ignore)
 
     @abc.abstractmethod
     def results(self, streamed: Sequence[ShardResult]) -> Sequence[ShardResult]:
         """Return what the engine returned, completed by what earlier runs recorded."""
 
     @property
-    @abc.abstractmethod
     def finished(self) -> int:
         """Return the number of shards that a resumed export would reuse."""
+        return 0
 
     @abc.abstractmethod
     def publish(self, settle: Callable[[str], None] = lambda _: None) -> FilePath:
@@ -153,94 +146,18 @@ class VersionWriter(abc.ABC):
     def abandon(self, *, keep: bool) -> None:
         """Release the version. Unless it is published, remove it; with `keep`, leave what the same export can resume."""
 
-    def kept_after(self, error: BaseException) -> int:
-        """Return the number of finished shards that the next export can reuse after `error`."""
-        return self.finished if self.header.lasts and not isinstance(error, _SPOILING) else 0
-
     def __enter__(self) -> Self:
         self.reserve()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Abandon the version unless it is published. An error says how many finished shards were kept."""
-        count = 0 if error is None else self.kept_after(error)
+        is_useful = error is not None and self.header.lasts and not isinstance(error, _SPOILING)
+        count = self.finished if is_useful else 0
         if count and isinstance(error, TpuEmbedError):
             kept = "1 finished shard was kept" if count == 1 else f"{count} finished shards were kept"
             error.args = (f"{str(error).removesuffix('.')}. {kept}. Run the same export again to resume.",)
         self.abandon(keep=count > 0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Unfinished:
-    """An export that was killed or failed, as the record of its finished shards describes it.
-
-    Attributes:
-        place: the name of its folder in messages.
-        header: identifies the export; None if the record cannot be read.
-        finished: number of its finished shards.
-        finished_bytes: bytes of them.
-        is_published: its version is complete; it was killed between the commit and the end.
-        is_useless: no run of any export can resume it.
-        age_seconds: time since the last addition to the record.
-    """
-
-    place: str
-    header: Header | None
-    finished: int
-    finished_bytes: int
-    is_published: bool
-    is_useless: bool
-    age_seconds: float
-
-    def is_resumable(self, header: Header) -> bool:
-        """Returns True if the export of `header` may resume it."""
-        return self.header == header and header.lasts and not self.is_published
-
-    def is_stale(self, header: Header) -> bool:
-        """Returns True if no later run can resume it, as far as the export of `header` can tell."""
-        if self.is_useless or self.is_published or self.age_seconds > _MAX_AGE_SECONDS:
-            return True
-        its = self.header
-        return its is not None and its.source == header.source and its.fingerprint != header.fingerprint
-
-    def __str__(self) -> str:
-        """Return the name of it in messages."""
-        if self.header is None:
-            return self.place
-        done, total = format_bytes(self.finished_bytes), format_bytes(self.header.table_bytes)
-        return f"{self.place} ({done} of {total}, from {self.header.source})"
-
-
-_Unfinished = TypeVar("_Unfinished", bound=Unfinished)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UnfinishedVersions(Generic[_Unfinished]):
-    """Unfinished exports that no process writes, by what to do with them.
-
-    Attributes:
-        resumable: the one to resume, or None.
-        stale: to remove: no run can resume them, or they were not resumed for a week.
-        kept: to name in a warning: another export may have hours of work in them.
-    """
-
-    resumable: _Unfinished | None
-    stale: tuple[_Unfinished, ...]
-    kept: tuple[_Unfinished, ...]
-
-
-def classify(
-    mine: Iterable[_Unfinished], others: Iterable[_Unfinished], header: Header, *, restart: bool
-) -> UnfinishedVersions[_Unfinished]:
-    """Classify unfinished exports: those that the export of `header` could resume, and others.
-
-    It resumes the one with most shards, with `restart` none. The rest of `mine` is stale.
-    """
-    by_shards, others = sorted(mine, key=lambda one: one.finished), list(others)
-    resumable = None if restart or not by_shards else by_shards.pop()
-    stale = [one for one in others if one.is_stale(header)]
-    kept = tuple(one for one in others if one not in stale)
-    return UnfinishedVersions(resumable=resumable, stale=(*by_shards, *stale), kept=kept)
 
 
 def check_version(version: int | None) -> None:

@@ -33,7 +33,7 @@ def stream_tables(
     on_progress: Callable[[int, int], None] = ignore,
     on_result: Callable[[ShardResult], None] = ignore,
 ) -> StreamReport:
-    """Write the tables of the plan of `writer` from `source`, except for the shards that are already there.
+    """Write the tables of the plan of `writer` from `source`. Shards that are already there are only read.
 
     `on_progress` is called with the bytes done and the total bytes, `on_result` with every finished shard.
 
@@ -44,7 +44,6 @@ def stream_tables(
     plan = writer.plan
     started, total = time.monotonic(), plan.table_bytes
     tasks = writer.open()
-    before = total - sum(task.size for task in tasks)
     with writer.recording() as record:
 
         def finish(result: ShardResult) -> None:
@@ -53,7 +52,7 @@ def stream_tables(
             on_result(result)
 
         streamed = engine.run(
-            tasks, source, writer, on_result=finish, on_progress=lambda done: on_progress(before + done, total)
+            tasks, source, writer, on_result=finish, on_progress=lambda done: on_progress(done, total)
         )
     results = writer.results(streamed)
     by_index = _complete(plan, results)

@@ -10,7 +10,6 @@ from tests.support.export.fakes import write_checkpoint
 from tests.support.export.store_exports import PART_BYTES, SHARD_BYTES, TABLES
 from tests.support.stores import S3, S3Proxy, moto_server
 from tpuembed.export.plan import planner
-from tpuembed.export.publish.store import lease
 from tpuembed.export.publish.store import parts as parting
 from tpuembed.files import put, remote
 
@@ -37,8 +36,6 @@ def bucket(
     monkeypatch.setattr(planner, "_SHARD_BYTES", SHARD_BYTES)
     monkeypatch.setattr(parting, "MIN_PART_BYTES", PART_BYTES)
     monkeypatch.setattr(put, "_PAUSES_SECONDS", (0.01, 0.01))
-    monkeypatch.setattr(lease, "_SECONDS_BETWEEN_WRITES", 0.02)
-    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.05)
     name = "bucket-" + hashlib.md5(request.node.name.encode()).hexdigest()[:12]
     server.make_bucket(name)
     remote._store.cache_clear()

@@ -1,35 +1,30 @@
 """Writes versions into an object store.
 
 TensorFlow's files are small and go to a temporary folder of this machine. Table data goes directly to uploads, which no
-listing shows. The commit completes the uploads and writes the other files. It writes `saved_model.pb` last, and only if
-that object does not exist yet. During the commit, servers see a folder without it, which they cannot load.
+listing shows. The commit completes the uploads and writes the other files, under a lock: see `model_dir`. It writes
+`saved_model.pb` last, and only if that object does not exist yet. During the commit, servers see a folder without it, which
+they cannot load.
+
+Nothing is resumed. What a killed export left is removed by the next one that commits the same version.
 """
 
 import contextlib
-import dataclasses
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tpuembed.errors import ConfigError, ExportError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.publish.layouts import Layout, choose_layout, data_file_names
-from tpuembed.export.publish.store.lease import (
-    LeaseRenewer,
-    check_free,
-    list_versions,
-    remove_unfinished,
-    reserve_version,
-)
+from tpuembed.export.publish.store.model_dir import StoreModelDir
 from tpuembed.export.publish.store.parts import StackPart, check_sizes, parts_of
-from tpuembed.export.publish.store.record import StoreModelDir, Upload
-from tpuembed.export.publish.version_writer import VersionWriter, check_version, naming_model_dir
+from tpuembed.export.publish.version_writer import VersionWriter, naming_model_dir
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 from tpuembed.files import UrlPath, in_parallel
-from tpuembed.files.bucket import Bucket, Part, md5
+from tpuembed.files.bucket import Bucket, md5
 from tpuembed.saved_model import GRAPH_FILE
 
 __all__ = ["StoreWriter"]
@@ -43,10 +38,10 @@ class StoreWriter(VersionWriter):
     def __init__(self, model_dir: UrlPath, plan: ExportPlan, options: ExportOptions, source: Source) -> None:
         super().__init__(model_dir, plan, options, source)
         self._parts: Mapping[str, list[StackPart]] = {}
-        self._uploads: dict[str, Upload] = {}
-        self._known: dict[int, ShardResult] = {}
-        self._results: dict[int, ShardResult] = {}
-        self._is_visible = self._is_committing = False
+        self._uploads: dict[str, str] = {}  # the key of a data file -> the id of its upload
+        self._tags: dict[int, str] = {}  # the index of a shard -> the ETag of its part
+        self._lock = ""
+        self._is_committing = self._is_visible = False
 
     @functools.cached_property
     def _root(self) -> StoreModelDir:
@@ -55,7 +50,6 @@ class StoreWriter(VersionWriter):
 
     def check(self) -> None:
         """See VersionWriter.check. A store has no limit on space."""
-        check_version(self.options.version)
         check_sizes(self.plan)
         if self.options.layout == "mmap" and self.options.serving_root is None:
             raise ConfigError(
@@ -65,7 +59,7 @@ class StoreWriter(VersionWriter):
             )
         root = self._root
         with naming_model_dir(self.model_dir):
-            check_free(root, self.options.version, list_versions(root))
+            root.choose(self.options.version, root.versions())
 
     @property
     def layout(self) -> Layout:
@@ -73,56 +67,28 @@ class StoreWriter(VersionWriter):
         return choose_layout(self.options.layout, None, self.options.serving_root)
 
     def reserve(self) -> None:
-        """Take over the version that the same export left, or reserve a new one. Its lease is renewed from now on."""
+        """Choose the version. Nothing keeps another export from choosing the same: the first commit gets it."""
         root = self._root
         with naming_model_dir(self.model_dir):
-            reserved, self.kept = reserve_version(
-                root, self.options.version, self.header, restart=not self.options.resume
-            )
+            root.check_conditions()
+            self._found = root.versions()
+            self._version = root.choose(self.options.version, self._found)
         self._folder = Path(tempfile.mkdtemp(prefix="tpuembed-export-"))
         self.path, self.tables = self._folder / "version", self._folder / "tables"
         for folder in (self.path, self.tables):
             folder.mkdir()
-        self._lease = LeaseRenewer(root, reserved)
-        self._lease.start()
 
     def open(self) -> Sequence[ShardTask]:
-        """Start the uploads, or resume those of an earlier run. Return the shards whose parts are missing."""
+        """Start the uploads. Return all shards."""
         self._names = data_file_names(self.path, self.plan.stacks)
         self._parts = parts_of(self.plan)
         with naming_model_dir(self.model_dir):
             for stack in self.plan.stacks:
                 with open(self.tables / stack.file, "wb") as file:  # sparse: it stands for the object in `assemble`
                     file.truncate(stack.size)
-                self._begin(stack.file, stack.size)
-            self._remove_others()
-            self._lease.update(uploads=self._uploads, finished=self._known)
-        return [task for task in self.plan.shards if task.index not in self._known]
-
-    def _begin(self, file: str, size: int) -> None:
-        """Take over the recorded upload of `file` if it is still valid, or start a new one."""
-        key, record = self._key(self._names[file]), self._lease.record
-        upload = record.uploads.get(file)
-        there = self._bucket.parts(key, upload.id) if upload and upload.key == key else None
-        tags = [_tag_of(part, record.finished) for part in self._parts[file]]
-        if upload and there is None and _is_object(self._bucket, key, tags, size):
-            there = {part.number: Part(tag, part.size) for part, tag in zip(self._parts[file], tags, strict=True)}
-        if upload is None or there is None:
-            upload, there = Upload(key, self._bucket.begin_upload(key)), {}
-        self._uploads[file] = upload
-        for part, tag in zip(self._parts[file], tags, strict=True):
-            if tag and there.get(part.number) == Part(tag, part.size):
-                self._known |= {shard.index: record.finished[shard.index] for shard in part.batch.shards}
-
-    def _remove_others(self) -> None:
-        """Remove all other objects and uploads below the version, which an interrupted export left."""
-        prefix = self._root.key(str(self._lease.version)) + "/"
-        kept = {upload.key for upload in self._uploads.values()}
-        self._bucket.delete([key for key in self._bucket.keys(prefix) if key not in kept])
-        ids = {(upload.key, upload.id) for upload in self._uploads.values()}
-        for key, upload_id in self._bucket.uploads(prefix):
-            if (key, upload_id) not in ids:
-                self._bucket.abort_upload(key, upload_id)
+                key = self._key(self._names[stack.file])
+                self._uploads[key] = self._bucket.begin_upload(key)
+        return self.plan.shards
 
     def batches(self, tasks: Sequence[ShardTask]) -> list[Batch]:
         """See VersionWriter.batches. A batch is a part."""
@@ -132,38 +98,20 @@ class StoreWriter(VersionWriter):
     def target(self, batch: Batch) -> Target:
         """See VersionWriter.target."""
         part = self._by_index[batch.index]
-        upload = self._uploads[part.file]
+        key = self._key(self._names[part.file])
         with naming_model_dir(self.model_dir):
-            url = self._bucket.sign_part(upload.key, upload.id, part.number)
-        return Target(kind="part", place=url, shown=f"s3://{self._bucket.name}/{upload.key}, part {part.number}")
+            url = self._bucket.sign_part(key, self._uploads[key], part.number)
+        return Target(kind="part", place=url, shown=f"s3://{self._bucket.name}/{key}, part {part.number}")
 
     @functools.cached_property
     def _by_index(self) -> Mapping[int, StackPart]:
         """Return the parts by the index of their first shard."""
         return {part.batch.index: part for parts in self._parts.values() for part in parts}
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[Callable[[ShardResult], None]]:
-        """See VersionWriter.recording."""
-        yield self._lease.add
-        with naming_model_dir(self.model_dir):
-            self._lease.update()
-
     def results(self, streamed: Sequence[ShardResult]) -> Sequence[ShardResult]:
         """See VersionWriter.results."""
-        known = [dataclasses.replace(result, is_reused=True) for result in self._known.values()]
-        self._results = {result.index: result for result in (*known, *streamed)}
-        return list(self._results.values())
-
-    @property
-    def finished(self) -> int:
-        """See VersionWriter.finished."""
-        return len(self._lease.record.finished)
-
-    def kept_after(self, error: BaseException) -> int:
-        """See VersionWriter.kept_after. Nothing is kept of a version that is being committed, or was lost."""
-        kept = 0 if self._is_committing else super().kept_after(error)
-        return 0 if kept and (self._lease.is_taken or self._lease.is_gone) else kept
+        self._tags = {result.index: result.tag for result in streamed}
+        return streamed
 
     def publish(self, settle: Callable[[str], None] = lambda _: None) -> UrlPath:
         """Write the version, `saved_model.pb` last, and return its URL.
@@ -174,87 +122,131 @@ class StoreWriter(VersionWriter):
         Raises:
             ExportError: a file cannot be written, or another export has the version.
         """
-        version, graph = self._lease.version, GRAPH_FILE.as_posix()
+        version, graph = self._version, GRAPH_FILE.as_posix()
         settle(str(version))
         files = {path.relative_to(self.path).as_posix() for path in self.path.rglob("*") if path.is_file()}
+        others = sorted(files - {*self._names.values(), graph})
         with naming_model_dir(self.model_dir):
-            self._lease.update()
-            self._is_committing = True
+            self._begin_commit()
             self._complete()
-            others = sorted(files - {*self._names.values(), graph})
             in_parallel(lambda name: self._bucket.put(self._key(name), self.path / name), others)
-            self._lease.update()
+            self._check_lock()
             try:
                 self._bucket.create(self._key(graph), (self.path / GRAPH_FILE).read_bytes())
             except FileExistsError:
-                raise ExportError(
-                    f"MODEL_DIR {self.model_dir}: version {version} exists: another program wrote it meanwhile. "
-                    "Export again."
-                ) from None
+                # With the lock, this is the late graph of the export that was taken over, whose other files are gone.
+                if self._root.has_lock(version, self._lock):
+                    self._bucket.delete([self._key(graph)])
+                raise self._exists() from None
+            try:
+                # Again, because an export that took the lock over may have removed the other files before the graph was there.
+                self._check_lock()
+            except ExportError:
+                self._bucket.delete([self._key(graph)])
+                raise
             self._is_visible = True
         return self.model_dir / str(version)
+
+    def _begin_commit(self) -> None:
+        """Lock the version, and remove the objects of an interrupted commit.
+
+        Raises:
+            ExportError: the version exists now, or another export is publishing it.
+        """
+        seen = self._found.locks.get(self._version)
+        if self._root.is_version(self._version):
+            raise self._exists()
+        self._lock = self._root.lock(self._version, seen)
+        # The other export may be slow instead of dead. So abort its uploads first: it must not complete one after its objects
+        # are removed.
+        if seen is not None:
+            self._abort(upload for upload in self._bucket.uploads(self._prefix) if upload not in self._uploads.items())
+        there = self._bucket.keys(self._prefix)
+        if there and (seen is None or self._key(GRAPH_FILE.as_posix()) in there):
+            raise self._exists()
+        self._is_committing = True
+        self._bucket.delete(there)
+
+    def _check_lock(self) -> None:
+        if not self._root.has_lock(self._version, self._lock):
+            raise ExportError(
+                f"MODEL_DIR {self.model_dir}: version {self._version}: another export took it over, because this one was "
+                "publishing it for longer than the other one ran. Export again."
+            )
+
+    def _exists(self) -> ExportError:
+        return ExportError(
+            f"MODEL_DIR {self.model_dir}: version {self._version} exists: another export or program wrote it meanwhile. "
+            "Export again."
+        )
 
     def _complete(self) -> None:
         """Complete every upload. Raises ExportError if the resulting object has the wrong size."""
         for stack in self.plan.stacks:
-            upload, size = self._uploads[stack.file], stack.size
-            tags = [_tag_of(part, self._results) for part in self._parts[stack.file]]
+            key, size = self._key(self._names[stack.file]), stack.size
+            tags = [self._tags[part.batch.index] for part in self._parts[stack.file]]
             try:
-                self._bucket.complete_upload(upload.key, upload.id, tags)
-            except FileNotFoundError:  # completed before, and then the answer was lost or the export was killed
-                if not _is_object(self._bucket, upload.key, tags, size):
+                self._bucket.complete_upload(key, self._uploads[key], tags)
+            except OSError as error:
+                self._check_lock()  # the export that took it over has aborted the upload
+                # Or the upload was completed before, and then the answer was lost.
+                if not isinstance(error, FileNotFoundError) or not _is_object(self._bucket, key, tags, size):
                     raise
-            found = self._bucket.head(upload.key)
+            found = self._bucket.head(key)
             if found is None or found.size != size:
                 raise ExportError(
-                    f"data file s3://{self._bucket.name}/{upload.key}: it has {found.size if found else 0} bytes, "
+                    f"data file s3://{self._bucket.name}/{key}: it has {found.size if found else 0} bytes, "
                     f"but its parts have {size}. Export again."
                 )
 
-    def abandon(self, *, keep: bool) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Abandon the version unless it is published. Once it exists, its parts are gone, and an error names the reason."""
+        super().__exit__(kind, error, trace)
+        if isinstance(error, ExportError) and not self._is_committing:
+            with contextlib.suppress(OSError):
+                if self._root.is_version(self._version):
+                    raise self._exists() from error
+
+    def abandon(self, *, keep: bool) -> None:  # noqa: ARG002 - nothing is kept
         """See VersionWriter.abandon. A failure to remove something is a warning, because the next export removes it."""
-        self._lease.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
         try:
-            self._leave(keep=keep)
-        except (OSError, ExportError) as failure:
+            # Once the version exists, no upload below it can become a part of one, whoever began it.
+            self._abort(self._bucket.uploads(self._prefix) if self._is_visible else self._uploads.items())
+            self._unlock()
+        except OSError as failure:
             warn(
-                f"MODEL_DIR {self.model_dir}: the rest of version {self._lease.version} cannot be removed: "
-                f"{str(failure).removesuffix('.')}. The next export to this MODEL_DIR removes it.",
+                f"MODEL_DIR {self.model_dir}: the rest of version {self._version} cannot be removed: "
+                f"{failure.strerror or failure}. The next export to this MODEL_DIR removes it.",
             )
-        finally:
-            owner = self._lease.record.owner
-            if owner is not None:
-                owner.end()
 
-    def _leave(self, *, keep: bool) -> None:
-        version = self._lease.version
-        if self._is_visible:
-            self._bucket.delete([self._root.record_key(version)])
-        elif self._lease.is_taken:
-            return  # everything belongs to the other export
-        elif self._lease.is_gone:
-            for upload in self._lease.record.uploads.values():
-                self._bucket.abort_upload(upload.key, upload.id)
-        elif keep:
-            self._lease.update(owner=None)
-        else:
-            self._lease.update()  # raises if another export has taken the version
-            remove_unfinished(self._root, version, self._lease.record)
+    def _abort(self, uploads: Iterable[tuple[str, str]]) -> None:
+        for key, upload in uploads:
+            self._bucket.abort_upload(key, upload)
+
+    def _unlock(self) -> None:
+        """Remove the lock, and before it the objects of a version that is not complete."""
+        if not self._lock or not self._root.has_lock(self._version, self._lock):
+            return
+        if self._is_committing and not self._root.is_version(self._version):
+            self._bucket.delete(self._bucket.keys(self._prefix))
+        self._bucket.delete([self._root.lock_key(self._version)])
+        # And the locks of exports that were killed once their versions were complete.
+        for version in self._found.locks.keys() & self._found.versions:
+            if self._root.has_lock(version, self._found.locks[version]):
+                self._bucket.delete([self._root.lock_key(version)])
+
+    @property
+    def _prefix(self) -> str:
+        """Return the prefix of the keys of the version's objects."""
+        return self._root.key(str(self._version)) + "/"
 
     def _key(self, name: str) -> str:
-        return self._root.key(f"{self._lease.version}/{name}")
+        return self._root.key(f"{self._version}/{name}")
 
     @property
     def _bucket(self) -> Bucket:
         return self._root.bucket
-
-
-def _tag_of(part: StackPart, results: Mapping[int, ShardResult]) -> str:
-    """Return the ETag of the part if all its shards have the same one and can be reused; empty otherwise."""
-    found = [(results.get(shard.index), shard) for shard in part.batch.shards]
-    tags = {result.tag if result and result.fulfils(shard) else "" for result, shard in found}
-    return tags.pop() if len(tags) == 1 else ""
 
 
 def _is_object(bucket: Bucket, key: str, tags: Sequence[str], size: int) -> bool:

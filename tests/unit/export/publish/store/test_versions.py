@@ -1,8 +1,5 @@
 """Which export gets which version, and when it is seen."""
 
-import threading
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,6 @@ from tests.support.messages import refused
 from tests.support.stores import S3, S3Proxy
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.publish.store import lease
-from tpuembed.export.publish.store.record import StoreModelDir
 from tpuembed.export.run import choose_writer
 
 
@@ -41,7 +36,7 @@ def test_the_graph_is_written_last_and_nothing_is_listed_before_the_commit(
     plan = plan_of(prefix)
     with stage(f"s3://{bucket}/m", plan, prefix) as staging:
         fill(staging, plan, prefix)
-        assert [key for key in server.keys(bucket) if not key.startswith("m/.staging-1/")] == []
+        assert server.keys(bucket) == []
         assert len(server.uploads(bucket)) == 2
         before = len(proxy.requests)
         staging.publish()
@@ -56,66 +51,22 @@ def test_the_graph_is_written_last_and_nothing_is_listed_before_the_commit(
     }
 
 
-def after_looking(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Have every thread call `act` once, when it has seen which version is free and has not reserved it."""
-    looks, look = Counter[int](), lease.list_versions
-
-    def look_and_act(root: StoreModelDir) -> lease.StoreVersions:
-        found = look(root)
-        looks[threading.get_ident()] += 1
-        if looks[threading.get_ident()] == 2:  # the first look is for what is unfinished
-            act()
-        return found
-
-    monkeypatch.setattr(lease, "list_versions", look_and_act)
-
-
-def test_two_exports_at_once_get_a_version_each(
-    server: S3, bucket: str, prefix: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, found = f"s3://{bucket}/m", list[str]()
-    after_looking(monkeypatch, threading.Barrier(2).wait)
-    threads = [threading.Thread(target=lambda: found.append(export(url, prefix)[0])) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == [f"{url}/1", f"{url}/2"]
-    assert_complete(server, bucket, "m/1")
-    assert_complete(server, bucket, "m/2")
-    assert leftovers(server, bucket) == []
-
-
-def test_a_version_that_was_committed_a_moment_ago_is_not_written_over(
-    server: S3, bucket: str, prefix: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, first = f"s3://{bucket}/m", list[str]()
-    after_looking(monkeypatch, lambda: first.append(export(url, prefix)[0]))
-    second, _ = export(url, prefix)
-    assert (first, second) == ([f"{url}/1"], f"{url}/2")
-    assert_complete(server, bucket, "m/1")
-    assert_complete(server, bucket, "m/2")
-    assert leftovers(server, bucket) == []
-
-
-def test_one_version_is_written_by_one_export(server: S3, bucket: str, prefix: Path) -> None:
-    plan, url = plan_of(prefix), f"s3://{bucket}/m"
-    with stage(url, plan, prefix, version=3) as first:
-        with refused(ExportError, match="version 3"):
-            stage(url, plan, prefix, version=3).reserve()
-        with stage(url, plan, prefix) as second:
-            fill(second, plan, prefix)
-            assert str(second.publish()) == f"{url}/4"
-        fill(first, plan, prefix)
-        assert str(first.publish()) == f"{url}/3"
-    assert_complete(server, bucket, "m/3")
-    assert_complete(server, bucket, "m/4")
-
-
-def test_a_graph_that_somebody_wrote_meanwhile_is_kept(server: S3, bucket: str, prefix: Path) -> None:
+@pytest.mark.parametrize("name", ["saved_model.pb", "variables/variables.index"])
+def test_what_another_program_wrote_meanwhile_is_kept(server: S3, bucket: str, prefix: Path, name: str) -> None:
+    key = f"m/1/{name}"
     with refused(ExportError, match="version 1"):
-        export(f"s3://{bucket}/m", prefix, meanwhile=lambda _: server.put(bucket, "m/1/saved_model.pb", b"another one"))
-    assert server.get(bucket, "m/1/saved_model.pb") == b"another one"
+        export(f"s3://{bucket}/m", prefix, meanwhile=lambda _: server.put(bucket, key, b"another one"))
+    assert server.keys(bucket) == [key]
+    assert server.get(bucket, key) == b"another one"
+    assert server.uploads(bucket) == []
+
+
+def test_a_folder_that_another_program_fills_is_no_free_version(server: S3, bucket: str, prefix: Path) -> None:
+    server.put(bucket, "m/4/variables/variables.index", b"another one")
+    assert export(f"s3://{bucket}/m", prefix)[0] == f"s3://{bucket}/m/5"
+    with refused(ExportError, match="version 4 exists"):
+        export(f"s3://{bucket}/m", prefix, version=4)
+    assert server.keys(bucket, "m/4/") == ["m/4/variables/variables.index"]
 
 
 def test_a_store_that_ignores_conditions_is_refused(proxy: S3Proxy, bucket: str, prefix: Path) -> None:
