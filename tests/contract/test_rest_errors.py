@@ -195,8 +195,7 @@ def test_ids_outside_of_their_table(server: Server) -> None:
         ("seen", [3, 1 << 62], f"feature seen: id {1 << 62} of row 1 is not in table items, which has 90 rows"),
     ):
         body = {"instances": [row, row | {feature: value}]}
-        status, found = refusal(server, "POST", "/v1/models/ranker:predict", body)
-        assert (status, text in found) == (400, True), found
+        assert text in refusal(server, "POST", "/v1/models/ranker:predict", body)[1]
     for bad in (5, -1):  # by TensorFlow's own words, in a graph that is not an export
         status, found = refusal(server, "POST", f"/v1/models/{ZOO}", {"instances": [[0, bad]]})
         assert status == 400

@@ -162,7 +162,8 @@ def test_a_bad_variable_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TPUEMBED_SERVE_WORKERS", "0")
     result = run_command("serve", tmp_path)
     assert result.returncode == 2
-    assert "workers" in result.stderr.lower()
+    assert "--workers" in result.stderr
+    assert "TPUEMBED_SERVE_WORKERS" in result.stderr
 
 
 def test_what_cannot_be_served_exits_1_with_one_line(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_versions_and_labels_behind_are_followed(tmp_path: Path) -> None:
 
     save_scale(folder / "scale" / "1", 1.0)
     write(1)
-    options = ("--config", str(config), "--config-poll-seconds", "0.05")
+    options: tuple[str, ...] = ("--config", str(config), "--config-poll-seconds", "0.05")
     with Server(None, tmp_path / "behind.log", *options) as behind:
         eventually(behind.is_ready)
         to = (*forwarding_to(behind.grpc_address), "--name", "scale", "--poll-seconds", "0.05")

@@ -65,13 +65,6 @@ def test_nothing_is_set(parse: Callable[..., ServerSettings], tmp_path: Path) ->
     assert parse(tmp_path, **empty) == settings
 
 
-def test_vertex(parse: Callable[..., ServerSettings], tmp_path: Path) -> None:
-    settings = parse(**VERTEX, AIP_STORAGE_URI=str(tmp_path))
-    assert where(settings) == ("0.0.0.0", 9090, 8500)
-    assert (settings.health_route, settings.predict_route) == ("/health", "/predict")
-    assert [model.base_path for model in settings.models] == [tmp_path]
-
-
 def test_options_win(parse: Callable[..., ServerSettings], tmp_path: Path, base: Path) -> None:
     platform = {**VERTEX, "AIP_STORAGE_URI": "/nowhere", "SAGEMAKER_BASE_DIR": str(base), "SAGEMAKER_BIND_TO_PORT": "7"}
     config = tmp_path / "models.config"
@@ -93,12 +86,6 @@ def test_sagemaker(parse: Callable[..., ServerSettings], base: Path) -> None:
     assert where(parse(SAGEMAKER_BASE_DIR=str(base), SAGEMAKER_BIND_TO_PORT="9")) == ("0.0.0.0", 9, None)
     assert where(parse("--grpc-port", "5", SAGEMAKER_BASE_DIR=str(base))) == ("0.0.0.0", 8080, 5)
     assert where(parse("--host", "127.0.0.1", SAGEMAKER_BASE_DIR=str(base))) == ("127.0.0.1", 8080, None)
-
-
-def test_the_folder_of_sagemaker_changes_nothing_for_a_given_model(
-    parse: Callable[..., ServerSettings], tmp_path: Path, base: Path
-) -> None:
-    assert where(parse(tmp_path, SAGEMAKER_BASE_DIR=str(base))) == ("127.0.0.1", 8501, 8500)
 
 
 def test_the_folder_of_sagemaker_is_in_opt(monkeypatch: pytest.MonkeyPatch, parse: Callable[..., Any]) -> None:

@@ -98,18 +98,6 @@ def test_a_line_of_json_is_an_object(start: Start, capfd: pytest.CaptureFixture[
     assert second["message"].startswith("it failed\nTraceback")
 
 
-@pytest.mark.parametrize(
-    ("level", "shown"),
-    [(logging.DEBUG, "debug info warning"), (logging.INFO, "info warning"), (logging.WARNING, "warning")],
-)
-def test_levels(level: int, shown: str, start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    start(LogSettings(level=level))
-    own.debug("debug")
-    own.info("info")
-    own.warning("warning")
-    assert [line.split()[-1] for line in capfd.readouterr().err.splitlines()] == shown.split()
-
-
 @pytest.mark.parametrize("worker", [0, 1])
 def test_what_all_workers_say_is_written_by_the_first(
     worker: int, start: Start, capfd: pytest.CaptureFixture[str]

@@ -3,14 +3,13 @@
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.messages import refused
 from tests.support.serving.doubles import wait_for
-from tpuembed_serving.core.servable import State, VersionProgress, VersionStatus
+from tpuembed_serving.core.servable import State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.workers.link import WorkerLink
 from tpuembed_serving.workers.messages import (
@@ -57,20 +56,6 @@ def test_a_version_is_as_far_as_the_worker_that_is_least_far(
 ) -> None:
     assert merge_statuses(workers) == wanted
     assert merge_statuses(workers[::-1]) == wanted
-
-
-def test_of_the_loads_of_a_version_the_slowest_counts() -> None:
-    def worker(*seconds: float | None) -> States:
-        path = Path("/models/m/1")
-        return States({}, True, [VersionProgress("m", 1, path, State.AVAILABLE, load_seconds=one) for one in seconds])
-
-    for workers, slowest in (
-        ([worker(1.0), worker(3.0)], 3.0),
-        ([worker(2.0), worker(None)], 2.0),
-        ([worker(None)], None),
-    ):
-        (merged,) = merge_states(workers).progress
-        assert merged.load_seconds == slowest
 
 
 def test_a_server_is_ready_once_every_worker_is() -> None:
