@@ -1,4 +1,4 @@
-"""Damaged checkpoints in tensor bundles: see bundle_fuzzer.py. A sample by default, 100,000 executions per format nightly."""
+"""Damaged checkpoints in tensor bundles: see bundle_fuzzer.py."""
 
 import json
 import subprocess
@@ -10,19 +10,10 @@ from tests.support.goldens import BUNDLES
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-@pytest.mark.parametrize(
-    "count", [pytest.param(200, id="sample"), pytest.param(100_000, id="many", marks=pytest.mark.nightly)]
-)
 @pytest.mark.sampled(3)
-def test_damage(name: str, count: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.checkpoint.bundle_fuzzer",
-        BUNDLES[name],
-        str(200 - count),
-        str(count),
-    ]
+def test_damage(name: str) -> None:
+    count = 200
+    command = [sys.executable, "-m", "tests.support.checkpoint.bundle_fuzzer", BUNDLES[name], "0", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)

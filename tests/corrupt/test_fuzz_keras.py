@@ -1,4 +1,4 @@
-"""Mutated weight files of Keras: see keras_fuzzer.py. A small sample by default, 100,000 executions per format nightly."""
+"""Mutated weight files of Keras: see keras_fuzzer.py."""
 
 import collections
 import json
@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,17 +56,3 @@ def test_sixty_mutations_are_refused_or_read(ending: str, folder: Path) -> None:
         outcomes = fuzz(golden, changed, folder / str(number), 60)
         assert outcomes.total() == 60
         assert outcomes["CheckpointCorruptError"] > 4
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("ending", TARGETS)
-def test_100000_mutations_are_refused_or_read(ending: str, folder: Path) -> None:
-    count = 100_000 // len(TARGETS[ending])
-    for number, (golden, changed) in enumerate(TARGETS[ending]):
-        (folder / str(number)).mkdir()
-        started = time.monotonic()
-        outcomes = fuzz(golden, changed, folder / str(number), count)
-        print(ending, changed, dict(outcomes), f"{time.monotonic() - started:.0f} s", flush=True)
-        assert outcomes.total() == count
-        assert sum(times for outcome, times in outcomes.items() if "killed" in outcome) < count / 500

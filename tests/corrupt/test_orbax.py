@@ -470,19 +470,6 @@ def test_damaged_specs_in_the_checkpoint(stacked: Path, text: str) -> None:
 
 
 def test_damage_at_random() -> None:
-    """A sample of what the nightly test does, in this process."""
     outcomes = orbax_fuzzer.run(3, 400, limit_memory=False)
     assert sum(sum(counts.values()) for counts in outcomes.values()) == 400
     assert sum(counts.get("read", 0) for counts in outcomes.values()) < 200
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("seed", range(10, 20))
-def test_much_damage_at_random(seed: int) -> None:
-    """10,000 executions; what they find is at the end of the message, with what reproduces it."""
-    command = [sys.executable, "-m", "tests.support.checkpoint.orbax_fuzzer", str(seed), "10000"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
-    assert not done.returncode, done.stderr[-4000:]
-    outcomes = json.loads(done.stdout)
-    assert sum(sum(counts.values()) for counts in outcomes.values()) == 10_000
