@@ -4,7 +4,6 @@ The stack has two tables. The second one holds rows [3, 12) of its table, behind
 """
 
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -17,22 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpuembed import FeatureConfig, TableConfig
-from tpuembed.config import COMBINERS, ServingFeature
+from tpuembed.config import ServingFeature
 from tpuembed.export.graph import feature_groups
 from tpuembed.export.graph.signature import ServedFeature
 from tpuembed.export.graph.stacked_tables import StackedTables, span_of
 from tpuembed.export.plan.plan import Placement, StackPlan
-from tpuembed.lookup import FlatIds, check_range, gather_grouped, ids_of, pool
+from tpuembed.lookup import FlatIds, check_range, gather_grouped, ids_of
 from tpuembed.lookup.ids import PaddedIds
-from tpuembed.lookup.pooling import (
-    AdjacentSegments,
-    EachRow,
-    FullMatrix,
-    PaddedMatrix,
-    Segments,
-    SortedSegments,
-    shares,
-)
 
 Array = npt.NDArray[Any]
 Lists = list[list[tuple[int, float]]]
@@ -88,83 +78,6 @@ def arrays(lists: Lists) -> tuple[Array, Array, Array]:
         np.array([w for _, w in flat], np.float32),
         np.array([len(entries) for entries in lists], np.int64),
     )
-
-
-# ---- the strategies of `pool`
-
-
-def _strategies(rows: Array, weights: Array, counts: Array, order: Array) -> dict[str, tuple[EachRow, Array, Array]]:
-    """{name: (strategy, rows, weights)} of the same examples of `counts` rows each."""
-    segments, count = np.repeat(np.arange(len(counts)), counts), tf.constant(len(counts), tf.int64)
-    last = np.concatenate
-    omitted = np.full(2 if len(counts) else 0, -1)
-    found: dict[str, tuple[EachRow, Array, Array]] = {
-        "segments": (Segments(tf.constant(segments[order]), count), rows[order], weights[order]),
-        "segments, some omitted": (
-            Segments(tf.constant(last([segments, omitted])), count),
-            last([rows, np.full((len(omitted), DIM), np.nan, np.float32)]),
-            last([weights, np.ones(len(omitted), np.float32)]),
-        ),
-        "adjacent": (AdjacentSegments(tf.constant(segments), count), rows, weights),
-        "adjacent, in another order": (
-            AdjacentSegments(tf.constant(segments[order]), count),
-            rows[order],
-            weights[order],
-        ),
-        "sorted": (
-            SortedSegments(tf.constant(last([segments, [len(counts)]])), count),
-            last([rows, STACK[:1]]),
-            last([weights, np.zeros(1, np.float32)]),
-        ),
-    }
-    if len(set(counts.tolist())) == 1:
-        shape = (len(counts), int(counts[0]))
-        ids = tf.zeros([len(rows)], tf.int64)
-        found["matrix"] = (PaddedMatrix(ids, tf.constant(shape[0], tf.int64), tf.constant(shape[1])), rows, weights)
-        found["full matrix"] = (
-            FullMatrix(tf.reshape(ids, shape)),
-            rows.reshape(*shape, DIM),
-            weights.reshape(shape),
-        )
-        if shape[1] == 1:
-            found["each row"] = (EachRow(ids), rows, weights)
-    return found
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("combiner", COMBINERS)
-@given(lists=random_lists("error"), equal=st.booleans(), seed=st.integers(0, 9))
-@SETTINGS
-def test_every_strategy_of_pool_equals_brute_force(
-    combiner: str, weighted: bool, lists: Lists, equal: bool, seed: int
-) -> None:
-    lists = [[(i, w if weighted else 1.0) for i, w in entries if i != -1] for entries in lists]
-    if equal:
-        width = seed % 3
-        lists = [(entries + [(4, 1.0)] * width)[:width] for entries in lists]
-    ids, weights, counts = arrays(lists)
-    rows = ROWS["b"][ids] if len(ids) else np.zeros((0, DIM), np.float32)
-    expected = brute_force("b", lists, combiner, "error")
-    order = np.random.default_rng(seed).permutation(len(ids))
-    for name, (strategy, arranged, of_rows) in _strategies(rows, weights, counts, order).items():
-        given_weights = tf.constant(of_rows) if weighted else None
-        found = pool(tf.constant(arranged), given_weights, strategy, combiner)
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=name)
-        if name == "sorted":  # it divides after the sum
-            continue
-        of_sum = shares(given_weights, strategy, combiner)
-        np.testing.assert_allclose(
-            pool(tf.constant(arranged), of_sum, strategy), expected, rtol=1e-5, atol=1e-6, err_msg=name
-        )
-        if name == "full matrix":
-            continue
-        # `spread` is the transpose of `add`.
-        values = tf.constant(np.where(np.isnan(arranged), 0.0, arranged))
-        upstream = tf.random.stateless_normal([len(counts), DIM], [seed, 1])
-        kept = values if "omitted" not in name else values[: len(rows)]
-        spread = strategy.spread(upstream)[: kept.shape[0]]
-        left, right = tf.reduce_sum(strategy.add(values) * upstream), tf.reduce_sum(kept * spread)
-        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 # ---- whole lookups
@@ -317,38 +230,3 @@ def test_every_lookup_of_single_ids_equals_brute_force(policy: str, data: Any) -
         single_lookups(policy)(np.array(ids, np.int64)),
         lambda table: np.array([row_of(table, i, policies[table]) for i in ids]).reshape(-1, DIM),
     )
-
-
-# ---- ids outside
-
-
-@pytest.mark.parametrize("way", ["layer", "model", "export", "eager"])
-@given(lists=random_lists("error", weighted=False), data=st.data())
-@SETTINGS
-@pytest.mark.sampled(2)
-def test_an_id_outside_fails_with_one_message_everywhere(way: str, lists: Lists, data: Any) -> None:
-    bad = data.draw(st.sampled_from([12, 2**40, 2**63 - 1]))
-    row = data.draw(st.integers(0, len(lists)))
-    lists = [*lists[:row], [*(lists[row] if row < len(lists) else []), (bad, 1.0)], *lists[row + 1 :]]
-    message = re.escape(f"feature b: id {bad} of row {row} is not in table b, which has rows [3, 12)")
-    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        one_way(way)(*arrays(lists)[::2])
-
-
-@functools.cache
-def one_way(way: str) -> Callable[..., Any]:
-    bound = tables()
-    feature = FeatureConfig(TableConfig(12, DIM, "b", "sum"), name="b")
-    spec = ServingFeature(table="b", combiner="sum", out_of_vocabulary="error")
-    served = ServedFeature(name="b", table="b", rows=9, dim=DIM, spec=spec)
-
-    def look_up(values: Any, counts: Any) -> Any:
-        ragged = tf.RaggedTensor.from_row_lengths(values, counts)
-        if way == "export":
-            (group,) = feature_groups.group_features([served], bound)
-            return group.named({"b": ragged.to_tensor(-1)})
-        flat = [ids_of("b", feature, ragged).flatten()]
-        return bound.lookup(flat, ["b"]) if way == "model" else _trained(flat, ["b"])
-
-    specs = [tf.TensorSpec([None], tf.int64)] * 2
-    return look_up if way == "eager" else tf.function(look_up, input_signature=specs, autograph=False)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -85,27 +84,6 @@ def test_keys_that_were_made_to_collide_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Index, "_second", lambda _, keys: np.ones(len(keys), np.int64))
     with refused(ConfigError):
         Index(np.arange(40) * np.int64(2**55))
-
-
-@pytest.mark.parametrize("oov_buckets", [1, 3])
-def test_rows_are_those_of_keras(oov_buckets: int) -> None:
-    words = [f"item {index}" for index in range(500)]
-    asked = np.array([*words[::7], *(f"other {index}" for index in range(200)), ""])
-    lookup = keras.layers.StringLookup(vocabulary=words, num_oov_indices=oov_buckets)
-    mine = Vocabulary(words, oov_buckets=oov_buckets)
-    np.testing.assert_array_equal(mine.lookup(asked), lookup(asked).numpy())
-    assert mine.get_vocabulary() == lookup.get_vocabulary()
-    assert mine.rows == lookup.vocabulary_size()
-
-
-@pytest.mark.parametrize("oov_buckets", [1, 3])
-def test_rows_of_integers_are_those_of_keras(oov_buckets: int) -> None:
-    ids = np.random.default_rng(0).integers(0, 2**62, 500)
-    asked = np.concatenate([ids[::7], np.random.default_rng(1).integers(0, 2**62, 200)])
-    lookup = keras.layers.IntegerLookup(vocabulary=ids, num_oov_indices=oov_buckets)
-    mine = Vocabulary(ids, dtype="int64", oov_buckets=oov_buckets)
-    np.testing.assert_array_equal(mine.lookup(asked), lookup(asked).numpy())
-    assert mine.get_vocabulary() == lookup.get_vocabulary()
 
 
 @pytest.mark.parametrize("dtype", ["string", "int64"])

@@ -95,39 +95,7 @@ def empty(rows: int, dim: int, dtype: str, form: str) -> Array:
     return np.empty((rows, dim), dtype)[:: -1 if form == "backwards" else 1]
 
 
-def test_what_lies_around_is_left_alone() -> None:
-    table = np.arange(1, 61, dtype=np.float32).reshape(20, 3)
-    source = Dealt((0, 7, 14), 4)
-    whole = np.zeros((40, 5), np.float32)
-    read_mod_sharded(source, 1, whole[3:39:2, 1:4], deal(table, source).read, BufferSizes(40, 100))
-    expected = np.zeros((40, 5), np.float32)
-    expected[3:39:2, 1:4] = table[1:19]
-    np.testing.assert_array_equal(whole, expected)
-
-
-def test_few_calls_for_a_long_range() -> None:
-    """One call per block, with one run per part."""
-    table = np.zeros((1024, 4), np.float32)
-    stored = deal(table, Dealt(tuple(range(0, 1280, 160)), 4))
-    read_mod_sharded(Dealt(tuple(range(0, 1280, 160)), 4), 0, table, stored.read, BufferSizes(1 << 20, 1 << 20))
-    assert stored.calls == 1
-
-
 LONG_ROWS, LONG_PLACES = 70_001, (23_335, 0, 46_669)
-
-
-def test_a_long_range_is_shared_by_two_threads() -> None:
-    table = np.arange(LONG_ROWS * 32, dtype=np.float32).reshape(-1, 32)
-    stored, threads = deal(table, Dealt(LONG_PLACES, 33)), set()
-
-    def read(rows: Array, views: Sequence[memoryview]) -> None:
-        threads.add(threading.get_ident())
-        stored.read(rows, views)
-
-    out = np.zeros_like(table[1:])
-    read_mod_sharded(Dealt(LONG_PLACES, 33), 1, out, read)
-    np.testing.assert_array_equal(out, table[1:])
-    assert len(threads) == 2
 
 
 @pytest.mark.parametrize("here", [True, False])
