@@ -8,13 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from click.testing import CliRunner
 
 from tests.support import capi
-from tests.support.messages import refused, said
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model, open_checkpoint
 from tpuembed.errors import CheckpointMismatchError, ConfigError
-from tpuembed_cli.main import cli
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
@@ -60,34 +58,20 @@ def truth(model: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sources(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What Keras 3's callbacks and calls write of one model."""
     folder = tmp_path_factory.mktemp("sources")
-    model.compile("adam", "mse", metrics=["mae"] * 3)
     tf.train.Checkpoint(model=model).write(str(folder / "ckpt"))
-    model.save(folder / "model.keras")
     model.save_weights(folder / "model.weights.h5")
     model.save_weights(folder / "sharded.weights.json", max_shard_size=3e-7)
-    (folder / "every").mkdir()
-    (folder / "best").mkdir()
-    for callback in (
-        keras.callbacks.BackupAndRestore(folder / "backup", double_checkpoint=True),
-        keras.callbacks.ModelCheckpoint(folder / "every" / "at-{epoch:02d}.weights.h5", save_weights_only=True),
-        keras.callbacks.ModelCheckpoint(folder / "best" / "best.keras", monitor="loss", save_best_only=True),
-    ):
-        callback.set_model(model)
-        for epoch in range(2):
-            callback.on_epoch_end(epoch, {"loss": 2.0 - epoch})
     return {
         path.name: path for path in sorted(folder.iterdir()) if ".data-" not in path.name and "_0000" not in path.name
     }
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["backup", "best", "every", "model.keras", "model.weights.h5", "sharded.weights.json"])
-def test_weight_files_and_folders_of_callbacks_are_sources_of_whole_models(
-    name: str, sources: dict[str, Path], truth: dict[str, Any], tmp_path: Path
+def test_sharded_weights_are_a_source_of_whole_models(
+    sources: dict[str, Path], truth: dict[str, Any], tmp_path: Path
 ) -> None:
-    report = export_saved_model(sources[name], tmp_path / "m", model=_heads(), workers=1)
+    report = export_saved_model(sources["sharded.weights.json"], tmp_path / "m", model=_heads(), workers=1)
     found = capi.predict(report.path, {"ids": IDS})
     for head in HEADS:
         np.testing.assert_allclose(found[head], truth[head], atol=1e-5, err_msg=head)
@@ -96,20 +80,6 @@ def test_weight_files_and_folders_of_callbacks_are_sources_of_whole_models(
 def test_a_factory_with_fewer_hidden_layers_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     with refused(CheckpointMismatchError):
         export_saved_model(sources["ckpt.index"], tmp_path / "m", model=_heads(hidden=3))
-
-
-def test_the_command_takes_the_flag(sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "watch_only.py").write_text(
-        "from tests.e2e.test_export_weights import _heads\n\n\ndef build():\n    return _heads(['watch'])()\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    arguments = ["export", str(sources["ckpt.index"]), "m", "--model", "watch_only:build", "--workers", "1"]
-    done = CliRunner().invoke(cli, arguments)
-    assert done.exit_code == 1
-    said(done.output)
-    assert CliRunner().invoke(cli, [*arguments, "--allow-unused-weights"]).exit_code == 0
-    lookups = ["export", str(sources["ckpt.index"]), "n", "--allow-unused-weights"]
-    said(CliRunner().invoke(cli, lookups).output)
 
 
 def test_a_model_trained_on_ids_is_served_on_strings(

@@ -1,6 +1,5 @@
 """What every command has: examples, help that is whole, hints, and for `serve` a variable for each option."""
 
-import logging
 import os
 import shlex
 from collections.abc import Callable
@@ -175,17 +174,6 @@ def test_a_variable_is_the_same_as_its_flag(option: str, parse: Callable[..., An
         assert seen(by_flag) != seen(parse(beside))
 
 
-def test_a_flag_wins_over_a_variable(parse: Callable[..., Any], tmp_path: Path) -> None:
-    settings = parse(
-        ["--workers", "2", "--quiet", str(tmp_path)],
-        TPUEMBED_SERVE_WORKERS="3",
-        TPUEMBED_SERVE_VERBOSE="1",
-        TPUEMBED_SERVE_MAX_ROWS="9",
-    )
-    assert (settings.workers, settings.security.max_rows, settings.log.level) == (2, 9, logging.WARNING)
-    assert parse([], TPUEMBED_SERVE_MODEL_DIR=str(tmp_path)).models[0].base_path == tmp_path
-
-
 def test_unknown_variables_warn_once(
     parse: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,11 +185,6 @@ def test_unknown_variables_warn_once(
         "no option of tpuembed serve has these environment variables: TPUEMBED_SERVE_SERVICE_HOST, "
         "TPUEMBED_SERVE_WORKER (did you mean TPUEMBED_SERVE_WORKERS?)"
     ]
-
-
-def test_the_help_names_a_variable() -> None:
-    text = " ".join(CliRunner().invoke(serve, ["--help"]).output.split())
-    assert "TPUEMBED_SERVE_WORKERS for --workers" in text
 
 
 # ---- completion
