@@ -157,11 +157,15 @@ def test_a_disagreement_moves_nothing(plain: tuple[str, dict[str, Array]]) -> No
         return act
 
     cases = [
-        (restore(a=(6, 3)), "'b'"),
-        (restore(a=(6, 3), b=(4, 2), c=(2, 2)), "'c'"),
-        (restore(a=(6, 4), b=(4, 2)), "'a'.* 3 .* 4"),
-        (restore(a=(7, 3), b=(4, 2)), "'a'.* 6 .* 7.*resize"),
+        (restore(a=(6, 3)), "has 'b', which layer .* does not have. The layer has 'a'"),
+        (restore(a=(6, 3), b=(4, 2), c=(2, 2)), "has no table 'c' of layer .* has 'a', 'b'. Name the"),
+        (restore(a=(6, 4), b=(4, 2)), "table 'a' has rows of 3 columns. Table 'a' .* has 4. .* dim=3"),
+        (
+            restore(a=(7, 3), b=(4, 2)),
+            "has 6 rows. Table 'a' .* 7. .*vocabulary_size=6, .*{'a': 'grow'} to initialize rows 6 to 6",
+        ),
         (restore({"resize": {"a": "grow"}}, a=(5, 3), b=(4, 2)), "'a'.* 6 .* 5.*grow"),
+        (restore(a=(5, 3), b=(4, 2)), "has 6 rows. .* 5. .*resize={'a': 'shrink'} to drop its rows from 5 on"),
         (restore({"by": "name"}, a=(6, 3), b=(4, 2)), "vocabulary"),
     ]
     assert_each_is_refused(CheckpointMismatchError, cases)

@@ -87,17 +87,6 @@ def test_rows_are_those_of_a_dictionary(
     )
 
 
-def test_names_that_keep_their_rows_are_as_by_number(tmp_path: Path) -> None:
-    truth = _rows(6, 3, "accumulators")
-    path = _write(tmp_path, ["a", "b", "c", "d", "e"], truth, 1)
-    layer = _layer(Vocabulary(["a", "b", "c", "d", "e"], oov_buckets=1), 6, 3, "accumulators")
-    restore_tables(layer, path, by="name")
-    assert_held(layer, {"films": truth})
-    by_number = _layer(Vocabulary(oov_buckets=1), 6, 3, "accumulators")
-    restore_tables(by_number, path)
-    assert_held(by_number, {"films": truth})
-
-
 def test_without_slots_slots_and_count_stay(tmp_path: Path) -> None:
     truth = _rows(2, 3, "accumulators")
     layer = _layer(["b", "a"], 2, 3, "accumulators")
