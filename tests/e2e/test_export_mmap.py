@@ -96,17 +96,6 @@ def mapped_files() -> set[str]:
     return {line.split(maxsplit=5)[5] for line in lines if "/variables/variables.data-" in line}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "int8"])
-def test_every_loader_and_storage(checkpoint: Path, tables: dict[str, Array], tmp_path: Path, storage: str) -> None:
-    version = export(checkpoint, tmp_path / "m", storage=storage)
-    largest = max(float(np.abs(table).max()) for table in tables.values())
-    error = {"float32": 1e-6, "bfloat16": largest * 2**-8 * 2, "float16": largest * 2**-11 * 2, "int8": largest / 100}
-    check(capi.predict(version, dict.fromkeys(SHAPES, IDS)), tables, error[storage])
-    check(ask_python(in_python(version)), tables, error[storage])
-    check(ask_server(version), tables, error[storage])
-
-
 def test_nothing_is_loaded(exported: Path) -> None:
     """The bundle has the tables, for whoever reads it, and the graph restores none of them."""
     version = exported
@@ -132,23 +121,6 @@ def test_a_model_that_is_gone_maps_nothing(exported: Path) -> None:
     assert mapped_files()
     del model
     assert not mapped_files()
-
-
-@pytest.mark.nightly
-def test_two_versions_in_one_process(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
-    """Their tables have the same names, and neither takes the other's."""
-    doubled = {name: 2 * table for name, table in tables.items()}
-    write_checkpoint(tmp_path / "doubled", doubled)
-    first, second = export(checkpoint, tmp_path / "m"), export(tmp_path / "doubled", tmp_path / "m")
-    assert (first.name, second.name) == ("1", "2")
-    models = [in_python(first), in_python(second), in_python(first)]
-    for model, rows in zip(models, (tables, doubled, tables), strict=True):
-        check(ask_python(model), rows)
-    del models[0]
-    gc.collect()
-    check(ask_python(models[1]), tables)
-    check(ask_server(first), tables)
-    check(ask_server(second), doubled)
 
 
 @pytest.mark.nightly

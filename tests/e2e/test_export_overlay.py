@@ -47,14 +47,7 @@ from tpuembed.manifest import Manifest
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
 COMBINATIONS = [("mmap", "float32"), ("variables", "int8")]
-OTHERS = [
-    ("mmap", "bfloat16"),
-    ("variables", "float16"),
-    ("variables", "float32"),
-    ("mmap", "int8"),
-    ("variables", "bfloat16"),
-    ("mmap", "float16"),
-]
+OTHERS = [("mmap", "bfloat16"), ("variables", "float16")]
 
 
 @pytest.mark.sampled(1)
@@ -301,7 +294,6 @@ class Scores(keras.layers.Layer):
     [
         pytest.param("mmap", "int8", CONFIG, id="mmap-int8-all kinds"),
         pytest.param("variables", "float32", ROWS_ALONE, id="variables-float32-rows alone"),
-        pytest.param("variables", "float32", CONFIG, id="variables-float32-all kinds", marks=pytest.mark.nightly),
     ],
 )
 @overlays_of_any_size()

@@ -107,28 +107,6 @@ def test_every_kind_of_feature_in_one_matrix(checkpoint: Any, every_kind: Path, 
     np.testing.assert_array_equal(loaded["activations"], np.concatenate([v.reshape(5, -1) for v in found.values()], 1))
 
 
-@pytest.mark.nightly
-def test_many_rows_take_the_other_way_to_the_same_numbers(checkpoint: Any, tmp_path: Path) -> None:
-    """Lists of few rows are gathered together, those of many one feature at a time; full ones are summed as they are."""
-    features = {f"{table}{i}": {"table": table, "combiner": "mean"} for table in "ab" for i in range(3)}
-    path = _export(checkpoint, tmp_path, features)
-    packing = _packing(path)
-    rng = np.random.default_rng(1)
-    signatures = tf.saved_model.load(str(path)).signatures
-    for batch, padded in ((300, False), (300, True), (6000, False), (6000, True)):
-        inputs = {name: rng.integers(0, 30, (batch, 20)) for name in features}
-        for ids in inputs.values() if padded else ():
-            ids[rng.random(ids.shape) < 0.4] = -1
-            ids[-3:] = -1
-        matrix = signatures["packed"](ids=tf.constant(_pack(packing, inputs)))["activations"].numpy()
-        found = _outputs(packing, matrix)
-        named = signatures["serving_default"](**{name: tf.constant(ids) for name, ids in inputs.items()})
-        for name, ids in inputs.items():
-            truth = _truth(checkpoint[1][name[0]], ids, "mean")
-            np.testing.assert_allclose(found[name], truth, atol=1e-6)
-            np.testing.assert_allclose(named[name], truth, atol=1e-6)
-
-
 @pytest.mark.parametrize("form", ["id", "ids"])
 @pytest.mark.sampled(1)
 def test_an_id_outside_its_table_fails_by_the_tables_name(checkpoint: Any, tmp_path: Path, form: str) -> None:
@@ -159,24 +137,6 @@ def test_padding_takes_nothing_from_a_row_of_nan(tmp_path: Path) -> None:
     np.testing.assert_array_equal(named["x"], truth)
     packed = signatures["packed"](ids=tf.constant(np.concatenate([ids, ids], 1)))
     np.testing.assert_array_equal(packed["activations"], np.concatenate([truth, truth], 1))
-
-
-def test_policies_for_ids_outside_hold_in_the_matrix(checkpoint: Any, tmp_path: Path) -> None:
-    features = {
-        f"{form}/{policy}": {"table": "b", "input": form, "out_of_vocabulary": policy, "combiner": "mean"}
-        for form in ("id", "ids")
-        for policy in ("zeros", 2)
-    }
-    path = _export(checkpoint, tmp_path, features)
-    packing, rows = _packing(path), checkpoint[1]["b"]
-    ids = np.array([1, 30, -2, 2**40])
-    lists = np.stack([ids, np.full(4, 5), np.full(4, -1)], 1)
-    inputs = {name: ids if name.startswith("id/") else lists for name in features}
-    found = _outputs(packing, capi.predict(path, {"ids": _pack(packing, inputs)}, "packed")["activations"])
-    np.testing.assert_array_equal(found["id/zeros"], [rows[1], *np.zeros((3, 4))])
-    np.testing.assert_array_equal(found["id/2"], rows[[1, 2, 2, 2]])
-    np.testing.assert_allclose(found["ids/zeros"], [(rows[1] + rows[5]) / 2, *[rows[5] / 2] * 3], atol=1e-6)
-    np.testing.assert_allclose(found["ids/2"], (rows[[1, 2, 2, 2]] + rows[5]) / 2, atol=1e-6)
 
 
 @pytest.mark.nightly

@@ -97,14 +97,6 @@ def _assert_close(found: dict[str, Any], truth: dict[str, Any]) -> None:
         np.testing.assert_allclose(found[name], values, atol=1e-6, err_msg=name)
 
 
-def test_python_loads_the_export_and_computes_the_models_numbers(
-    exported: Path, examples: dict[str, Any], truth: dict[str, Any]
-) -> None:
-    loaded = tf.saved_model.load(str(exported))
-    signature = loaded.signatures["serving_default"]
-    _assert_close(signature(**{name: tf.constant(value) for name, value in examples.items()}), truth)
-
-
 def test_the_c_api_alone_computes_the_models_numbers(
     exported: Path, examples: dict[str, Any], truth: dict[str, Any]
 ) -> None:
