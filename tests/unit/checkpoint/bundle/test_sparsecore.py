@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +89,6 @@ def test_an_aligned_lone_table_that_tensorflow_restores_permuted(tmp_path: Path)
     assert not np.array_equal(restored.numpy(), truth)
     with open_checkpoint(prefix) as checkpoint:
         np.testing.assert_array_equal(checkpoint.read("t"), truth)
-
-
-@pytest.mark.parametrize("shapes", [SHAPES, {"t": (128, 8)}], ids=["stacked", "aligned and alone"])
-def test_a_checkpoint_saved_again_on_cpu(tmp_path: Path, shapes: Mapping[str, tuple[int, int]]) -> None:
-    """TPUEmbeddingForServing saves the layouts that it restored, beside tables that do not lie so any more."""
-    prefix = write(tmp_path / "cores", sparse_core_embedding(random_values(shapes, "sgd"), "sgd", devices=2))
-    layer = EMBEDDING.TPUEmbeddingForServing(features(shapes), None)
-    tf.train.Checkpoint(model=tf.train.Checkpoint(emb=layer)).restore(str(prefix))
-    layer.build()
-    again = write(tmp_path / "again", layer)
-    assert tf.train.list_variables(str(again)), "there is a checkpoint"
-    with refused(CheckpointFormatError):
-        open_checkpoint(again)
 
 
 def rewritten(prefix: Path, change: Any, drop: str = "\0") -> str:

@@ -39,16 +39,6 @@ def test_what_describes_a_table(tmp_path: Path, hosts: int) -> None:
     )
 
 
-def test_rows_are_those_that_tensorflow_restores_on_cpu(tmp_path: Path) -> None:
-    """A second witness beside what was put into the hosts."""
-    prefix = write(tmp_path / "ckpt", host_embedding(random_values(SHAPES, "adagrad"), "adagrad", 4))
-    layer = EMBEDDING.TPUEmbeddingForServing(features(SHAPES), EMBEDDING.Adagrad(0.1))
-    tf.train.Checkpoint(model=tf.train.Checkpoint(emb=layer)).restore(str(prefix))
-    with open_checkpoint(prefix) as checkpoint:
-        for table, variable in layer.embedding_tables.items():
-            np.testing.assert_array_equal(checkpoint.read(table.name), variable.numpy())
-
-
 def test_slices_cut_again_by_size(tmp_path: Path) -> None:
     values = random_values(SHAPES, "adagrad")
     root = tf.train.Checkpoint(emb=host_embedding(values, "adagrad", 3))
