@@ -201,8 +201,10 @@ def test_a_feature_takes_the_policy_of_its_table() -> None:
 
 
 def test_an_id_outside_fails_and_is_named() -> None:
-    layer, words = one_feature(), r"feature x: id 20 of row 1 .*table t, which has 20 rows"
-    for ids in (np.array([3, 20]), ragged([[3], [20]]), sparse([[3], [20]])):
+    words = r"feature x: id 20 of row 1 .*table t, which has 20 rows"
+    cases = [(one_feature(), ids) for ids in (np.array([3, 20]), ragged([[3], [20]]), sparse([[3], [20]]))]
+    cases += [(one_feature(max_sequence_length=1), make([[3], [20]])) for make in KINDS.values()]
+    for layer, ids in cases:
         for call in (layer, tf.function(layer)):
             with pytest.raises(tf.errors.InvalidArgumentError, match=words):
                 call({"x": ids})
@@ -232,9 +234,13 @@ def test_an_output_shape_lays_out_ragged_ids_as_tensorflow_does() -> None:
 def test_a_serving_config_looks_up_other_features_of_the_tables() -> None:
     layer = TPUEmbedding({"x": FeatureConfig(table()), "y": FeatureConfig(table("u"))}, "sgd")
     served = {"only": FeatureConfig(table(combiner="sum"))}
-    np.testing.assert_allclose(
-        layer({"only": ragged([[1, 2]])}, serving_config=served)["only"], [ROWS[1] + ROWS[2]], atol=1e-6
-    )
+    with tf.GradientTape() as tape:
+        found = layer({"only": ragged([[1, 2]])}, serving_config=served)["only"]
+    np.testing.assert_allclose(found, [ROWS[1] + ROWS[2]], atol=1e-6)
+    assert tape.gradient(found, layer.trainable_variables) == [None]
+    other_size = {"only": FeatureConfig(TableConfig(21, 4, "t"))}
+    with pytest.raises(ConfigError, match=r"'t'.*21"):
+        layer({"only": np.array([1])}, serving_config=other_size)
     with pytest.raises(TpuEmbedError, match="'tt'") as caught:
         layer({"only": np.array([1])}, serving_config={"only": FeatureConfig(table("tt"))})
     assert isinstance(caught.value, KeyError)

@@ -149,7 +149,9 @@ def test_a_saved_model_of_a_trained_model_answers(tmp_path: Path, trained: Any) 
 
 
 def test_a_config_survives_json() -> None:
-    for optimizer in ("sgd", Adam(epsilon=1e-3), keras.optimizers.Adagrad(0.125), E.FTRL(0.3, beta=0.5), None):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
+    ours_and_others = (Adam(epsilon=1e-3), keras.optimizers.Adagrad(0.125), E.FTRL(0.3, beta=0.5))
+    for optimizer in ("sgd", *ours_and_others, keras.optimizers.SGD(schedule), None):
         layer = TPUEmbedding({"nested": [features()["fav"]], "user": features()["user"]}, optimizer)
         again = TPUEmbedding.from_config(json.loads(json.dumps(layer.get_config())))
         assert again.get_config() == layer.get_config()
