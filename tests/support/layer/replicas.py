@@ -95,12 +95,38 @@ def fit_padded(strategy: Any) -> dict[str, Any]:
     return {"loss": np.array(history), "table": np.stack([copy.numpy() for copy in variable.values])}
 
 
+def restored(strategy: Any, folder: Path) -> dict[str, Any]:
+    """What the host saved, in every copy after a restore; and as the host reads it after the replicas saved it."""
+
+    def make(seed: int) -> TPUEmbedding:
+        table = TableConfig(ROWS, DIM, "t", initializer=keras.initializers.RandomNormal(seed=seed))
+        return TPUEmbedding(FeatureConfig(table), "adam")
+
+    host, found = make(1), {}
+    for number, variable in enumerate(host.named_variables().values()):
+        variable.assign(np.random.default_rng(number).normal(size=(ROWS, DIM)))
+    host.updates.assign(7)
+    path = tf.train.Checkpoint(layer=host).write(str(folder / "host"))
+    for way in ("checkpoint", "restore_tables"):
+        with strategy.scope():
+            layer = make(2)
+        tf.train.Checkpoint(layer=layer).read(path) if way == "checkpoint" else layer.restore_tables(path)
+        again = make(3)
+        tf.train.Checkpoint(layer=again).read(tf.train.Checkpoint(layer=layer).write(str(folder / way)))
+        for name, variable in layer.named_variables().items():
+            copies = [copy.numpy() for copy in getattr(variable, "values", (variable,))]
+            found[f"{way} {name}"] = np.stack([*copies, again.named_variables()[name].numpy()])
+        found[f"{way} updates"] = np.array([layer.updates.numpy(), again.updates.numpy()])
+    return found
+
+
 def main(replicas: int, folder: Path, optimizers: int) -> None:
     cpus = [tf.config.LogicalDeviceConfiguration()] * replicas
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], cpus)
     strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(replicas)])
     for index, kind in enumerate(list(OPTIMIZERS)[:optimizers]):
         np.savez(folder / f"{index}.npz", **train(strategy, kind))
+    np.savez(folder / "restored.npz", **restored(strategy, folder))
     np.savez(folder / "fit.npz", **fit(strategy))
     np.savez(folder / "fit_padded.npz", **fit_padded(strategy))
 

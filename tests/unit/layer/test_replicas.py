@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 # Replicas, and how many optimizers they train with: one of each kind, or all.
 KINDS, ALL = 5, len(OPTIMIZERS)
-LONG = [(1, KINDS), (4, KINDS), (1, ALL), (2, ALL), (4, ALL)]
+LONG = [(1, KINDS), (2, ALL), (4, ALL)]
 RUNS = [(2, KINDS), *(pytest.param(run, marks=pytest.mark.nightly) for run in LONG)]
 
 
@@ -49,6 +49,20 @@ def test_every_optimizer_equals_the_reference_in_every_copy(trained: tuple[int, 
                 for copy in found[name]:
                     np.testing.assert_array_equal(copy, found[name][0], err_msg=f"{kind}: {name}")
                 assert_same_numbers(found[name][0], truth, f"{kind}: {name}")
+
+
+@pytest.mark.sampled(1)
+def test_every_copy_is_restored_and_saved(trained: tuple[int, int, Path]) -> None:
+    number, _, folder = trained
+    with np.load(folder / "restored.npz") as found:
+        for way in ("checkpoint", "restore_tables"):
+            for seed, name in enumerate(("t", "t/momenta", "t/velocities")):
+                copies = found[f"{way} {name}"]
+                assert len(copies) == number + 1
+                truth = np.random.default_rng(seed).normal(size=copies.shape[1:]).astype(np.float32)
+                for copy in copies:
+                    np.testing.assert_array_equal(copy, truth, err_msg=f"{way}: {name}")
+            assert found[f"{way} updates"].tolist() == [7, 7]
 
 
 FIT: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
