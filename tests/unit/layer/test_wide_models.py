@@ -202,11 +202,9 @@ def _concatenate_layer(activations: list[Any]) -> Any:
         (17, "dense", keras.ops.hstack, _fit, "sgd"),
         (17, "dense", _concatenate_layer, _own_loop, "sgd"),
         (26, "dense", _concatenate, _fit, "adagrad"),
-        pytest.param(40, "dense", keras.ops.hstack, _fit, "sgd", marks=pytest.mark.nightly),
-        pytest.param(200, "dense", _concatenate, _fit, "sgd", marks=pytest.mark.nightly),
         (17, "ragged", _concatenate, _fit, "adagrad"),
         (17, "sparse", _concatenate, _own_loop, "sgd"),
-        pytest.param(17, "sequence", _concatenate, _fit, "sgd", marks=pytest.mark.nightly),
+        (17, "sequence", _concatenate, _fit, "sgd"),
         (17, "dense", _concatenate, _compiled_by_xla, "sgd"),
     ],
 )
