@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +13,15 @@ import pytest
 import tensorflow as tf
 
 import tpuembed.testing
-from tests.support.layer import tracked
 from tests.support.layer.models import OPTIMIZERS
 from tests.support.messages import refused
-from tpuembed import SGD, Adam, FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
+from tpuembed import SGD, FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
 from tpuembed.backends.tf_config import SavedNode
 from tpuembed.checkpoint.tools import describe_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
 from tpuembed.live.tables import live_checkpoint
 from tpuembed.row_history import UNKNOWN, RowHistory
 
-ROOT = Path(__file__).parents[3]
 ROWS = {"a": 11, "b": 7}
 Array = np.ndarray[Any, Any]
 
@@ -145,35 +141,7 @@ def test_a_step_whose_gradients_overflow_stamps_no_row() -> None:
     assert np.flatnonzero(stamps_of(layer)["a"]).tolist() == [1]
 
 
-@pytest.mark.nightly
-def test_replicas_stamp_the_rows_of_all_of_them(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.layer.tracked", "2", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-2000:]
-    expected = tracked.expected_stamps()
-    with np.load(tmp_path / "stamps.npz") as found:
-        assert len(found["copies"]) == 2
-        for copy in found["copies"]:
-            np.testing.assert_array_equal(copy, expected)
-    with open_checkpoint(tmp_path / "ckpt-1") as checkpoint:
-        out = np.empty(len(expected), np.int32)
-        checkpoint.read_stamps("t", 0, out)
-        np.testing.assert_array_equal(out, expected)
-
-
 # ---- refusals
-
-
-@pytest.mark.parametrize("optimizer", [None, Adam(lazy_adam=False)], ids=["None", "every row"])
-def test_optimizers_that_may_move_every_row_are_refused(optimizer: Any) -> None:
-    with refused(ConfigError, match="table 'a'"):
-        make(optimizer)
-    make(optimizer, track_rows=False)
-
-
-def test_another_value_than_a_bool_is_refused() -> None:
-    with refused(ConfigError, match="'yes'"):
-        make(track_rows="yes")  # type: ignore[arg-type]
 
 
 def test_updates_beyond_int32_fail_before_they_touch_a_row() -> None:
@@ -190,17 +158,6 @@ def test_updates_beyond_int32_fail_before_they_touch_a_row() -> None:
         layer.assign_rows("a", 0, np.zeros((1, 3), np.float32))
     for table, old in zip(layer.embedding_tables.values(), before, strict=True):
         np.testing.assert_array_equal(table.numpy(), old)
-
-
-def test_a_layer_without_tracking_builds_the_same_graph() -> None:
-    def ops(layer: TPUEmbedding) -> list[str]:
-        ids = {key: tf.constant([1]) for key in ("one", "bag", "other")}
-        graph = tf.function(lambda: step(layer, ids)).get_concrete_function().graph
-        return [op.type for op in graph.get_operations()]
-
-    plain, tracking = ops(make(track_rows=False)), ops(make())
-    assert tracking.count("ResourceScatterUpdate") == plain.count("ResourceScatterUpdate") + len(ROWS)
-    assert "int32" not in {table.dtype.name for table in make(track_rows=False).named_variables().values()}
 
 
 def test_a_layer_that_does_not_track_says_so() -> None:
