@@ -34,13 +34,6 @@ def test_an_unsigned_id_beyond_int64_is_not_taken_for_padding(kind: str, optimiz
         _layer(optimizer)({"x": ids})
 
 
-def test_small_unsigned_ids_are_looked_up() -> None:
-    layer = _layer()
-    (table,) = layer.embedding_tables.values()
-    found = layer({"x": tf.ragged.constant([[3], [0]], dtype=tf.uint64)})["x"]
-    np.testing.assert_array_equal(found, table.numpy()[[3, 0]])
-
-
 def test_ids_of_unknown_rank_are_refused_with_the_remedy() -> None:
     layer = _layer()
 
@@ -124,22 +117,6 @@ def test_a_batch_without_ids_compiles_and_changes_nothing(kind: str, optimizer: 
             np.testing.assert_array_equal(table, before[config.name])
         else:
             assert (table.numpy()[1] != before[config.name][1]).all()
-
-
-@pytest.mark.parametrize("ids", [1, [1, 3], (1, 3), [[1, 2], [3, 0]], [], [2.0]])
-def test_pythons_integers_and_lists_are_ids(ids: Any) -> None:
-    layer = _layer()
-    rows = next(iter(layer.embedding_tables.values())).numpy()
-    truth = rows[np.asarray(ids, np.int64)]
-    for call in (layer, tf.function(layer)):
-        np.testing.assert_array_equal(call({"x": ids})["x"], truth)
-    served = {"y": FeatureConfig(TableConfig(4, 2, "t"))}
-    np.testing.assert_array_equal(layer({"y": ids}, serving_config=served)["y"], truth)
-
-
-def test_lists_of_different_lengths_are_refused_with_the_remedy() -> None:
-    with refused(ConfigError, match="feature 'x'"):
-        _layer()({"x": [[1, 2], [3]]})
 
 
 def test_a_step_traced_before_xla_compiles_it_is_refused_where_it_would_be_wrong() -> None:

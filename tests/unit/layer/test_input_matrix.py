@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
@@ -276,27 +274,6 @@ def test_what_has_no_meaning_is_refused_by_name(cell: Cell, message: str) -> Non
 UNCHECKED: dict[str, Any] = {"validate_weights_and_indices": False}
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        Cell(tf.constant([20])),
-        Cell(tf.constant([-1])),
-        Cell(ragged([[1], [20]])),
-        Cell(sparse([[1], [20]])),
-        Cell(ragged([[1], [20]]), None, "sum", {"max_sequence_length": 1}),
-        Cell(sparse([[1], [20]]), None, "sum", {"max_sequence_length": 1}),
-        Cell(ragged([[1], [-1]]), None, "sum", UNCHECKED),
-        Cell(sparse([[1], [-1]]), None, "sum", UNCHECKED),
-    ],
-)
-def test_an_id_outside_the_table_fails_as_in_tensorflow(cell: Cell) -> None:
-    layer = TPUEmbedding({"x": FeatureConfig(_table("sum"), **cell.options)}, optimizer="sgd")
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        cell.truth()
-    with pytest.raises(tf.errors.InvalidArgumentError, match="sum"):
-        layer({"x": cell.ids})
-
-
 def test_what_tensorflow_lets_pass_fails() -> None:
     """A negative id of a sparse tensor of rank 3 that is not to be validated; weights that stand elsewhere than the ids."""
     layer = TPUEmbedding({"x": FeatureConfig(_table("sum"), **UNCHECKED)}, optimizer="sgd")
@@ -322,22 +299,3 @@ def test_an_ambiguous_output_shape_is_refused_by_name() -> None:
     layer = TPUEmbedding({"x": FeatureConfig(_table("sum"), output_shape=(2, 3))}, optimizer="sgd")
     with refused(ConfigError):
         tf.function(layer, input_signature=[{"x": tf.RaggedTensorSpec([None, None], tf.int64)}]).get_concrete_function()
-
-
-BATCH = st.lists(st.lists(st.integers(0, 19), max_size=5), max_size=6)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(BATCH, st.sampled_from(COMBINERS), st.sampled_from(sorted(KINDS)), st.data())
-def test_random_batches_equal_tensorflow(rows: list[list[int]], combiner: str, kind: str, data: st.DataObject) -> None:
-    make = KINDS[kind]
-    length = data.draw(st.integers(0, 4))
-    weight = st.floats(0.015625, 8, width=32)
-    weighted = not length and data.draw(st.booleans())
-    weights = [[data.draw(weight) for _ in row] for row in rows]
-    cell = Cell(make(rows), make(weights, tf.float32) if weighted else None, combiner, {"max_sequence_length": length})
-    layer = TPUEmbedding({"x": FeatureConfig(_table(combiner), **cell.options)}, optimizer="sgd")
-    found = layer({"x": cell.ids}, {"x": cell.weights})["x"]
-    truth = cell.truth()
-    assert found.shape == truth.shape
-    np.testing.assert_allclose(found, truth, rtol=1e-5, atol=1e-5)

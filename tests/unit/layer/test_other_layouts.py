@@ -11,9 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.checkpoint.tpu_checkpoints import random_values, sparse_core_embedding
-from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
-from tpuembed.errors import CheckpointMismatchError
 
 ALIGNED = {"lone": (128, 8)}
 """Eight SparseCores need no padding here: the stack has the table's name and shape."""
@@ -44,23 +42,12 @@ def test_rows_come_back_by_their_numbers(tmp_path: Path, shapes: Any, optimizer:
     path = save(tmp_path, values, optimizer, devices)
     model = Model(shapes, optimizer)
     tf.train.Checkpoint(model=model).restore(path)
-    for table, state in model.layer._parts.backend.states.items():
-        found = {"parameters": state.variable, **state.slots}
-        assert found.keys() == values[table].keys()
-        for role, variable in found.items():
-            np.testing.assert_array_equal(variable.numpy(), values[table][role], err_msg=f"{table}/{role}")
-
-
-def test_a_layer_of_other_tables_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, random_values(ALIGNED, "adagrad"), "adagrad", 1)
-    model = Model({"lone": (120, 8)}, "adagrad")
-    with refused(CheckpointMismatchError, match="Table 'lone'"):
-        tf.train.Checkpoint(model=model).restore(path)
-
-
-def test_a_checkpoint_in_row_order_is_restored_as_before(tmp_path: Path) -> None:
-    first, second = Model(STACKED, "adam"), Model(STACKED, "adam")
-    path = tf.train.Checkpoint(model=first).write(str(tmp_path / "ckpt"))
-    tf.train.Checkpoint(model=second).read(path).assert_consumed()
-    for table, state in first.layer._parts.backend.states.items():
-        np.testing.assert_array_equal(second.layer._parts.backend.states[table].variable, state.variable)
+    truth = {
+        table if role == "parameters" else f"{table}/{role}": rows
+        for table, roles in values.items()
+        for role, rows in roles.items()
+    }
+    found = model.layer.named_variables()
+    assert found.keys() == truth.keys()
+    for name, rows in truth.items():
+        np.testing.assert_array_equal(found[name].numpy(), rows, err_msg=name)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tests.support import capi
 from tests.support.messages import refused
-from tpuembed import SGD, Adagrad, Adam, FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed import SGD, Adagrad, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError
 
 
@@ -42,44 +42,20 @@ def _trained() -> Any:
     return model
 
 
-def _weights(model: Any) -> dict[str, Any]:
-    return {
-        w.path: w.numpy()
-        for w in model.get_layer("embedding").weights
-        if w.path not in ("embedding/gradient_trap", "updates")
-    }
-
-
-def _assert_equal(found: Any, truth: Any) -> None:
-    first, second = _weights(found), _weights(truth)
-    assert list(first) == list(second)
-    assert len(first) == 5
-    for path, values in first.items():
-        np.testing.assert_array_equal(values, second[path], err_msg=path)
-    assert _updates(found) == _updates(truth) == 3
-
-
-def _updates(model: Any) -> int:
-    return int(model.get_layer("embedding")._tpu_embedding.updates.numpy())
-
-
 def test_checkpoint_keys_are_those_of_tfrs(tmp_path: Path) -> None:
     prefix = tf.train.Checkpoint(layer=_trained().get_layer("embedding")).write(str(tmp_path / "ckpt"))
     keys = {
         key.split("/.ATTRIBUTES")[0]: shape for key, shape in tf.train.list_variables(prefix) if "VARIABLE_VALUE" in key
     }
     root = "layer/_tpu_embedding/"
-    assert (
-        keys
-        == {
-            f"{root}items.Sv..1": [9, 4],
-            f"{root}items.Sv..1.Smomenta": [9, 4],
-            f"{root}items.Sv..1.Svelocities": [9, 4],
-            f"{root}users": [5, 2],
-            f"{root}users.Saccumulators": [5, 2],
-        }
-        or "save_counter" not in keys
-    )
+    expected = {
+        "items.Sv..1": [9, 4],
+        "items.Sv..1.Smomenta": [9, 4],
+        "items.Sv..1.Svelocities": [9, 4],
+        "users": [5, 2],
+        "users.Saccumulators": [5, 2],
+    }
+    assert {key.removeprefix(root): shape for key, shape in keys.items() if key.startswith(root)} == expected
 
 
 def test_a_checkpoint_carries_the_layers_config(tmp_path: Path) -> None:
@@ -93,42 +69,6 @@ def test_a_checkpoint_carries_the_layers_config(tmp_path: Path) -> None:
     assert config["tables"]["users"]["optimizer"]["kind"] == "adagrad"
     assert config["tables"]["items/v.1"]["combiner"] == "sum"
     assert reader.get_tensor("layer/_tpu_embedding/.ATTRIBUTES/tpuembed_iterations") == 3
-
-
-def test_keras_file_round_trip(tmp_path: Path) -> None:
-    model, path = _trained(), tmp_path / "m.keras"
-    model.save(path)
-    restored = keras.models.load_model(path)
-    _assert_equal(restored, model)
-    np.testing.assert_array_equal(restored.predict(_inputs(), verbose=0), model.predict(_inputs(), verbose=0))
-    tables = {table.name: table for table in restored.get_layer("embedding").embedding_tables}
-    assert tables["users"].optimizer == {"kind": "adagrad", "learning_rate": 0.5}
-
-
-def test_a_live_model_is_saved_as_a_saved_model(tmp_path: Path) -> None:
-    model = _trained()
-    truth = model.predict(_inputs(), verbose=0)
-    flat = {"a": _inputs()["a"], "c": _inputs()["b"]["c"], "d": _inputs()["b"]["d"]}
-
-    @tf.function(input_signature=[{name: tf.TensorSpec([None], tf.int64, name=name) for name in flat}])
-    def serve(x: dict[str, Any]) -> dict[str, Any]:
-        return {"out": model({"a": x["a"], "b": {"c": x["c"], "d": x["d"]}}, training=False)}
-
-    tf.saved_model.save(model, str(tmp_path / "saved"), signatures=serve)
-    loaded = tf.saved_model.load(str(tmp_path / "saved"))
-    found = loaded.signatures["serving_default"](**{name: tf.constant(value) for name, value in flat.items()})
-    np.testing.assert_allclose(found["out"], truth, atol=1e-6)
-
-
-def test_keras_export_of_a_trained_model_answers_through_the_c_api(tmp_path: Path) -> None:
-    x = keras.Input((), dtype="int64", name="x")
-    rows = TPUEmbedding(FeatureConfig(TableConfig(7, 3, "t")), optimizer="adagrad")(x)
-    model = keras.Model(x, keras.layers.Dense(1)(rows))
-    model.compile("sgd", "mse")
-    model.fit(np.arange(7), np.ones(7), verbose=0)
-    model.export(tmp_path / "exported", verbose=False)
-    (found,) = capi.predict(tmp_path / "exported", {"x": np.arange(7)}).values()
-    np.testing.assert_allclose(found, model.predict(np.arange(7), verbose=0), atol=1e-6)
 
 
 def _live(kind: str) -> Any:
@@ -206,36 +146,6 @@ def test_a_model_whose_tables_begin_with_given_values_is_cloned(tmp_path: Path, 
     for made in (model, keras.models.clone_model(model), keras.models.load_model(tmp_path / "m.keras")):
         np.testing.assert_array_equal(made(np.arange(4)), truth)
     json.dumps(model.layers[-1].get_config())
-
-
-class _Pair(NamedTuple):
-    x: FeatureConfig
-    y: FeatureConfig
-
-
-@pytest.mark.parametrize("make", [lambda feature: {1: feature}, lambda feature: _Pair(feature, feature)])
-def test_a_structure_that_json_changes_is_not_written_as_a_config(make: Any) -> None:
-    layer = TPUEmbedding(make(FeatureConfig(TableConfig(3, 2, "t"))), optimizer="sgd")
-    with refused(ConfigError):
-        layer.get_config()
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        "sgd",
-        SGD(learning_rate=0.25),
-        Adam(epsilon=1e-3, sum_inside_sqrt=False),
-        keras.optimizers.Adagrad(0.125),
-        keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)),
-        tf.tpu.experimental.embedding.Adam(0.3, beta_1=0.7),
-        None,
-    ],
-)
-def test_config_round_trip(optimizer: Any) -> None:
-    layer = TPUEmbedding(_config(), optimizer=optimizer)
-    config = json.loads(json.dumps(layer.get_config()))
-    assert TPUEmbedding.from_config(config).get_config() == layer.get_config()
 
 
 def test_an_initializer_that_is_only_code_cannot_be_saved_in_a_config() -> None:

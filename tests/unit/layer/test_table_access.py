@@ -42,13 +42,6 @@ def test_rows_are_written_and_no_other(slot: str | None, start: int, count: int)
             np.testing.assert_array_equal(values, truth[table][name])
 
 
-def test_many_pieces_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpuembed.backends.table_rows.PIECE_BYTES", 4 * 3 * 5)
-    layer = _layer()
-    layer.assign_rows("items", 1, _rows(11, 3))
-    np.testing.assert_array_equal(held(layer)["items"][None][1:], _rows(11, 3))
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -66,13 +59,6 @@ def test_rows_of_any_kind(make: Any) -> None:
     layer = _layer()
     layer.assign_rows("items", 2, make(_rows(4, 3)))
     np.testing.assert_array_equal(held(layer)["items"][None][2:6], _rows(4, 3))
-
-
-def test_rows_are_data() -> None:
-    layer = _layer()
-    rows = np.array([[np.nan, np.inf, -np.inf]], np.float32)
-    layer.assign_rows("items", 3, rows)
-    np.testing.assert_array_equal(held(layer)["items"][None][3:4], rows)
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", None])
@@ -166,30 +152,6 @@ def test_update_embedding_table_refuses_what_tfrs_ignores() -> None:
 
 
 # ---- embedding_tables
-
-
-def test_tables_by_the_config_objects_that_were_passed() -> None:
-    video, user = E.TableConfig(7, 3, name="video"), TableConfig(5, 2, "user")
-    layer = TPUEmbedding({"a": E.FeatureConfig(video), "b": FeatureConfig(user), "c": E.FeatureConfig(video)}, "sgd")
-    tables = layer.embedding_tables
-    assert list(tables) == [video, user]
-    assert tables[video].shape == (7, 3)
-    assert tables[user].shape == (5, 2)
-    assert tables[TableConfig(5, 2, "user")] is tables[user]
-
-
-@pytest.mark.parametrize("make", [TableConfig, E.TableConfig])
-def test_two_configs_of_one_name_are_refused_though_equal(make: Any) -> None:
-    """As by TensorFlow; a serving_config may have another object for a table of the layer."""
-    first, second = (make(vocabulary_size=7, dim=3, name="video") for _ in range(2))
-    feature = E.FeatureConfig if make is E.TableConfig else FeatureConfig
-    with refused(ConfigError, match="'video'"):
-        TPUEmbedding([feature(first), feature(second)], optimizer="adagrad")
-    layer = TPUEmbedding([feature(first), feature(first)], optimizer="adagrad")
-    assert set(held(layer)) == {"video"}
-    rows = next(iter(layer.embedding_tables.values())).numpy()
-    served = layer([tf.constant([1]), tf.constant([2])], serving_config=[feature(second), feature(first)])
-    np.testing.assert_array_equal(served, rows[[[1], [2]]])
 
 
 def test_arguments_of_another_kind() -> None:

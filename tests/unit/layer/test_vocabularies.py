@@ -19,8 +19,6 @@ ROWS, DIM = 40, 3
 Array = np.ndarray[Any, Any]
 
 STRINGS = [b"name %d" % i for i in range(20)] + [b"\0", b"\xff\xfe", "é".encode(), b"x" * 1000]
-INTEGERS = [int(i) for i in np.random.default_rng(0).integers(-(2**62), 2**62, 24)]
-NAMES: dict[str, list[Any]] = {"string": STRINGS, "int64": INTEGERS}
 PADDING: dict[str, Any] = {"string": b"", "int64": -1}
 
 
@@ -102,23 +100,6 @@ def test_a_graph_reads_the_index_at_once() -> None:
     assert [reader.type for reader in handle.consumers()] == ["ReadVariableOp"] * 2  # of `one` and of `bag`
 
 
-@pytest.mark.parametrize("in_graph", [False, True])
-@pytest.mark.parametrize("dtype", ["string", "int64"])
-@pytest.mark.sampled(2)
-def test_trains_the_rows_that_keras_lookups_number(dtype: str, in_graph: bool) -> None:
-    names, unknown = NAMES[dtype][:20], NAMES[dtype][20:]
-    lookup = keras_lookup(dtype, names, 3)
-    named, plain = make(Vocabulary(names, dtype=dtype, oov_buckets=3)), make(None)  # type: ignore[arg-type]
-    run = tf.function(step) if in_graph else step
-    for seed in range(6):
-        inputs = batch(names + unknown, dtype, seed)
-        found, truth = run(named, inputs), run(plain, as_ids(inputs, lookup))
-        for feature, activations in truth.items():
-            np.testing.assert_array_equal(found[feature], activations)
-    for name, values in tables(plain).items():
-        np.testing.assert_array_equal(tables(named)[name], values)
-
-
 def model(vocabulary: Vocabulary) -> tuple[keras.Model, TPUEmbedding]:
     layer = make(vocabulary)
     inputs = {
@@ -130,9 +111,6 @@ def model(vocabulary: Vocabulary) -> tuple[keras.Model, TPUEmbedding]:
     made = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(list(activations.values()))))
     made.compile("sgd", "mse")
     return made, layer
-
-
-SAVES = ("keras", "weights", "checkpoint", "async")
 
 
 def write(made: keras.Model, kind: str, folder: Path) -> str:
@@ -147,30 +125,6 @@ def write(made: keras.Model, kind: str, folder: Path) -> str:
     if kind == "async":
         checkpoint.sync()
     return str(path)
-
-
-@pytest.mark.parametrize("dtype", ["string", "int64"])
-@pytest.mark.parametrize("kind", SAVES)
-@pytest.mark.sampled(2)
-def test_names_are_saved_and_restored_with_their_rows(kind: str, dtype: str, tmp_path: Path) -> None:
-    names = NAMES[dtype]
-    vocabulary = Vocabulary(names, dtype=dtype, oov_buckets=2)  # type: ignore[arg-type]
-    made, layer = model(vocabulary)
-    for seed in range(0, 6, 2):
-        made.train_on_batch(batch(names[: 5 * (seed + 1)], dtype, seed), tf.zeros((8, 1)))
-    inputs = batch(names, dtype, 8)
-    truth, path = made.predict(inputs, verbose=0), write(made, kind, tmp_path)
-    empty = Vocabulary(dtype=dtype, oov_buckets=2)  # type: ignore[arg-type]
-    if kind == "keras":
-        other = keras.models.load_model(path)
-        layer = other.get_layer("embedding")
-        empty = layer.vocabularies["named"]
-    else:
-        other, layer = model(empty)
-        other.load_weights(path) if kind == "weights" else tf.train.Checkpoint(model=other).restore(path)
-    assert empty.names(range(2, empty.rows)) == vocabulary.names(range(2, vocabulary.rows))
-    np.testing.assert_array_equal(other.predict(inputs, verbose=0), truth)
-    assert layer.vocabularies["named"] is empty
 
 
 @pytest.mark.parametrize(
@@ -414,48 +368,12 @@ def test_a_refused_file_changes_no_names(tmp_path: Path) -> None:
 
 
 def test_refusals() -> None:
-    table = TableConfig(ROWS, DIM, "named")
-    with refused(ConfigError):
-        TPUEmbedding({name: FeatureConfig(table, vocabulary=["x"]) for name in ("a", "b")}, "sgd")
-    with refused(ConfigError):
-        FeatureConfig(TableConfig(2, DIM, "small"), vocabulary=["x", "y"], oov_buckets=1)
     layer = make(Vocabulary(["x", ""]))
     with refused(ConfigError):
         layer({"bag": tf.ragged.constant([["x"]]), "one": tf.constant([""]), "ids": tf.constant([0])})
-    layer = make(Vocabulary(["x"]))
-    with refused(ConfigError):
-        layer({"bag": tf.ragged.constant([[1]]), "one": tf.constant(["x"]), "ids": tf.constant([0])})
-    with refused(ConfigError):
-        TPUEmbedding({"a": FeatureConfig(table, vocabulary=["x"])}, "sgd", takes_rows=1)  # type: ignore[arg-type]
+    layer = make(Vocabulary(["x"]), takes_rows=True)
     with refused(ConfigError, match="names_to_rows"):
-        TPUEmbedding({"a": FeatureConfig(table, vocabulary=["x"])}, "sgd", takes_rows=True)({"a": tf.constant(["x"])})
-
-
-@pytest.mark.parametrize("policy", ["error", "zeros", 7])
-def test_an_unknown_name_follows_out_of_vocabulary(policy: str | int) -> None:
-    layer = make(Vocabulary(["a", "b"]), policy)
-    inputs = {"bag": tf.ragged.constant([["a"], []]), "one": tf.constant(["b", "nobody"]), "ids": tf.constant([0, 0])}
-    if policy == "error":
-        with refused(tf.errors.InvalidArgumentError):
-            layer(inputs)
-        return
-    found = layer(inputs)["one"].numpy()
-    np.testing.assert_array_equal(found[1], np.zeros(DIM) if policy == "zeros" else tables(layer)["named"][7])
-
-
-def test_the_input_pipeline_makes_rows_for_a_layer_that_takes_them() -> None:
-    vocabulary = Vocabulary(STRINGS[::2], oov_buckets=1)
-    layer, direct = make(vocabulary, takes_rows=True), make(vocabulary)
-    names = [batch(STRINGS, "string", seed) for seed in range(0, 8, 2)]
-    spec = tf.nest.map_structure(tf.type_spec_from_value, names[0])
-    spec = {**spec, "bag": tf.RaggedTensorSpec([8, None], tf.string)}
-    data = tf.data.Dataset.from_generator(lambda: iter(names), output_signature=spec)
-    for given, inputs in zip(data.map(layer.names_to_rows), names, strict=True):
-        found, truth = step(layer, given), step(direct, inputs)
-        for feature, activations in truth.items():
-            np.testing.assert_array_equal(found[feature], activations)
-    with refused(ConfigError):
-        layer(names[0])
+        layer({"bag": tf.ragged.constant([["x"]]), "one": tf.constant(["x"]), "ids": tf.constant([0])})
 
 
 @pytest.mark.parametrize("size_threshold", [None, ROWS])
