@@ -6,6 +6,7 @@
 import datetime as dt
 import json
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ FILE: Final = Path(__file__).with_name("slow.json")
 "limits": [{"chip", "limit", "peak" or "refusal"}]}."""
 _LIMITED: Final = tuple(cell for cell in DLRM_CELLS if cell.stacking and not cell.pipelining)
 _LIMITS: Final = (2048, 4096, 9000)
+_UNREAD: Final = ("custom_calls", "wall_seconds")
 _SECONDS = 2700  # of one program; a machine may be busy
 
 
@@ -53,7 +55,18 @@ def measure(folder: Path) -> None:
         "cells": {cell.name: _programs(cell, folder) for cell in SLOW_CELLS},
         "limits": [_limited(cell, limit, folder) for cell in _LIMITED for limit in _LIMITS],
     }
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    FILE.write_text(_text(found))
+
+
+def _text(found: Mapping[str, Any]) -> str:
+    """JSON with a program or a limit in each line."""
+    lines = []
+    for cell, programs in found["cells"].items():
+        inner = ",\n".join(f"  {json.dumps(name)}: {json.dumps(facts)}" for name, facts in programs.items())
+        lines.append(f" {json.dumps(cell)}: {{\n{inner}}}")
+    limits = ",\n".join(f" {json.dumps(one)}" for one in found["limits"])
+    head = f'{{"date": {json.dumps(found["date"])}, "versions": {json.dumps(found["versions"])},\n"cells": {{\n'
+    return head + ",\n".join(lines) + '},\n"limits": [\n' + limits + "]}\n"
 
 
 def _programs(cell: Cell, folder: Path) -> dict[str, Any]:
@@ -90,4 +103,4 @@ def _compiled(cell: Cell, folder: Path, program: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"left_out": f"stopped after {_SECONDS:,} seconds of wall time"}
     found: dict[str, Any] = json.loads(facts.read_text())
-    return found
+    return {name: value for name, value in found.items() if name not in _UNREAD}
