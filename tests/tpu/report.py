@@ -39,8 +39,8 @@ _NOT_PROVEN = """## What is not proven
 
 - The numbers that a TPU computes, and its rounding. The simulator's are compared elsewhere (`tests/tpu/numbers`), with TensorFlow's
   own host kernels and with the rules of the lowered programs run on a CPU.
-- The V1 engine (TPU v2 to v4 with embedding hardware): its ops have no kernel outside the TPU's runtime. Its configuration is
-  golden (`tests/tpu/v1`).
+- The V1 engine (TPU v2 to v4 with embedding hardware): its ops have no kernel outside the TPU's runtime. Each field of its
+  configuration is compared with TensorFlow's protos (`tests/tpu/v1`).
 - TPU v4 with its embedding hardware: its cells above replicate the tables.
 - Real collectives between TPUs: programs of 4 replicas compile; nothing is exchanged.
 - `TPUCopyWithDynamicShape`: the bridge moves it to the hosts; buffers get the size of their bound.

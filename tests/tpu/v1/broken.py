@@ -184,7 +184,7 @@ BROKEN: Final = [
         _optimizer("sgd", use_gradient_accumulation=True)),
     Variant("no_weight_limit", "clip_weight_max is dropped", FIELDS, "five_optimizers",
         _optimizer("adagrad_momentum", clip_weight_max=None)),
-    Variant("no_gradient_limit", "clipvalue is dropped", "configuration_is_golden", "five_optimizers",
+    Variant("no_gradient_limit", "clipvalue is dropped", FIELDS, "five_optimizers",
         _optimizer("adagrad", clipvalue=None)),
     Variant("default_optimizer", "a table's own Adagrad is replaced by a default one", FIELDS, "defaults",
         _optimizer("adagrad", learning_rate=0.01)),

@@ -1,11 +1,9 @@
-"""Writes the goldens of the V1 path beside it: configuration and ops of every fixed model.
+"""Writes the goldens of the V1 path beside it: the ops of every fixed model.
 
 python -m tests.tpu.v1.generate     # goldens are only added to: review any change of one
 """
 
 import json
-
-from google.protobuf import text_format  # type: ignore[import-untyped]
 
 from tests.tpu.v1.checks import GOLDEN, described
 from tests.tpu.v1.models import MODELS
@@ -16,7 +14,6 @@ def main() -> None:
     GOLDEN.mkdir(exist_ok=True)
     for name, make in MODELS.items():
         traced = trace(make())
-        (GOLDEN / f"{name}.pbtxt").write_text(text_format.MessageToString(traced.configuration))
         (GOLDEN / f"{name}.json").write_text(json.dumps(described(traced), sort_keys=True) + "\n")
 
 

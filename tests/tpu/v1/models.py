@@ -1,4 +1,4 @@
-"""The fixed models whose configuration and ops are golden, and a batch for each."""
+"""The fixed models whose ops are golden, and a batch for each."""
 
 import dataclasses
 import functools
