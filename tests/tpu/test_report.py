@@ -1,6 +1,5 @@
 """The document, from made-up results."""
 
-import argparse
 import re
 from collections import Counter
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.tpu import __main__ as command
 from tests.tpu import shims, slow
 from tests.tpu.broken import BROKEN
 from tests.tpu.cells import COVERING, DLRM_CELLS, SLOW_CELLS, Cell
@@ -99,14 +97,6 @@ def test_every_test_that_the_pages_name_is_there(text: str) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_a_slow_program_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = slow.committed()
-    [first, *_] = measured["cells"][SLOW_CELLS[0].name]
-    measured["cells"][SLOW_CELLS[0].name][first] = {"left_out": "stopped after 2,700 seconds"}
-    monkeypatch.setattr(slow, "committed", lambda: measured)
-    assert "stopped after 2,700 seconds" in rendered(results())
-
-
 def test_the_report_has_every_cell_control_and_variant() -> None:
     report = rendered(results())
     wanted = [*BROKEN, *(control.name for control in (*CONTROLS, *CONTROLS_OF_COPIES)), *shims.SHIMS]
@@ -131,23 +121,3 @@ def test_the_page_has_the_numbers_of_the_report() -> None:
     steps = Counter((cell.chip, "replicated" if cell.path == "replicated" else "on SparseCores") for cell in COVERING)
     rows = [f"| {chip} | {tables} | 1 and 4 | {count} |" for (chip, tables), count in steps.items()]
     assert [row for row in rows if row not in page] == []
-
-
-def test_the_report_is_written_below_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Held:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-        def results(self) -> dict[str, Any]:
-            return results()
-
-    (tmp_path / "work").mkdir()
-    monkeypatch.setattr(command, "Proof", Held)
-    monkeypatch.setattr(command, "ROOT", tmp_path / "work")
-    assert command._PAGE == ROOT / "build" / "tpu-proof.md"
-    monkeypatch.setattr(command, "_PAGE", tmp_path / "build" / "tpu-proof.md")
-    assert command._prove(argparse.Namespace(all=None, processes=1, tests=False)) == 0
-    written = (tmp_path / "build" / "tpu-proof.md").read_text().splitlines()
-    expected = rendered(results()).splitlines()
-    assert [line for line in written if not line.startswith("Wall time")] == [
-        line for line in expected if not line.startswith("Wall time")
-    ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tpu import child, stages
+from tests.tpu import stages
 from tests.tpu.cells import COVERING
 from tests.tpu.environments import Environment
 
@@ -67,12 +67,6 @@ def test_a_cell_that_does_not_end(stage: stages.Stage, tmp_path: Path, monkeypat
     assert results[cell.name]["error"] == "fragile_worker: no end after 3 seconds"
 
 
-def test_results_of_an_earlier_run_are_not_taken(stage: stages.Stage, tmp_path: Path) -> None:
-    [cell] = cells("Adagrad")
-    (tmp_path / f"{cell.name}.fragile.json").write_text('{"ok": true}')
-    assert not stages.run(stage, [cell], tmp_path)[cell.name]["ok"]
-
-
 STARTER = """
 import subprocess, sys
 from tests.tpu import child
@@ -96,12 +90,3 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     with starter, ended.open() as reader, started.open():
         starter.kill()
         assert reader.read() == "", "no writer is left, so that reading ends"
-
-
-def test_a_process_whose_starter_has_ended_does_nothing(tmp_path: Path) -> None:
-    command = child.command(sys.executable, "json.tool", str(tmp_path))
-    done = subprocess.run(
-        command, env={**child.variables(), child.PARENT: "1"}, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "the process 1 that started this one has ended\n"
