@@ -126,15 +126,6 @@ ONES = [[1.0] * 3] * 4
 
 
 @pytest.mark.parametrize("combiner", ["mean", "sum", "sqrtn"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_dense_ids_of_several_per_example_are_combined(combiner: str, weighted: bool) -> None:
-    layer = layer_of(feature(table(combiner=combiner), 3))
-    weights = np.array(WEIGHTS, np.float32) if weighted else None
-    found = layer(np.array(DENSE), weights)
-    np.testing.assert_allclose(found, combined(DENSE, WEIGHTS if weighted else ONES, combiner), rtol=1e-6)
-
-
-@pytest.mark.parametrize("combiner", ["mean", "sum", "sqrtn"])
 def test_the_weight_of_a_single_id_counts_in_a_sum_alone(combiner: str) -> None:
     layer, ids, weights = layer_of(feature(table(combiner=combiner))), [1, 2, 3, 9], [2.0, -1.0, 0.0, 0.5]
     found = layer(np.array(ids), np.array(weights, np.float32))
@@ -156,12 +147,6 @@ def test_ragged_ids_are_cut_at_the_input_shape() -> None:
     np.testing.assert_allclose(layer(ids, weights), truth)
 
 
-def test_sparse_ids_are_combined() -> None:
-    layer = layer_of(feature(table(combiner="mean"), 2))
-    ids = tf.SparseTensor([[0, 0], [0, 1], [2, 0], [3, 1]], tf.constant([1, 3, 4, 5], tf.int64), [BATCH, 2])
-    np.testing.assert_allclose(layer(ids), combined([[1, 3], [], [4], [5]], [[1, 1], [], [1], [1]], "mean"))
-
-
 def test_nested_structures_and_preprocessed_inputs() -> None:
     shared = table()
     configs = {"a": feature(shared), "b": [feature(shared, 3), feature(table("u", placement="default_device"))]}
@@ -175,12 +160,6 @@ def test_nested_structures_and_preprocessed_inputs() -> None:
         np.testing.assert_array_equal(found["b"][1], -ROWS[[9, 8, 7, 6]])
     assert list(layer.preprocess(inputs)) == ["preprocessed_inputs_per_placement"]
     assert set(layer.preprocess(inputs)["preprocessed_inputs_per_placement"]) == {"default_device"}
-
-
-def test_preprocessed_weights_are_used() -> None:
-    layer = layer_of(feature(table(combiner="sum"), 3))
-    given = layer.preprocess(np.array(DENSE), np.array(WEIGHTS, np.float32))
-    np.testing.assert_allclose(layer(given), combined(DENSE, WEIGHTS, "sum"), rtol=1e-6)
 
 
 @pytest.mark.parametrize("ids", [np.zeros((BATCH, 4), int), np.zeros(BATCH, int)])
@@ -318,11 +297,6 @@ def test_refused_structures() -> None:
         DistributedEmbedding(theirs, table_stacking=None)
 
 
-def test_two_tables_of_one_name_are_refused() -> None:
-    with refused(ConfigError, match="'t'"):
-        DistributedEmbedding([feature(table()), feature(table())])
-
-
 def test_tensorflows_configs_are_taken_as_they_are() -> None:
     theirs = tf_embedding.FeatureConfig(tf_embedding.TableConfig(10, DIM, name="t", optimizer=tf_embedding.SGD(0.1)))
     layer = DistributedEmbedding({"x": theirs})
@@ -369,15 +343,6 @@ def test_configs_of_features_round_trip() -> None:
     again = FeatureConfig.from_config(config.get_config())
     assert again.get_config() == config.get_config()
     assert dataclasses.replace(again, table=config.table) == config
-
-
-def test_saved_models_come_back(tmp_path: Path) -> None:
-    inputs = {"x": keras.Input((3,), dtype="int64", name="x")}
-    layer = DistributedEmbedding({"x": feature(table(), 3)})
-    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)["x"]))
-    model.save(tmp_path / "m.keras")
-    again, ids = keras.models.load_model(tmp_path / "m.keras"), {"x": np.array(DENSE)}
-    np.testing.assert_array_equal(again(ids), model(ids))
 
 
 class Tower(keras.Model):

@@ -198,15 +198,6 @@ def test_more_large_tables_than_were_saved_begin_with_new_slots(tmp_path: Path) 
     assert_same(parts(new), parts(old) | {"b.v/1/momenta": zeros, "b.v/1/velocities": zeros})
 
 
-def test_tables_that_the_checkpoint_does_not_have_are_left(tmp_path: Path) -> None:
-    """As TensorFlow leaves variables."""
-    path = tf.train.Checkpoint(model=partial(15)).write(str(tmp_path / "ckpt"))
-    other = tfrs.PartialTPUEmbedding({"z": FeatureConfig(TableConfig(9, 2, "z"))}, "adam", size_threshold=0)
-    before = parts(other)
-    tf.train.Checkpoint(model=other).read(path).expect_partial()
-    assert_same(parts(other), before)
-
-
 # ---- keras-rs
 
 

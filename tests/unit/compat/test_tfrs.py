@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.support.fake_tpu import fake_tpu
 from tests.support.messages import refused
-from tpuembed import Adagrad, Adam, FeatureConfig, TableConfig, Vocabulary, open_checkpoint
+from tpuembed import Adagrad, FeatureConfig, TableConfig, Vocabulary, open_checkpoint
 from tpuembed.compat import tfrs
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 
@@ -77,15 +77,6 @@ def test_the_default_threshold_is_ten_thousand_rows() -> None:
     assert layer.get_config()["size_threshold"] == 10_000
 
 
-def test_lookups_of_both_kinds_are_rows() -> None:
-    layer = partial()
-    rows = tables(layer)
-    found = layer(IDS)
-    assert list(found) == ["item", "items", "kind"]
-    for name, table in (("item", "large"), ("items", "large"), ("kind", "small")):
-        np.testing.assert_array_equal(found[name], rows[table][IDS[name]])
-
-
 def test_small_tables_combine_ragged_ids() -> None:
     layer = partial()
     ragged = tf.ragged.constant([[1, 2], [], [4, 4, 4]], dtype=tf.int64)
@@ -95,20 +86,6 @@ def test_small_tables_combine_ragged_ids() -> None:
 
 
 # ---- who trains which
-
-
-def test_the_optimizer_trains_large_tables_and_the_models_optimizer_small_ones() -> None:
-    layer = partial(optimizer=embedding.SGD(0.5))
-    before = tables(layer)
-    step(layer, keras.optimizers.SGD(0.1))
-    counts = {
-        "large": np.bincount([1, 2, 1, 3, 1, 1], minlength=LARGE),
-        "small": np.bincount([0, 4, 4], minlength=SMALL),
-    }
-    for name, rate in (("large", 0.5), ("small", 0.1)):
-        np.testing.assert_allclose(
-            tables(layer)[name], before[name] - rate * counts[name][:, None], rtol=1e-5, atol=1e-6
-        )
 
 
 def test_with_threshold_none_the_models_optimizer_trains_all() -> None:
@@ -253,24 +230,6 @@ def test_a_translated_schedule_follows_the_layers_updates() -> None:
         tape.gradient(loss, layer.trainable_variables)
         rows.append(variable.numpy()[7])
     np.testing.assert_allclose(np.diff(rows, axis=0)[:, 0], [-1.0, -0.25], rtol=1e-5, atol=1e-6)
-
-
-def test_what_is_no_keras_optimizer_is_refused() -> None:
-    with refused(ConfigError):
-        tfrs.translate_keras_optimizer(Adam())
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        keras.optimizers.RMSprop(),
-        keras.optimizers.SGD(momentum=0.9),
-        keras.optimizers.Adam(clipnorm=1.0),
-    ],
-)
-def test_what_tables_cannot_honour_is_refused(optimizer: Any) -> None:
-    with refused(ConfigError):
-        tfrs.translate_keras_optimizer(optimizer)
 
 
 def _with_names(names: Callable[[str], list[str]], small: int = 1, large: int = 1) -> Any:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -52,29 +51,6 @@ def _text(found: Any) -> Array:
     )
 
 
-def _candidates(rng: np.random.Generator, is_text: bool) -> tuple[Array, Array]:
-    count = int(rng.integers(1, 60))
-    names = rng.permutation(500)[:count]
-    return rng.normal(size=(count, 4)).astype(np.float32), names.astype(str).astype(object) if is_text else names
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("is_text", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_best_are_numpy_s_also_of_new_candidates(kind: str, is_text: bool) -> None:
-    rng = np.random.default_rng(len(kind) + is_text)
-    layer = KINDS[kind](k=6)
-    for turn in range(3):
-        vectors, names = _candidates(rng, is_text)
-        batches = tf.data.Dataset.from_tensor_slices((names, vectors)).batch(int(rng.integers(1, 20)))
-        if kind == "streaming" or turn:
-            assert layer.index_from_dataset(batches) is layer
-        else:
-            assert layer.index(vectors, names) is layer
-        check(layer, rng, vectors, names)
-        check(layer, rng, vectors, names, k=int(rng.integers(1, 80)))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled(1)
 def test_without_identifiers_they_are_numbers(kind: str) -> None:
@@ -84,23 +60,6 @@ def test_without_identifiers_they_are_numbers(kind: str) -> None:
     check(layer, rng, vectors, np.arange(23, dtype=np.int32))
     scores, found = layer(vectors[3])
     assert scores.shape == found.shape == (6,)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["brute", "scann"])
-def test_a_saved_model_is_called_alike(kind: str, tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    tower = keras.Sequential([keras.layers.StringLookup(vocabulary=["ann", "bob"]), keras.layers.Embedding(3, 4)])
-    vectors, names = _candidates(rng, is_text=True)
-    layer = KINDS[kind](query_model=tower, k=3).index(vectors, names)
-    before = layer(tf.constant(["bob", "zoe"]))
-    out = layer.query_with_exclusions(tf.constant(["bob", "zoe"]), before[1][:, :1])
-    layer.save(str(tmp_path / "m"))
-    loaded = tf.saved_model.load(str(tmp_path / "m"))
-    np.testing.assert_array_equal(_text(loaded(tf.constant(["bob", "zoe"]))[1]), _text(before[1]))
-    np.testing.assert_array_equal(
-        _text(loaded.query_with_exclusions(tf.constant(["bob", "zoe"]), before[1][:, :1])[1]), _text(out[1])
-    )
 
 
 @pytest.mark.parametrize("kind", ["brute", "scann"])

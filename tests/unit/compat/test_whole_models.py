@@ -124,25 +124,6 @@ def compare(folder: Path, make: str, around: Any, is_named: bool, files: Sequenc
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("make", "around", "is_named", "file"),
-    [
-        ("keras_rs", functional, True, "m.keras"),
-        ("keras_rs", functional, False, "w.weights.json"),
-        ("keras_rs", nested, False, "w.weights.h5"),
-        ("partial", functional, False, "m.keras"),
-        ("partial", nested, True, "w.weights.json"),
-        ("all large", functional, True, "w.weights.h5"),
-        ("all small", functional, False, "w.weights.h5"),
-    ],
-)
-def test_a_file_gives_the_trained_models_numbers(
-    tmp_path: Path, make: str, around: Any, is_named: bool, file: str
-) -> None:
-    compare(tmp_path, make, around, is_named, [file])
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("around", [functional, nested])
 @pytest.mark.parametrize("make", MAKERS)
