@@ -174,12 +174,3 @@ def test_keras_ftrl_and_clipvalue_are_translated() -> None:
     assert (ftrl.learning_rate_power, ftrl.initial_accumulator_value, ftrl.beta) == (-0.7, 0.4, 0.3)
     assert (ftrl.l1_regularization_strength, ftrl.l2_regularization_strength) == (0.1, 0.2)
     assert ftrl.clipvalue == (-2.0, 2.0)
-
-
-def test_the_host_refuses_the_accelerators_shortcut() -> None:
-    with refused(ConfigError, match="table 't'"):
-        TPUEmbedding(FeatureConfig(TableConfig(3, 2, "t")), optimizer=E.SGD(use_gradient_accumulation=False))
-
-
-def test_keras_adagrads_default_epsilon_is_accepted() -> None:
-    assert resolve_optimizer(keras.optimizers.Adagrad()).kind == "adagrad"

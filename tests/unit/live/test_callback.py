@@ -42,29 +42,8 @@ def test_every_so_many_epochs(tmp_path: Path, every: int, at_end: bool, versions
         np.testing.assert_allclose(_score(callback.reports[-1].path), model.predict(X, verbose=0), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.nightly
 @overlays_of_any_size()
-def test_every_so_many_seconds(tmp_path: Path) -> None:
-    """0 seconds: after every batch. An overlay of the first version after that."""
     callback, model = ExportCallback(tmp_path, every_seconds=0, base="latest"), _model()
-    with pytest.warns(UserWarning, match="no complete version yet. Writing a full version"):
-        model.fit(X, Y, epochs=2, batch_size=6, shuffle=False, verbose=0, callbacks=[callback])
-    assert [(report.base, report.rows_changed) for report in callback.reports] == [
-        (None, None),
-        (1, 6),
-        (1, 12),
-        (1, 12),
-    ]
-    np.testing.assert_allclose(_score(callback.reports[-1].path), model.predict(X, verbose=0), rtol=1e-6, atol=1e-7)
-    callback = ExportCallback(tmp_path / "m", every_seconds=3600, at_end=True)
-    model.fit(X, Y, verbose=0, callbacks=[callback])
-    assert len(callback.reports) == 1
-    with refused(ConfigError):
-        ExportCallback(tmp_path, every_epochs=1, every_seconds=1)
-    with refused(ConfigError):
-        ExportCallback(tmp_path, every_seconds=-1)
-
-
 def test_a_failure_ends_training_or_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with refused(TpuEmbedError):
@@ -100,6 +79,7 @@ def test_a_subclassed_model_needs_its_specs(tmp_path: Path) -> None:
         {"on_error": "ignore"},
         {"version": 3},
         {"storag": "int8"},
+        {"every_seconds": -1},
     ],
 )
 def test_bad_options_before_training(tmp_path: Path, options: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tests.support.goldens import read_golden
 from tests.support.layer.restored import Array, Tables, assert_held, held, layer_for, updates
 from tests.support.messages import refused
-from tpuembed import FTRL, Adam, FeatureConfig, TableConfig, TPUEmbedding, restore_tables
+from tpuembed import FTRL, FeatureConfig, TableConfig, TPUEmbedding, restore_tables
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -118,20 +118,6 @@ def test_other_names(prefix: str, tmp_path: Path) -> None:
     foreign = TPUEmbedding(_features(a=(9, 4)), optimizer="sgd")
     foreign.restore_tables(_write_plain(tmp_path, kernel=kernel, embeddings=rows), {"a": "embeddings"})
     assert_held(foreign, {"a": {None: rows}})
-
-
-def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    """A schedule too, which the count of updates drives."""
-    rate = keras.optimizers.schedules.ExponentialDecay(0.5, 2, 0.5)
-    config = FeatureConfig(TableConfig(6, 3, "t", initializer=keras.initializers.RandomNormal(seed=3)))
-    whole, first, second = (TPUEmbedding(config, optimizer=Adam(learning_rate=rate)) for _ in range(3))
-    _train(whole, range(8))
-    _train(first, range(5))
-    prefix = tf.train.Checkpoint(layer=first).write(str(tmp_path / "ckpt"))
-    second.restore_tables(prefix)
-    _train(second, range(5, 8))
-    assert_held(second, held(whole))
-    assert updates(second) == 8
 
 
 def _train(layer: TPUEmbedding, steps: range) -> None:
@@ -272,12 +258,6 @@ def test_a_request_that_makes_no_sense(prefix: str, options: Any, error: type[Ex
 def test_resizing_the_other_way_is_refused(prefix: str) -> None:
     layer = layer_for(_changed("plain", _random(4, 2)))
     _refused(layer, CheckpointMismatchError, "resize says 'shrink'", prefix, resize={"plain": "shrink"})
-
-
-def test_a_table_that_may_grow_need_not(prefix: str) -> None:
-    layer = layer_for(TRUTH)
-    layer.restore_tables(prefix, resize={"plain": "grow"})
-    assert_held(layer, TRUTH)
 
 
 def test_linears_of_another_meaning_are_refused(tmp_path: Path) -> None:

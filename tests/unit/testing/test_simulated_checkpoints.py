@@ -308,13 +308,6 @@ def test_names_and_batches_that_would_lose_rows_are_refused(tables: list[TableCo
         TPUEmbedding(features, "adagrad", **{"batch_size": EXAMPLES, **options})
 
 
-def test_unstacked_tables(tmp_path: Path) -> None:
-    with simulated_tpu(replicas=2) as strategy:
-        model = trained(strategy, stacked(), sparse_core_embedding_config=SparseCoreConfig(disable_table_stacking=True))
-        path, truth = write(tmp_path, model), state(model)
-    assert_holds(path, truth)
-
-
 def test_a_batch_of_ids_as_the_reference_reads_it() -> None:
     """The reference of these tests against tf.nn.embedding_lookup_sparse."""
     rows = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
