@@ -124,26 +124,6 @@ def test_a_failure_says_the_line_the_command_and_both_outputs(tmp_path: Path) ->
     assert str(caught.value) == "line 6: echo b\nprinted what the page does not.\nThe page:\nc\nThe run:\nb"
 
 
-def test_files_are_written_where_commands_run(tmp_path: Path) -> None:
-    page = "```python\n# a.py\nprint('of the interpreter')\n```\n" + console("$ python a.py", "of the interpreter")
-    run(page, tmp_path / "page")
-    assert (tmp_path / "page" / "a.py").read_text() == "# a.py\nprint('of the interpreter')\n"
-
-
-def test_the_command_of_the_project_runs(tmp_path: Path) -> None:
-    run(console("$ tpuembed describe missing", "Error: checkpoint missing: ..."), tmp_path / "page")
-
-
-def test_ports_of_a_page_are_free_ports_of_the_run(tmp_path: Path) -> None:
-    page = "```text\n# port.txt\n8501\n```\n" + console(
-        "$ tail -1 port.txt > copy; cat copy; echo http://127.0.0.1:8501/ 18501 8500",
-        "8501",
-        "http://127.0.0.1:8501/ 18501 8500",
-    )
-    run(page, tmp_path / "page")
-    assert (tmp_path / "page" / "copy").read_text() != "8501\n"
-
-
 def test_nothing_outside_of_the_machine_is_reached(tmp_path: Path) -> None:
     run(console("$ curl -sS http://example.com", "curl: ... 127.0.0.1 port 9 ..."), tmp_path / "page")
 
@@ -154,12 +134,6 @@ def assert_ends(pid_file: Path) -> None:
         while "State:\tZ" not in status.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-
-
-def test_a_server_in_the_background_is_waited_for_and_ends_with_the_page(tmp_path: Path) -> None:
-    server = "$ (echo $BASHPID > pid; sleep 0.3; echo ready; echo more; exec sleep 60) &"
-    run(console(server, "ready", "$ kill -0 $(cat pid)"), tmp_path / "page")
-    assert_ends(tmp_path / "page" / "pid")
 
 
 def test_a_server_in_the_background_ends_with_a_page_that_fails(tmp_path: Path) -> None:
