@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.tpu import slow
 from tests.tpu.cells import COVERING, Cell, everything
 from tests.tpu.environments import (
     ENVIRONMENTS,
@@ -51,8 +50,6 @@ def main() -> int:
         except DamagedEnvironmentError as error:
             print(error)
             return 1
-        if options.slow:
-            slow.measure(ROOT / "slow")
         return _prove(options)
 
 
@@ -89,11 +86,6 @@ def _options() -> argparse.Namespace:
         metavar="N",
         help=f"N cells by chance of the whole product of options, or all {count:,} of them (about "
         f"{count * _SECONDS_PER_CELL / 3600:.0f} hours on 2 cores); the page is {_EVERY_PAGE.relative_to(REPOSITORY)}",
-    )
-    parser.add_argument(
-        "--slow",
-        action="store_true",
-        help=f"also measure {slow.FILE.name} anew, which takes an hour: programs of many stacks",
     )
     parser.add_argument("--tests", action="store_true", help="the tests of numbers and of V1 too")
     parser.add_argument("--processes", type=int, default=2, help="of a stage at a time")

@@ -15,7 +15,6 @@ __all__ = [
     "DLRM_CELLS",
     "MODELS",
     "NO_LOOP",
-    "SLOW_CELLS",
     "SMALL",
     "Cell",
     "Chip",
@@ -62,7 +61,6 @@ class Cell:
         pipelining: pipeline_execution_with_tensor_core; the step then runs in a loop on the device.
         replicas: TPUs.
         training: a training step, else one that only looks up.
-        stacking: whether tables may be stacked.
         tracked: track_rows, which the host does.
         broken: the name of what is deliberately broken in it (`broken.BROKEN`).
     """
@@ -76,7 +74,6 @@ class Cell:
     pipelining: bool = False
     replicas: int = 1
     training: bool = True
-    stacking: bool = True
     tracked: bool = False
     broken: str = ""
 
@@ -86,7 +83,6 @@ class Cell:
         flags = [
             "weighted" if self.weighted else "",
             "pipelined" if self.pipelining else "",
-            "" if self.stacking else "unstacked",
             "tracked" if self.tracked else "",
             "" if self.training else "evaluation",
             self.broken,
@@ -210,11 +206,9 @@ def everything() -> Iterator[Cell]:
 
 
 DLRM_CELLS: Final = tuple(
-    Cell(chip, "sparsecore", "Adagrad", "dlrm", "sum", pipelining=pipelining, stacking=stacking)
-    for stacking, chip, pipelining in itertools.product((True, False), ("v5p", "v6e"), (False, True))
+    Cell(chip, "sparsecore", "Adagrad", "dlrm", "sum", pipelining=pipelining)
+    for chip, pipelining in itertools.product(("v5p", "v6e"), (False, True))
 )
 """What the compiler says of a larger model."""
-SLOW_CELLS: Final = tuple(cell for cell in DLRM_CELLS if not cell.stacking)
-"""Those of 26 lookups and updates a step, which the compiler takes minutes for: measured apart (`slow`)."""
 NO_LOOP: Final = Cell("v5p", "sparsecore", "Adam", pipelining=True, broken="no_loop")
 """A negative control: pipelined steps need a loop on the device."""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["CONTROLS", "CONTROLS_OF_COPIES", "Control", "controls_of", "with_limits"]
+__all__ = ["CONTROLS", "CONTROLS_OF_COPIES", "Control", "controls_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ def _renamed(text: str) -> str:
     return text.replace("@SparseDenseMatmulWithMinibatchingOp(", "@SparseDenseMatmulOfNobody(")
 
 
-def with_limits(text: str, number: int) -> str:
+def _with_limits(text: str, number: int) -> str:
     """A program whose lookups and updates take `number` ids, and unique ids, from every SparseCore."""
     return re.sub(r'(_xla_max_(?:unique_)?ids_per_partition = )"\d+"', rf'\1"{number}"', text)
 
@@ -50,8 +50,8 @@ def _unknown(text: str) -> str:
 
 CONTROLS: Final = (
     Control("a custom call of another name", _renamed, "SparseDenseMatmul"),
-    Control("max_ids = 0", lambda text: with_limits(text, 0), "max_ids_per_partition"),
-    Control("max_ids = 100000000", lambda text: with_limits(text, 100_000_000), "E3001|exceed|memory"),
+    Control("max_ids = 0", lambda text: _with_limits(text, 0), "max_ids_per_partition"),
+    Control("max_ids = 100000000", lambda text: _with_limits(text, 100_000_000), "E3001|exceed|memory"),
     Control("sharding strategy zigzag", _badly_sharded, "sharding"),
     Control("a chip without SparseCores", str, "mixed device type", "v5e:2x2"),
 )

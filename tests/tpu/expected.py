@@ -61,10 +61,8 @@ def model_of(cell: Cell) -> Model:
 
 
 def stacks(cell: Cell) -> list[Stack]:
-    """One per width of the tables, or per table where none may be stacked."""
+    """One per width of the tables."""
     model = model_of(cell)
-    if not cell.stacking:
-        return [_stack(cell, model, [table]) for table in model.tables]
     ordered = sorted(model.tables, key=lambda table: table.dim)
     return [_stack(cell, model, list(tables)) for _, tables in itertools.groupby(ordered, lambda table: table.dim)]
 

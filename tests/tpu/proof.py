@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tpu import broken, stages
-from tests.tpu.cells import DLRM_CELLS, NO_LOOP, SLOW_CELLS, Cell
+from tests.tpu.cells import DLRM_CELLS, NO_LOOP, Cell
 from tests.tpu.checks import failures
 from tests.tpu.controls import controls_of
 
@@ -32,7 +32,7 @@ class Proof:
 
     folder: Path
     cells: Sequence[Cell]
-    dlrm: Sequence[Cell] = tuple(cell for cell in DLRM_CELLS if cell not in SLOW_CELLS)
+    dlrm: Sequence[Cell] = DLRM_CELLS
     broken: Sequence[Cell] = dataclasses.field(default_factory=broken.cells)
     processes: int = 2
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from tests.tpu import shims, slow
+from tests.tpu import shims
 from tests.tpu.broken import BROKEN
-from tests.tpu.cells import DLRM, DLRM_CELLS, NO_LOOP, SLOW_CELLS, Cell
+from tests.tpu.cells import DLRM, DLRM_CELLS, NO_LOOP, Cell
 from tests.tpu.checks import CHECKS
 from tests.tpu.controls import controls_of
 from tests.tpu.environments import JAX, TENSORFLOW_TPU
@@ -226,14 +226,9 @@ def _broken(results: Mapping[str, Any]) -> str:
 
 
 def _dlrm(results: Mapping[str, Any]) -> str:
-    head = ["chip", "pipelined", "stacked", "program", "starts on SparseCores", *_MEMORY]
-    rows = [row for cell in DLRM_CELLS if cell not in SLOW_CELLS for row in _programs(cell, results)]
-    return (
-        f"## A larger model, as the compiler sees it\n\n{_ABOUT_DLRM}\n"
-        + _table(head, rows)
-        + "\n"
-        + _slow(slow.committed())
-    )
+    head = ["chip", "pipelined", "program", "starts on SparseCores", *_MEMORY]
+    rows = [row for cell in DLRM_CELLS for row in _programs(cell, results)]
+    return f"## A larger model, as the compiler sees it\n\n{_ABOUT_DLRM}\n" + _table(head, rows)
 
 
 _MEMORY: Final = ("generated_code", "argument", "output", "alias", "temp", "peak")
@@ -256,7 +251,7 @@ def _programs(cell: Cell, results: Mapping[str, Any]) -> Iterator[list[object]]:
 
 
 def _flags(cell: Cell) -> list[object]:
-    return [cell.chip, _yes(cell.pipelining), _yes(cell.stacking)]
+    return [cell.chip, _yes(cell.pipelining)]
 
 
 def _facts(facts: Mapping[str, Any]) -> list[object]:
@@ -266,43 +261,3 @@ def _facts(facts: Mapping[str, Any]) -> list[object]:
 def _grouped(number: int | None) -> str:
     """With commas; "" where it was not measured."""
     return "" if number is None else f"{number:,}"
-
-
-def _slow(measured: Mapping[str, Any]) -> str:
-    """The programs that take minutes, from the committed file."""
-    versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
-    about = (
-        "Without stacks every table is looked up and updated by itself, and the compiler takes minutes. Measured apart, one "
-        f"program at a time (`python -m tests.tpu --slow` measures them anew), on {measured['date']} ({versions}); "
-        "a test compares the versions with the requirements. "
-        "`seconds` are processor time of the compiler, `compiler` the most memory that its process had.\n"
-    )
-    rows = [row for cell in SLOW_CELLS for row in _slow_programs(cell, measured["cells"][cell.name])]
-    programs = _table(["chip", "pipelined", "program", "seconds", "compiler", *_HEAD_OF_FACTS], rows)
-    return f"{about}\n{programs}\n{_ABOUT_LIMITS}\n" + _table(
-        ["chip", "limit of ids and unique ids", "peak"], map(_limited, measured["limits"])
-    )
-
-
-_HEAD_OF_FACTS: Final = ("starts on SparseCores", *_MEMORY)
-_ABOUT_LIMITS = """Limits decide about memory, and a batch with more ids than they say fails on the host. Of a stack of all
-tables a SparseCore sends batch * 26 / (SparseCores of a chip)^2 / replicas ids to another one, if they spread evenly: 6,656 on one
-v5p, 26,624 on one v6e. The default is enough from 26 v5p or 104 v6e on. The stacked step that is not pipelined, with other limits:
-"""
-
-
-def _limited(one: Mapping[str, Any]) -> list[object]:
-    return [
-        one["chip"],
-        f"{one['limit']:,}",
-        f"{one['peak']:,}" if "peak" in one else f"refused: {_quoted(one['refusal'])}",
-    ]
-
-
-def _slow_programs(cell: Cell, programs: Mapping[str, Any]) -> Iterator[list[object]]:
-    for number, facts in enumerate(programs.values(), 1):
-        first = [cell.chip, _yes(cell.pipelining), number]
-        if "left_out" in facts:
-            yield [*first, facts["left_out"], *[""] * (1 + len(_HEAD_OF_FACTS))]
-        else:
-            yield [*first, _grouped(facts.get("cpu_seconds")), _grouped(facts.get("compiler_bytes")), *_facts(facts)]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.tpu import shims, slow
+from tests.tpu import shims
 from tests.tpu.broken import BROKEN
-from tests.tpu.cells import COVERING, DLRM_CELLS, SLOW_CELLS, Cell
+from tests.tpu.cells import COVERING, DLRM_CELLS, Cell
 from tests.tpu.checks import CHECKS
 from tests.tpu.controls import CONTROLS, CONTROLS_OF_COPIES
 from tests.tpu.host import check_buffers_of_hosts, check_stamps_of_host
@@ -80,12 +80,6 @@ def test_a_proof_that_fails_says_why(changes: dict[str, Any], match: str) -> Non
 @pytest.mark.parametrize("page", ["README.md", "docs/layer.md", "docs/tpu-proof.md"])
 def test_the_same_sentence_everywhere(page: str) -> None:
     assert SENTENCE in re.sub(r"\s+", " ", (ROOT / page).read_text())
-
-
-def test_slow_programs_are_those_of_the_pinned_versions() -> None:
-    measured = slow.committed()
-    assert measured["versions"] == slow.versions(), "run `python -m tests.tpu --slow`"
-    assert set(measured["cells"]) == {cell.name for cell in SLOW_CELLS}
 
 
 @pytest.mark.parametrize(

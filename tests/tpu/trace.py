@@ -86,7 +86,7 @@ def _layer(cell: Cell, model: Model) -> Any:
     on_sparse_cores: dict[str, Any] = {}
     if cell.path == "sparsecore":
         stacking = tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig(
-            max_ids_per_chip_per_sample=model.ids_per_sample, disable_table_stacking=not cell.stacking
+            max_ids_per_chip_per_sample=model.ids_per_sample
         )
         on_sparse_cores = {
             "sparse_core_embedding_config": stacking,

@@ -12,8 +12,6 @@ from tests.tpu.v1.checks import CHECKS
 from tests.tpu.v1.models import MODELS
 from tests.tpu.v1.tracing import Traced, trace
 
-pytestmark = pytest.mark.nightly
-
 
 @functools.cache
 def traced(name: str) -> Traced:
@@ -34,6 +32,7 @@ def test_every_optimizer_and_kind_of_ids_is_among_the_models() -> None:
     assert {table.combiner for model in models for table in model.tables()} == {"sum", "mean", "sqrtn"}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_tensorflows_own_pass_finds_a_training_and_an_evaluation_call() -> None:
     """The rule that `modes_follow_the_gradients` restates, by the pass itself."""
