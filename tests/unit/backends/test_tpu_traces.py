@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.core.protobuf.tpu import optimization_parameters_pb2
 
 from tests.support.fake_tpu import fake_tpu
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
-from tpuembed.config import FTRL, SGD, Adagrad, AdagradMomentum, Adam
+from tpuembed.config import FTRL, SGD, Adam
 from tpuembed.errors import ConfigError, TrainingError
 
 BATCH = 16
@@ -159,44 +157,6 @@ def test_a_step_without_gradients_updates_nothing(feature: str) -> None:
 
 # ---- what the hardware is told
 
-OPTIMIZERS = {
-    "Sgd": SGD(learning_rate=0.5),
-    "Adagrad": Adagrad(learning_rate=0.5, initial_accumulator_value=0.2),
-    "AdagradMomentum": AdagradMomentum(
-        learning_rate=0.5, momentum=0.9, use_nesterov=True, exponent=3.0, beta2=0.9, epsilon=1e-3
-    ),
-    "Adam": Adam(learning_rate=0.5, beta_1=0.8, beta_2=0.9, epsilon=1e-2, sum_inside_sqrt=False),
-    "Ftrl": FTRL(
-        learning_rate=0.5,
-        learning_rate_power=-0.4,
-        l1_regularization_strength=0.1,
-        l2_regularization_strength=0.2,
-        beta=0.3,
-    ),
-}
-OP_ATTRIBUTES: dict[str, dict[str, Any]] = {
-    "Sgd": {},
-    "Adagrad": {},
-    "AdagradMomentum": {"use_nesterov": True, "exponent": 3.0, "beta1": 0.9, "beta2": 0.9, "epsilon": 1e-3},
-    "Adam": {"beta1": 0.8, "beta2": 0.9, "epsilon": 1e-2, "use_sum_inside_sqrt": False},
-    "Ftrl": {
-        "learning_rate_power": -0.4,
-        "l1_regularization_strength": 0.1,
-        "l2_regularization_strength": 0.2,
-        "beta": 0.3,
-        "multiply_linear_by_learning_rate": False,
-    },
-}
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_the_optimizers_of_sparse_cores(kind: str) -> None:
-    with traced("V2", optimizer=OPTIMIZERS[kind]):
-        [node] = [n for n in nodes() if n.op == f"XlaSparseDenseMatmulGradWith{kind}AndStaticBufferSize"]
-        for name, value in OP_ATTRIBUTES[kind].items():
-            given = node.attr[name]
-            assert (given.b if isinstance(value, bool) else given.f) == pytest.approx(value)
-
 
 def test_sparse_cores_stack_tables_and_get_their_limits() -> None:
     limited = TableConfig(100, 8, "users", max_ids_per_partition=64, max_unique_ids_per_partition=32)
@@ -226,63 +186,6 @@ def test_sparse_cores_take_the_stacks_limits_from_their_config_first() -> None:
     ):
         [node] = [n for n in nodes() if n.op == "XlaSparseDenseMatmulWithStaticBufferSize"]
         assert (node.attr["max_ids_per_sparse_core"].i, node.attr["max_unique_ids_per_sparse_core"].i) == (7, 5)
-
-
-def test_v1s_configuration() -> None:
-    adam = Adam(
-        learning_rate=0.5,
-        beta_1=0.8,
-        beta_2=0.9,
-        epsilon=1e-2,
-        clip_weight_min=-1.0,
-        weight_decay_factor=0.1,
-        lazy_adam=False,
-    )
-    users = TableConfig(100, 8, "users", optimizer=adam)
-    features = {"seen": FeatureConfig(VIDEOS, max_sequence_length=3), "user": FeatureConfig(users)}
-    with traced(
-        "V1", 2, features, optimizer=FTRL(learning_rate=0.25, beta=0.5), pipeline_execution_with_tensor_core=True
-    ) as layer:
-        found = layer._parts.backend.engine.configuration
-    assert (found.num_hosts, found.num_tensor_cores, found.mode) == (1, 2, found.TRAINING)
-    assert found.sharding_strategy == found.DIV_DEFAULT
-    assert found.pipeline_execution_with_tensor_core
-    assert [(f.name, f.table_id, list(f.input_shape)) for f in found.feature_descriptor] == [
-        ("seen", 0, [BATCH, 3]),
-        ("user", 1, [BATCH]),
-    ]
-    videos, users_table = found.table_descriptor
-    assert (videos.name, videos.vocabulary_size, videos.dimension) == ("videos", 50, 8)
-    assert videos.optimization_parameters.learning_rate.constant == 0.25
-    assert videos.optimization_parameters.ftrl.beta == 0.5
-    assert (users_table.name, users_table.vocabulary_size, users_table.dimension) == ("users", 100, 8)
-    given = users_table.optimization_parameters
-    assert given.learning_rate.constant == 0.5
-    np.testing.assert_allclose([given.adam.beta1, given.adam.beta2, given.adam.epsilon], [0.8, 0.9, 1e-2], rtol=1e-6)
-    assert (given.adam.use_non_lazy_adam, given.adam.use_sum_inside_sqrt) == (True, True)
-    assert (given.clipping_limits.lower.value, given.clipping_limits.HasField("upper")) == (-1.0, False)
-    assert given.weight_decay_factor == pytest.approx(0.1)
-    assert given.gradient_accumulation_status == optimization_parameters_pb2.GradientAccumulationStatus.ENABLED
-
-
-def test_v1_reads_a_live_learning_rate_in_the_step() -> None:
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
-    with traced("V1", optimizer=Adagrad(learning_rate=schedule)) as layer:
-        found = layer._parts.backend.engine.configuration
-        assert [
-            t.optimization_parameters.learning_rate.WhichOneof("learning_rate") for t in found.table_descriptor
-        ] == [
-            "dynamic",
-            "dynamic",
-        ]
-        [node] = [n for n in nodes() if n.op == "SendTPUEmbeddingGradients"]
-        assert node.attr["NN"].i == 1, "tables of one optimizer share one rate"
-
-
-@pytest.mark.parametrize("pipelining", [True, False])
-def test_pipelining_reaches_a_v1_accelerator(pipelining: bool) -> None:
-    with traced("V1", pipeline_execution_with_tensor_core=pipelining) as layer:
-        assert layer._parts.backend.engine.configuration.pipeline_execution_with_tensor_core == pipelining
 
 
 @pytest.mark.parametrize("feature", ["V1", "V2"])
