@@ -216,6 +216,12 @@ def test_restores_on_the_host_and_back(tmp_path: Path, tables: Any) -> None:
         back = model_of(tables())
         tf.train.Checkpoint(model=back).restore(again)
         same(state(back), truth)
+    tables_and_slots = {name: rows for name, rows in truth.items() if name != "kernel"}
+    for source in (path, again):
+        with simulated_tpu(sparse_cores=2) as strategy, strategy.scope():
+            other = model_of(tables())
+            assert other.embedding.restore_tables(source).updates == 2
+            same({name: rows for name, rows in state(other).items() if name != "kernel"}, tables_and_slots)
 
 
 def test_weights_files_hold_the_tables_themselves(tmp_path: Path) -> None:
