@@ -22,20 +22,9 @@ from tpuembed.errors import ConfigError
 E = tf.tpu.experimental.embedding
 Array = npt.NDArray[np.float32]
 ROWS: Array = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
-BATCHES: Mapping[str, list[list[int]]] = {
-    "full": [[3, 1, 3], [7], [0, 19]],
-    "empty first, between and last": [[], [3, 1], [], [], [7, 7, 7], []],
-    "empty first": [[], [3, 1]],
-    "empty last": [[5], [], []],
-    "all empty": [[], []],
-    "no examples": [],
-}
-OPTIONS: Mapping[str, dict[str, Any]] = {
-    "combined": {},
-    "unchecked": {"validate_weights_and_indices": False},
-    "sequence of 1": {"max_sequence_length": 1},
-    "sequence of 5": {"max_sequence_length": 5},
-}
+FULL = [[3, 1, 3], [7], [0, 19]]
+EMPTIES = [[], [3, 1], [], [], [7, 7, 7], []]
+UNCHECKED: Mapping[str, Any] = {"validate_weights_and_indices": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,24 +86,20 @@ def _dense_cells() -> Iterator[tuple[str, Cell]]:
             yield f"dense {shape} {dtype.name}", Cell(ids)
 
 
-def _combined_cells(batch: str) -> Iterator[tuple[str, Cell]]:
-    rows = BATCHES[batch]
-    for kind, option in itertools.product(KINDS, OPTIONS):
-        make, options = KINDS[kind], OPTIONS[option]
-        if option.startswith("sequence"):
-            yield f"{kind}, {option}", Cell(make(rows), None, "mean", options)
-            continue
-        # Unchecked, TensorFlow drops the trailing empty examples of a sparse tensor: a row of the policy.
-        as_ragged = option == "unchecked" and kind == "sparse"
-        for combiner in COMBINERS:
-            cell = Cell(make(rows), None, combiner, options, as_ragged=as_ragged)
-            yield f"{kind}, {option}, {combiner}", cell
-            weights = make(_weights(rows), tf.float32)
-            yield f"{kind}, {option}, {combiner}, weighted", dataclasses.replace(cell, weights=weights)
+def _unchecked_cells() -> Iterator[tuple[str, Cell]]:
+    """Unchecked, TensorFlow drops the trailing empty examples of a sparse tensor: a row of the policy."""
+    for (kind, make), combiner in itertools.product(KINDS.items(), COMBINERS):
+        cell = Cell(make(EMPTIES), None, combiner, UNCHECKED, as_ragged=kind == "sparse")
+        yield f"{kind}, {combiner}", cell
+        yield f"{kind}, {combiner}, weighted", dataclasses.replace(cell, weights=make(_weights(EMPTIES), tf.float32))
+    for name, rows in (("no examples", []), ("empty", [[], []])):
+        for kind, make in KINDS.items():
+            yield f"{kind}, {name}", Cell(make(rows), None, "mean")
+            yield f"{kind}, {name}, sequence", Cell(make(rows), None, "mean", {"max_sequence_length": 2})
 
 
 def _other_cells() -> Iterator[tuple[str, Cell]]:
-    full = BATCHES["full"]
+    full = FULL
     for kind, make in KINDS.items():
         yield f"{kind} int32", Cell(make(full, tf.int32), None, "mean")
         yield f"{kind} int32 sequence", Cell(make(full, tf.int32), None, "mean", {"max_sequence_length": 2})
@@ -181,7 +166,7 @@ def _type_cells() -> Iterator[tuple[str, Cell]]:
 
 
 GROUPS: Mapping[str, Mapping[str, Cell]] = {
-    **{batch: dict(_combined_cells(batch)) for batch in BATCHES},
+    "unchecked and empty": dict(_unchecked_cells()),
     "dense": dict(_dense_cells()),
     "others": dict(_other_cells()),
     "policy": dict(_policy_cells()),
@@ -208,9 +193,7 @@ def _layer(cells: Mapping[str, Cell]) -> Any:
 
 @functools.cache
 def _call(group: str, mode: str) -> Callable[..., Any]:
-    """A layer of the group's features; the groups of batches have the same, and share a layer and its one trace."""
-    if group in BATCHES and group != "full":
-        return _call("full", mode)
+    """A layer of the group's features, traced once."""
     layer, cells = _layer(GROUPS[group]), GROUPS[group]
     ids = {name: cell.spec(cell.ids) for name, cell in cells.items()}
     weights = {name: cell.spec(cell.weights) for name, cell in cells.items() if cell.weights is not None}
@@ -238,7 +221,7 @@ def test_every_cell_equals_tensorflow_or_the_policy(group: str, name: str, mode:
     np.testing.assert_allclose(found, truth, atol=1e-6)
 
 
-FULL, WEIGHTS = BATCHES["full"], [[1.0, 1.0, 1.0], [1.0], [1.0, 1.0]]
+WEIGHTS = [[1.0, 1.0, 1.0], [1.0], [1.0, 1.0]]
 RANK_THREE = tf.SparseTensor([[0, 0, 0]], tf.constant([3], tf.int64), [2, 2, 2])
 
 
@@ -269,9 +252,6 @@ def test_what_has_no_meaning_is_refused_by_name(cell: Cell, message: str) -> Non
     with pytest.raises(ConfigError, match=f"feature 'x': .*{message}") as error:
         layer({"x": cell.ids}, None if cell.weights is None else {"x": cell.weights})
     assert isinstance(error.value, ValueError)
-
-
-UNCHECKED: dict[str, Any] = {"validate_weights_and_indices": False}
 
 
 def test_what_tensorflow_lets_pass_fails() -> None:
