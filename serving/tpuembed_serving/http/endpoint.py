@@ -355,7 +355,7 @@ def _cors_headers(has_keys: bool) -> list[tuple[bytes, bytes]]:
         (b"access-control-allow-origin", b"*"),
         (b"access-control-allow-methods", b"POST, GET"),
         (b"access-control-allow-headers", allowed),
-        (b"access-control-expose-headers", b"X-Model-Version, X-Degraded"),
+        (b"access-control-expose-headers", b"X-Model-Version"),
     ]
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import refused
 from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError, TpuEmbedError
@@ -42,8 +41,6 @@ def test_every_so_many_epochs(tmp_path: Path, every: int, at_end: bool, versions
         np.testing.assert_allclose(_score(callback.reports[-1].path), model.predict(X, verbose=0), rtol=1e-6, atol=1e-7)
 
 
-@overlays_of_any_size()
-    callback, model = ExportCallback(tmp_path, every_seconds=0, base="latest"), _model()
 def test_a_failure_ends_training_or_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with refused(TpuEmbedError):
