@@ -92,7 +92,7 @@ def _unchecked_cells() -> Iterator[tuple[str, Cell]]:
         cell = Cell(make(EMPTIES), None, combiner, UNCHECKED, as_ragged=kind == "sparse")
         yield f"{kind}, {combiner}", cell
         yield f"{kind}, {combiner}, weighted", dataclasses.replace(cell, weights=make(_weights(EMPTIES), tf.float32))
-    for name, rows in (("no examples", []), ("empty", [[], []])):
+    for name, rows in (("no examples", list[list[int]]()), ("empty", [[], []])):
         for kind, make in KINDS.items():
             yield f"{kind}, {name}", Cell(make(rows), None, "mean")
             yield f"{kind}, {name}, sequence", Cell(make(rows), None, "mean", {"max_sequence_length": 2})
