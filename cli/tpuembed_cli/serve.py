@@ -28,7 +28,6 @@ __all__ = ["serve"]
 _PACKAGES = ("tensorflow", "tensorflow_serving", "fastapi", "uvicorn", "orjson")
 _GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
 _GRPC_PORT = 8500
-_TF_SERVING = "tf-serving"
 _OF_LOADING = {
     "config",
     "config_poll_seconds",
@@ -102,11 +101,9 @@ _SECTIONS = {
         "--max-body-bytes",
         "--max-connections",
         "--max-header-bytes",
-        "--max-rows",
-        "--max-json-depth",
         "--receive-seconds",
     ],
-    "TensorFlow Serving": ["--backend", "--target"],
+    "TensorFlow Serving": ["--target"],
 }
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 VARIABLES = "TPUEMBED_SERVE_"
@@ -278,13 +275,8 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 )
 @batching_options
 @click.option(
-    "--backend",
-    type=click.Choice(("tensorflow", _TF_SERVING)),
-    default="tensorflow",
-    show_default=True,
-    help="The server that runs the model: this one, or a TensorFlow Serving at --target behind it.",
+    "--target", metavar="HOST:PORT", help="Forward the requests for --name to this gRPC port of TensorFlow Serving."
 )
-@click.option("--target", help="HOST:PORT of TensorFlow Serving's gRPC API, for --backend tf-serving.")
 @click.option(
     "--row-store",
     metavar="URL",
@@ -304,7 +296,6 @@ def serve(
     /,
     model_dir: Path | UrlPath | None,
     name: str | None,
-    backend: str,
     target: str | None,
     grpc_port: int | None,
     no_grpc: bool,
@@ -330,17 +321,15 @@ def serve(
     Without MODEL_DIR and --config, the model is AIP_STORAGE_URI of Vertex AI, or /opt/ml/model of SageMaker if it exists.
     On these platforms the server listens on 0.0.0.0 and on their port, unless --host or --rest-port is given.
     """
-    needs_model = all(each is None for each in (model_dir, config, target)) and backend != _TF_SERVING
+    needs_model = all(each is None for each in (model_dir, config, target))
     platform = Platform.of(os.environ, needs_model=needs_model)
     options |= _of_platform(context, platform)
     if platform.model_dir is not None:
         model_dir = _platform_model_dir(platform.model_dir)
     grpc_options = (grpc_port, options["grpc_socket_path"], options["grpc_channel_arguments"] or None)
     no_grpc = no_grpc or (platform.no_grpc and grpc_options == (None, None, None))
-    if backend == _TF_SERVING:
+    if target is not None:
         _check_target(context, model_dir, name, target)
-    elif target is not None:
-        raise click.UsageError(f"--target needs --backend {_TF_SERVING}")
     else:
         _check_what(model_dir, name, config, options["config_poll_seconds"])
     socket_path, arguments = options.pop("grpc_socket_path"), options.pop("grpc_channel_arguments")
@@ -476,16 +465,13 @@ def _check_what(
         raise click.UsageError("--config-poll-seconds needs --config")
 
 
-def _check_target(
-    context: click.Context, model_dir: Path | UrlPath | None, name: str | None, target: str | None
-) -> None:
+def _check_target(context: click.Context, model_dir: Path | UrlPath | None, name: str | None, target: str) -> None:
     """Raise UsageError if the options for a TensorFlow Serving are wrong, or include options about loading and running
     models.
     """
-    for option, value in (("--target", target), ("--name", name)):
-        if not value:
-            raise click.UsageError(f"--backend {_TF_SERVING} needs {option}")
-    host, _, port = (target or "").rpartition(":")
+    if not name:
+        raise click.UsageError("--target needs --name, the model's name there. Give it.")
+    host, _, port = target.rpartition(":")
     if not host or not port.isdecimal():
         raise click.UsageError(f"--target is {target!r}. Give HOST:PORT of TensorFlow Serving's gRPC API.")
     given = [] if model_dir is None else ["MODEL_DIR"]
@@ -494,7 +480,7 @@ def _check_target(
         if is_given and parameter.name in _OF_LOADING:
             given.append(parameter.opts[0])
     if given:
-        text = f"not supported with --backend {_TF_SERVING}, where another server loads the models"
+        text = "not supported with --target, where another server loads the models"
         raise click.UsageError(f"{', '.join(given)}: {text}")
 
 

@@ -50,12 +50,10 @@ def test_every_rest_request_has_the_same_answer(behind: VectorServer, front: Vec
 @pytest.mark.parametrize(
     "options",
     [
-        ["--backend", "tf-serving"],
-        ["--backend", "tf-serving", "--target", "localhost:1"],
-        ["--backend", "tf-serving", "--target", "localhost", "--name", "m"],
-        ["/tmp", "--target", "localhost:1"],
-        ["/tmp", "--backend", "tf-serving", "--target", "localhost:1", "--name", "m"],
-        ["--backend", "tf-serving", "--target", "localhost:1", "--name", "m", "--prewarm"],
+        ["--target", "localhost:1"],
+        ["--target", "localhost", "--name", "m"],
+        ["/tmp", "--target", "localhost:1", "--name", "m"],
+        ["--target", "localhost:1", "--name", "m", "--prewarm"],
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: list[str]) -> None:

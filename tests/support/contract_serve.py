@@ -79,7 +79,7 @@ def time_limit(seconds: float) -> tuple[str, ...]:
 
 def forwarding_to(address: str) -> tuple[str, ...]:
     """Return the options of a server that forwards requests to another server's gRPC."""
-    return ("--backend", "tf-serving", "--target", address)
+    return ("--target", address)
 
 
 def eventually(condition: Callable[[], Any]) -> None:

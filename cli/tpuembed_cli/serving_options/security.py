@@ -44,14 +44,6 @@ _OPTIONS = [
         help="Longer request lines and headers are answered 431.",
     ),
     click.option(
-        "--max-rows", type=click.IntRange(min=1), help="Requests of more rows are answered 400.  [default: no limit]"
-    ),
-    click.option(
-        "--max-json-depth",
-        type=click.IntRange(min=1),
-        help="Bodies that are nested deeper are answered 400.  [default: about 1000]",
-    ),
-    click.option(
         "--receive-seconds",
         type=click.FloatRange(min=0, min_open=True),
         default=60.0,
@@ -84,8 +76,6 @@ def take_security(options: dict[str, Any]) -> Any:
         tls=tls,
         cors=options.pop("cors"),
         limits=limits,
-        max_rows=options.pop("max_rows"),
-        max_json_depth=options.pop("max_json_depth"),
     )
 
 

@@ -27,7 +27,6 @@ from tpuembed_serving.core.status import (
     MustAskError,
     StatusError,
     TooLargeError,
-    invalid_argument,
     stopping,
     timed_out,
 )
@@ -278,7 +277,6 @@ class Pipeline:
         *,
         timeout_seconds: float,
         memory: MemoryBudget,
-        max_rows: int | None = None,
     ) -> None:
         """Create the pipeline.
 
@@ -287,10 +285,9 @@ class Pipeline:
             executor: runs them.
             timeout_seconds: the longest duration of a call, from the arrival of its body to its answer.
             memory: the memory of all calls.
-            max_rows: the most rows of a request; None is no limit.
         """
         self.service, self.memory, self.traffic = service, memory, Traffic()
-        self._executor, self._timeout_seconds, self._max_rows = executor, timeout_seconds, max_rows
+        self._executor, self._timeout_seconds = executor, timeout_seconds
         self._loop_check = _LoopCheck()
         self._is_closed = False
         self._threads = concurrent.futures.ThreadPoolExecutor(_CONVERTING_THREADS, thread_name_prefix="convert")
@@ -533,7 +530,7 @@ class Pipeline:
         call.reserved += size
 
     def _check(self, call: Call, task: Task) -> None:
-        """Check shapes, rows and memory of a run before it starts.
+        """Check shapes and memory of a run before it starts.
 
         Raises:
             StatusError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED or UNAVAILABLE.
@@ -549,10 +546,6 @@ class Pipeline:
                 elements += array.size
                 if array.ndim and len(array) > rows:
                     rows = len(array)
-        if self._max_rows is not None and rows > self._max_rows:
-            raise invalid_argument(
-                f"the request has {rows} rows. The limit is {self._max_rows}. Send fewer rows per request"
-            )
         size = elements * _ELEMENT_BYTES + rows * signature.row_bytes + task.string_bytes
         if size > INLINE_BYTES:
             self._reserve(call, size)

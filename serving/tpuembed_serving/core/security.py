@@ -37,26 +37,16 @@ class ConnectionLimits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SecuritySettings:
-    """Security settings of both ports. CORS, `limits` and `max_json_depth` concern HTTP only.
+    """Security settings of both ports. CORS and `limits` concern HTTP only.
 
     Attributes:
         api_keys: a request needs one of them; health checks need none. None accepts all requests.
         tls: the certificate; None is plain text.
         cors: whether pages of other sites may send requests, as TensorFlow Serving's --rest_api_enable_cors_support.
         limits: limits of connections.
-        max_rows: the most rows of a request; None is no limit.
-        max_json_depth: the deepest nesting of a request body; None is the parser's limit, about 1,000.
     """
 
     api_keys: ApiKeys | None = None
     tls: TlsSettings | None = None
     cors: bool = False
     limits: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
-    max_rows: int | None = None
-    max_json_depth: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_rows", "max_json_depth"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}. Give 1 or more")

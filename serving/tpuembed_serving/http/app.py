@@ -79,7 +79,6 @@ class ServingApp(FastAPI):
             self.executor,
             timeout_seconds=settings.rest_timeout_ms / 1000,
             memory=MemoryBudget(settings.max_request_memory),
-            max_rows=guard.max_rows,
         )
         self.request_log = RequestLog(
             settings.telemetry.request_log_bytes, self.telemetry.logged, processes=settings.workers
@@ -97,11 +96,9 @@ class ServingApp(FastAPI):
             openapi_url=None,
         )
         read = BodyReader(settings.max_body_bytes or REST_BODY_BYTES, self.pipeline.memory)
-        self._rest = RestApi(self.pipeline, read, guard.max_json_depth)
-        self._open_inference = OpenInferenceApi(self.pipeline, read, self._is_ready, guard.max_json_depth)
-        self._platforms = PlatformApi(
-            self.pipeline, read, settings.default_model, settings.predict_route, guard.max_json_depth
-        )
+        self._rest = RestApi(self.pipeline, read)
+        self._open_inference = OpenInferenceApi(self.pipeline, read, self._is_ready)
+        self._platforms = PlatformApi(self.pipeline, read, settings.default_model, settings.predict_route)
         self._http = HttpEndpoint(
             self._find_api,
             super().__call__,
@@ -152,7 +149,6 @@ class ServingApp(FastAPI):
             self._platforms,
             keys=guard.api_keys,
             max_body_bytes=self.settings.max_body_bytes,
-            max_json_depth=guard.max_json_depth,
         )
 
     def _models(self, load: Loader, link: WorkerLink | None) -> ModelRepository | RemoteModels:

@@ -44,9 +44,8 @@ class DirectPredict:
         *,
         keys: ApiKeys | None = None,
         max_body_bytes: int | None = None,
-        max_json_depth: int | None = None,
     ) -> None:
-        self.pipeline, self.max_json_depth = pipeline, max_json_depth
+        self.pipeline = pipeline
         self.telemetry = telemetry if telemetry.observes else None
         self._platforms, self._keys = platforms, keys
         self._in_progress = 0
@@ -73,12 +72,12 @@ class DirectPredict:
             return None
         prediction: RestPredict | RestInfer
         if found is None:
-            prediction = DefaultPredict(spec, self.max_json_depth)
+            prediction = DefaultPredict(spec)
         elif api == "predict":
-            prediction = RestPredict(spec, self.max_json_depth)
+            prediction = RestPredict(spec)
         else:
             try:
-                prediction = RestInfer(spec, parse_header_bytes(header_bytes), self.max_json_depth)
+                prediction = RestInfer(spec, parse_header_bytes(header_bytes))
             except StatusError:
                 return None
         record = None

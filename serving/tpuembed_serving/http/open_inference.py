@@ -52,8 +52,8 @@ class RestInfer(Inference):
     output_bytes = 40
     """A number of an answer is text of up to 25 bytes, in a list of 15 more. See `decode` for binary ones."""
 
-    def __init__(self, spec: ModelSpec, header_bytes: int | None, max_depth: int | None) -> None:
-        self._spec, self._header_bytes, self._max_depth, self.model = spec, header_bytes, max_depth, spec.name
+    def __init__(self, spec: ModelSpec, header_bytes: int | None) -> None:
+        self._spec, self._header_bytes, self.model = spec, header_bytes, spec.name
         self._answer_header_bytes: int | None = None
 
     def decoding_bytes(self, body: bytes) -> int:
@@ -64,7 +64,7 @@ class RestInfer(Inference):
 
     def parse(self, body: bytes, check: Check) -> ModelSpec:
         """Parse the JSON, and find the binary tensors after it."""
-        self.request = parse_inference(body, self._header_bytes, self._spec, self._max_depth, check)
+        self.request = parse_inference(body, self._header_bytes, self._spec, check)
         return self._spec
 
     def decode(self, loaded: LoadedVersion, check: Check) -> list[Task]:
@@ -115,11 +115,9 @@ def parse_header_bytes(value: bytes) -> int | None:
 class OpenInferenceApi:
     """Answers requests to /v2 with the pipeline."""
 
-    def __init__(
-        self, pipeline: Pipeline, read: BodyReader, is_ready: Callable[[], bool], max_json_depth: int | None = None
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, read: BodyReader, is_ready: Callable[[], bool]) -> None:
         """Answer with `pipeline`. `is_ready` says whether the server is: every model, and no stop has begun."""
-        self._pipeline, self._read, self._is_ready, self._max_depth = pipeline, read, is_ready, max_json_depth
+        self._pipeline, self._read, self._is_ready = pipeline, read, is_ready
 
     async def answer(self, scope: Scope, receive: Receive, record: RequestRecord | None) -> Reply:
         """Return the answer to a request.
@@ -178,7 +176,7 @@ class OpenInferenceApi:
     async def _infer(self, spec: ModelSpec, scope: Scope, receive: Receive, record: RequestRecord | None) -> Reply:
         if record is not None:
             record.api = "infer"
-        prediction = RestInfer(spec, parse_header_bytes(header(scope, HEADER_BYTES)), self._max_depth)
+        prediction = RestInfer(spec, parse_header_bytes(header(scope, HEADER_BYTES)))
         body = await self._read(scope, receive)
         try:
             content = await answer_while_connected(self._pipeline, prediction, body, receive, record)

@@ -26,10 +26,9 @@ class PlatformApi:
         read: BodyReader,
         default_model: str | None,
         predict_route: str | None,
-        max_json_depth: int | None = None,
     ) -> None:
         self._pipeline, self._read = pipeline, read
-        self._default_model, self._max_depth = default_model, max_json_depth
+        self._default_model = default_model
         self.paths = frozenset(path for path in (_INVOCATIONS, predict_route) if path is not None)
 
     def find_post(self, target: bytes) -> ModelSpec | None:
@@ -54,7 +53,7 @@ class PlatformApi:
         model = self._model()
         if record is not None:
             record.model, record.api = model, "predict"
-        prediction = DefaultPredict(ModelSpec(model), self._max_depth)
+        prediction = DefaultPredict(ModelSpec(model))
         body = await self._read(scope, receive)
         try:
             content = await answer_while_connected(self._pipeline, prediction, body, receive, record)

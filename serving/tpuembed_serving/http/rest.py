@@ -72,8 +72,8 @@ class _RestPrediction:
     log_type = "predict_log"
     is_log_message = False
 
-    def __init__(self, spec: ModelSpec, max_depth: int | None) -> None:
-        self._spec, self._max_depth, self.model = spec, max_depth, spec.name
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec, self.model = spec, spec.name
 
     def decoding_bytes(self, body: bytes) -> int:
         """Return about how many bytes it takes to parse and decode `body`."""
@@ -89,7 +89,7 @@ class RestPredict(_RestPrediction):
 
     def parse(self, body: bytes, check: Check) -> ModelSpec:
         """Parse the JSON."""
-        self._document = parse_document(body, self._max_depth, check)
+        self._document = parse_document(body, check)
         self._name = signature_name(self._document)
         return self._spec
 
@@ -109,13 +109,13 @@ class RestPredict(_RestPrediction):
 class RestInference(_RestPrediction):
     """A classify or regress request; see `core.pipeline.Prediction`."""
 
-    def __init__(self, spec: ModelSpec, max_depth: int | None, method: Method) -> None:
-        super().__init__(spec, max_depth)
+    def __init__(self, spec: ModelSpec, method: Method) -> None:
+        super().__init__(spec)
         self._method, self.log_type = method, LOG_TYPES[method]
 
     def parse(self, body: bytes, check: Check) -> ModelSpec:
         """Parse the JSON. Unlike in predict, the request is decoded before the model is looked up."""
-        document = parse_document(body, self._max_depth, check)
+        document = parse_document(body, check)
         self._name = signature_name(document) or DEFAULT_SIGNATURE
         self._examples = decode_examples(document, check)
         return self._spec
@@ -134,8 +134,8 @@ class RestInference(_RestPrediction):
 class RestApi:
     """Answers requests to /v1/ with the pipeline."""
 
-    def __init__(self, pipeline: Pipeline, read: BodyReader, max_json_depth: int | None = None) -> None:
-        self._pipeline, self._read, self._max_depth = pipeline, read, max_json_depth
+    def __init__(self, pipeline: Pipeline, read: BodyReader) -> None:
+        self._pipeline, self._read = pipeline, read
 
     async def answer(self, scope: Scope, receive: Receive, record: RequestRecord | None) -> Reply:
         """Return the answer to a request.
@@ -165,8 +165,8 @@ class RestApi:
     def _prediction(self, spec: ModelSpec, api: str) -> RestPredict | RestInference | None:
         """Return the request of an API. None if its name is not in lower case, as the URL pattern allows."""
         if api == "predict":
-            return RestPredict(spec, self._max_depth)
-        return RestInference(spec, self._max_depth, _INFERENCE[api]) if api in _INFERENCE else None
+            return RestPredict(spec)
+        return RestInference(spec, _INFERENCE[api]) if api in _INFERENCE else None
 
     async def _get(self, match: re.Match[bytes], record: RequestRecord | None) -> bytes:
         if match[1] is None:

@@ -71,8 +71,8 @@ def test_an_unknown_name_gets_a_hint(arguments: list[str], hint: str) -> None:
 
 
 def test_errors_name_flags() -> None:
-    assert serve.with_flags("max_body_bytes and max_rows: /max_rows/max_rows.txt") == (
-        "--max-body-bytes and --max-rows: /max_rows/max_rows.txt"
+    assert serve.with_flags("max_body_bytes and max_connections: /max_connections/max_connections.txt") == (
+        "--max-body-bytes and --max-connections: /max_connections/max_connections.txt"
     )
     assert export.with_flags("max_memory_bytes is 8. Export 31 in the serving_config") == (
         "--max-memory is 8. Export 31 in the serving_config"
@@ -98,7 +98,7 @@ OPTIONS = [parameter.opts[0] for parameter in serve.params if isinstance(paramet
 CHOSEN = {
     "--name": "n", "--host": "::1", "--rest-port": "1", "--grpc-port": "2", "--grpc-socket-path": "/s", "--workers": "3",
     "--grpc-channel-arguments": "grpc.max_connection_age_ms=5", "--access-log": "-", "--log-format": "json",
-    "--max-request-memory": "2MiB", "--backend": "tf-serving", "--target": "host:1", "--default-model": "m",
+    "--max-request-memory": "2MiB", "--target": "host:1", "--default-model": "m",
     "--lookups": "tensorflow", "--row-store": "redis://host:1",
 }  # fmt: skip
 FILES = {
@@ -107,7 +107,6 @@ FILES = {
     "--monitoring-config-file": 'prometheus_config { enable: true path: "/stats" }',
     "--api-key-file": "k" * 20,
 }
-REMOTE = ["--backend", "tf-serving", "--target", "host:1", "--name", "n"]
 BESIDE = {
     "--config-poll-seconds": ["--config", "{config}"],
     "--batching-parameters-file": ["--enable-batching"],
@@ -117,10 +116,9 @@ BESIDE = {
     "--tls-client-ca": ["--tls-key", "{pem}", "--tls-cert", "{pem}"],
     "--cache-bytes": ["--cache-dir", "cache"],
     "--default-model": ["--name", "m"],
-    "--backend": REMOTE[2:],
-    "--target": [*REMOTE[:2], *REMOTE[4:]],
+    "--target": ["--name", "n"],
 }
-WITHOUT_MODEL_DIR = {"--config", "--config-poll-seconds", "--backend", "--target"}
+WITHOUT_MODEL_DIR = {"--config", "--config-poll-seconds", "--target"}
 
 
 @pytest.fixture
@@ -165,7 +163,6 @@ def test_a_variable_is_the_same_as_its_flag(option: str, parse: Callable[..., An
     by_variable = parse(beside, **{variable: "1" if parameter.is_flag else value})
     assert seen(by_variable) == seen(by_flag)
     if option not in (
-        "--backend",
         "--target",
         "--tls-cert",
         "--tls-key",

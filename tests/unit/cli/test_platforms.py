@@ -24,7 +24,7 @@ model_config_list {
   config { name: "b" base_path: "/b" model_platform: "tensorflow" }
 }
 """
-REMOTE = ["--backend", "tf-serving", "--target", "host:1", "--name", "n"]
+REMOTE = ["--target", "host:1", "--name", "n"]
 
 
 @pytest.fixture

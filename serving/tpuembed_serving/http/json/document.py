@@ -56,12 +56,11 @@ class Document(NamedTuple):
     text: bytes
 
 
-def parse_document(body: bytes, max_depth: int | None = None, check: Check = noop) -> Document:
+def parse_document(body: bytes, check: Check = noop) -> Document:
     """Parse `body`.
 
     Args:
         body: the body of a request.
-        max_depth: the deepest nesting; None is the libraries' limit.
         check: called before slow work.
 
     Raises:
@@ -70,8 +69,6 @@ def parse_document(body: bytes, max_depth: int | None = None, check: Check = noo
     root = _parse(body, check)
     if not isinstance(root, dict):
         raise format_error(root, "Is not object")
-    if max_depth is not None and _is_deeper(root, body, max_depth):
-        raise _too_deep(max_depth)
     return Document(root, body)
 
 
@@ -136,7 +133,7 @@ def _parse_loosely(body: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise _parse_error(_reason(error)) from None
     except RecursionError:
-        raise _too_deep(_LEVELS) from None
+        raise invalid_argument(f"the JSON is nested too deeply (limit: {_LEVELS} levels)") from None
     if any(match[1] for match in _ESCAPES.finditer(text, 0, end)):
         raise _parse_error("The surrogate pair in string is invalid.")
     return root
@@ -169,23 +166,6 @@ def _reason(error: json.JSONDecodeError) -> str:
 
 def _parse_error(text: str) -> StatusError:
     return invalid_argument(f"JSON Parse error: {text}")
-
-
-def _too_deep(levels: int) -> StatusError:
-    return invalid_argument(f"the JSON is nested too deeply (limit: {levels} levels)")
-
-
-def _is_deeper(root: Any, body: bytes, max_depth: int) -> bool:
-    """Returns True if `root`, parsed from `body`, is nested deeper."""
-    if body.count(b"[") + body.count(b"{") <= max_depth:
-        return False
-    level = [root]
-    for _ in range(max_depth):
-        inner = [value for one in level for value in (one.values() if isinstance(one, dict) else one)]
-        level = [value for value in inner if isinstance(value, dict | list)]
-        if not level:
-            return False
-    return True
 
 
 def _number(text: str) -> int | float:

@@ -45,16 +45,13 @@ class EncodedInference(NamedTuple):
     header_bytes: int | None
 
 
-def parse_inference(
-    body: bytes, header_bytes: int | None, spec: ModelSpec, max_depth: int | None, check: Check
-) -> InferRequest:
+def parse_inference(body: bytes, header_bytes: int | None, spec: ModelSpec, check: Check) -> InferRequest:
     """Parse a request.
 
     Args:
         body: the request's JSON, and its binary tensors.
         header_bytes: the size of the JSON; None if it is the whole body.
         spec: the model that the URL names.
-        max_depth: the deepest nesting of the JSON; None is the parser's limit.
         check: called before slow work.
 
     Raises:
@@ -64,7 +61,7 @@ def parse_inference(
         raise invalid_argument(
             f"Inference-Header-Content-Length is {header_bytes}, and the body has {len(body)} bytes. Send the size of its JSON"
         )
-    members = _given(parse_document(body if header_bytes is None else body[:header_bytes], max_depth, check).members)
+    members = _given(parse_document(body if header_bytes is None else body[:header_bytes], check).members)
     if unknown := sorted(set(members) - _MEMBERS):
         raise invalid_argument(f"the request has the member {unknown[0]}. Use {', '.join(sorted(_MEMBERS))}")
     parameters = _parameters(members, "the request", REQUEST_PARAMETERS)

@@ -109,19 +109,6 @@ def ids(*shape: int) -> Array:
 
 
 class TestLimits:
-    def test_as_many_rows_as_the_limit_pass(self) -> None:
-        pipe = pipeline(max_rows=3)
-        assert answer(pipe, Request(ids(3), ids())) == b"4"
-        assert answer(pipe, Request(ids(), ids(3, 1))) == b"4"
-        assert answer(pipe, Request(Columns(ids(3, 2)))) == b"6"  # type: ignore[arg-type]
-
-    def test_more_rows_of_any_input_are_refused(self) -> None:
-        pipe = pipeline(max_rows=3)
-        for request in (Request(ids(4), ids()), Request(ids(), ids(4, 1)), Request(Columns(ids(4, 2)))):  # type: ignore[arg-type]
-            with refused(StatusError, match="4 rows") as caught:
-                answer(pipe, request)
-            assert caught.value.code is Code.INVALID_ARGUMENT
-
     def test_another_rank_or_size_than_an_export_needs_is_refused(self) -> None:
         needs = dataclasses.replace(SIGNATURE, shapes=((-1,), (-1, 2)))
         assert answer(pipeline(), Request(ids(3), ids(3, 2), sig=needs)) == b"9"
