@@ -51,8 +51,13 @@ def train(strategy: Any, kind: str) -> dict[str, Any]:
     for weight in layer.weights:
         if weight.path == "t" or weight.path.startswith("t_"):
             name = "table" if weight.path == "t" else weight.path.removeprefix("t_")
-            found[name] = np.stack([copy.numpy() for copy in weight.value.values])
+            found[name] = copies(weight.value)
     return found
+
+
+def copies(variable: Any) -> Any:
+    """[replicas, ...] of a variable."""
+    return np.stack([copy.numpy() for copy in getattr(variable, "values", (variable,))])
 
 
 def fit(strategy: Any) -> dict[str, Any]:
@@ -66,7 +71,7 @@ def fit(strategy: Any) -> dict[str, Any]:
     data = tf.data.Dataset.from_tensor_slices((np.arange(EXAMPLES) % ROWS, np.ones((EXAMPLES, 1)))).batch(EXAMPLES)
     history = model.fit(data, epochs=4, verbose=0, shuffle=False).history["loss"]
     (variable,) = layer.embedding_tables.values()
-    return {"loss": np.array(history), "table": np.stack([copy.numpy() for copy in variable.values])}
+    return {"loss": np.array(history), "table": copies(variable)}
 
 
 class Padded(keras.Model):
@@ -92,7 +97,7 @@ def fit_padded(strategy: Any) -> dict[str, Any]:
     data = tf.data.Dataset.from_tensor_slices((padded, np.ones((EXAMPLES, 1)))).batch(EXAMPLES)
     history = model.fit(data, epochs=4, verbose=0, shuffle=False).history["loss"]
     (variable,) = model.embedding.embedding_tables.values()
-    return {"loss": np.array(history), "table": np.stack([copy.numpy() for copy in variable.values])}
+    return {"loss": np.array(history), "table": copies(variable)}
 
 
 def restored(strategy: Any, folder: Path) -> dict[str, Any]:
@@ -114,8 +119,7 @@ def restored(strategy: Any, folder: Path) -> dict[str, Any]:
         again = make(3)
         tf.train.Checkpoint(layer=again).read(tf.train.Checkpoint(layer=layer).write(str(folder / way)))
         for name, variable in layer.named_variables().items():
-            copies = [copy.numpy() for copy in getattr(variable, "values", (variable,))]
-            found[f"{way} {name}"] = np.stack([*copies, again.named_variables()[name].numpy()])
+            found[f"{way} {name}"] = np.stack([*copies(variable), again.named_variables()[name].numpy()])
         found[f"{way} updates"] = np.array([layer.updates.numpy(), again.updates.numpy()])
     return found
 
@@ -127,8 +131,9 @@ def main(replicas: int, folder: Path, optimizers: int) -> None:
     for index, kind in enumerate(list(OPTIMIZERS)[:optimizers]):
         np.savez(folder / f"{index}.npz", **train(strategy, kind))
     np.savez(folder / "restored.npz", **restored(strategy, folder))
-    np.savez(folder / "fit.npz", **fit(strategy))
-    np.savez(folder / "fit_padded.npz", **fit_padded(strategy))
+    for train_model in (fit, fit_padded):
+        for name, under in (("", strategy), ("_alone", tf.distribute.get_strategy())):
+            np.savez(folder / f"{train_model.__name__}{name}.npz", **train_model(under))
 
 
 if __name__ == "__main__":
