@@ -17,7 +17,6 @@ from tpuembed import (
     TableConfig,
     TPUEmbedding,
     Vocabulary,
-    export_saved_model,
     open_checkpoint,
 )
 from tpuembed.compat import keras_rs, tfrs
@@ -288,27 +287,6 @@ def test_checkpoints_of_keras_rs_are_restored(name: str) -> None:
         if slots or slot is None
     }
     assert_same(parts(layer), truth)
-
-
-@pytest.mark.nightly
-def test_keras_files_are_read_and_exported(tmp_path: Path) -> None:
-    inputs = {name: keras.Input((), dtype="int64", name=name) for name in configs()}
-    model = keras.Model(inputs, keras_rs.DistributedEmbedding(configs())(inputs))
-    randomise(model.layers[-1])
-    model.save(tmp_path / "m.keras")
-    truth = parts(model.layers[-1])
-    with open_checkpoint(tmp_path / "m.keras") as checkpoint:
-        assert set(checkpoint.tables()) == {"d_table", "m_table", "u_table"}
-        for name in checkpoint.tables():
-            np.testing.assert_array_equal(checkpoint.read(name), truth[name])
-            np.testing.assert_array_equal(checkpoint.read(name, slot="momenta"), truth[f"{name}/momenta"])
-    report = export_saved_model(tmp_path / "m.keras", tmp_path / "exported")
-    served = tf.saved_model.load(str(report.path)).signatures["serving_default"]
-    found = served(**{name: tf.constant([[3], [39]], tf.int64) for name in configs()})
-    for name in configs():
-        np.testing.assert_array_equal(found[name], truth[f"{name}_table"][[3, 39]])
-    again = keras.models.load_model(tmp_path / "m.keras")
-    assert_same(parts(again.layers[-1]), truth)
 
 
 # ---- what is refused leaves all places as they were

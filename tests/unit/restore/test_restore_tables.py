@@ -220,15 +220,12 @@ def _changed(name: str, rows: Mapping[str | None, Array] | None) -> Tables:
     ("tables", "match"),
     [
         (
-            _changed("plain", _random(3, 2, "accumulators")),
-            r"'plain' has no slots\. Table 'plain' .*\(adagrad\) has slots 'accumulators'\. Build .* slots=False",
-        ),
-        (
             _changed("users/v.1", _random(5, 2)),
             r"has slots 'accumulators'\. Table 'users/v.1' of .* \(sgd\) has no slots",
         ),
     ],
     ids=["missing slot", "extra slot"],
+    ids=["more rows", "fewer rows", "extra slot"],
 )
 def test_a_disagreement_is_refused(prefix: str, tables: Tables, match: str) -> None:
     _refused(layer_for(tables), CheckpointMismatchError, match, prefix)
