@@ -17,6 +17,7 @@ from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 
 ROWS, DIM, STEPS, EXAMPLES = 9, 3, 20, 8
 IDS: list[list[int]] = [[1, 2, 1], [], [3], [0, 0, 0, 5], [1], [8, 7], [2, 3], [4]]
+TRACKED = "adam, defaults"
 SLOPES = np.random.default_rng(4).normal(size=(EXAMPLES, DIM)).astype(np.float32)
 
 
@@ -24,7 +25,7 @@ def train(strategy: Any, kind: str) -> dict[str, Any]:
     """STEPS steps of one loss, sum(activation * slope) over all examples, each replica with its share of them."""
     with strategy.scope():
         table = TableConfig(ROWS, DIM, "t", combiner="sum", initializer=keras.initializers.RandomNormal(seed=1))
-        layer = TPUEmbedding(FeatureConfig(table), optimizer=OPTIMIZERS[kind])
+        layer = TPUEmbedding(FeatureConfig(table), OPTIMIZERS[kind], track_rows=kind == TRACKED)
     (variable,) = layer.embedding_tables.values()
     before = variable.values[0].numpy()
     replicas = strategy.num_replicas_in_sync
@@ -52,6 +53,9 @@ def train(strategy: Any, kind: str) -> dict[str, Any]:
         if weight.path == "t" or weight.path.startswith("t_"):
             name = "table" if weight.path == "t" else weight.path.removeprefix("t_")
             found[name] = copies(weight.value)
+    if kind == TRACKED:
+        (state,) = layer.live_tables("test").states.values()
+        found["stamps"] = copies(state.stamps)
     return found
 
 

@@ -93,6 +93,8 @@ def _unchecked_cells() -> Iterator[tuple[str, Cell]]:
         yield f"{kind}, {combiner}", cell
         yield f"{kind}, {combiner}, weighted", dataclasses.replace(cell, weights=make(_weights(EMPTIES), tf.float32))
     for name, rows in (("no examples", list[list[int]]()), ("empty", [[], []])):
+    batches: dict[str, list[list[int]]] = {"no examples": [], "empty": [[], []]}
+    for name, rows in batches.items():
         for kind, make in KINDS.items():
             yield f"{kind}, {name}", Cell(make(rows), None, "mean")
             yield f"{kind}, {name}, sequence", Cell(make(rows), None, "mean", {"max_sequence_length": 2})

@@ -41,6 +41,9 @@ def test_every_optimizer_equals_the_reference_in_every_copy(trained: tuple[int, 
     gradients = np.array([replicas.SLOPES[e] for e, row in enumerate(replicas.IDS) for _ in row], np.float64)
     for index, (kind, optimizer) in enumerate(list(OPTIMIZERS.items())[:optimizers]):
         with np.load(folder / f"{index}.npz") as found:
+            if kind == replicas.TRACKED:
+                stamps = np.where(np.isin(np.arange(replicas.ROWS), ids), replicas.STEPS, 0)
+                np.testing.assert_array_equal(found["stamps"], [stamps] * number)
             reference = Reference(found["before"], optimizer)
             for _ in range(replicas.STEPS):
                 reference.step(ids, gradients)

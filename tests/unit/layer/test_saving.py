@@ -76,7 +76,7 @@ def _live(kind: str) -> Any:
     return keras.optimizers.Adagrad(0.25) if kind == "optimizer" else SGD(learning_rate=lambda: rate)
 
 
-@pytest.mark.nightly
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "saved"),
     [
