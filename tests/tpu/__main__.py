@@ -5,16 +5,14 @@ import contextlib
 import fcntl
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from tests.tpu.cells import COVERING, Cell, everything
+from tests.tpu.cells import COVERING
 from tests.tpu.environments import (
     ENVIRONMENTS,
     REPOSITORY,
@@ -30,8 +28,6 @@ from tests.tpu.report import rendered
 __all__ = ["main"]
 
 _PAGE = REPOSITORY / "build" / "tpu-proof.md"
-_EVERY_PAGE = ROOT / "tpu-proof.md"
-_SECONDS_PER_CELL = 4  # 8 of each of two processes, nearly all of them the compiler's
 
 
 def main() -> int:
@@ -55,38 +51,19 @@ def main() -> int:
 
 def _prove(options: argparse.Namespace) -> int:
     began = time.perf_counter()
-    cells, page = _chosen(options.all)
-    results = Proof(ROOT / "results", cells, processes=options.processes).results()
+    results = Proof(ROOT / "results", COVERING, processes=options.processes).results()
     results["seconds"] = round(time.perf_counter() - began)
     (ROOT / "proof.json").write_text(json.dumps(results, default=vars, indent=1))
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(rendered(results))
+    _PAGE.parent.mkdir(parents=True, exist_ok=True)
+    _PAGE.write_text(rendered(results))
     found = problems(results)
-    print("\n".join([*found, f"{len(cells)} cells, {len(found)} problems, {results['seconds']} s: {page}"]), flush=True)
+    print("\n".join([*found, f"{len(COVERING)} cells, {len(found)} problems, {results['seconds']} s: {_PAGE}"]), flush=True)
     passed = not options.tests or _tests_pass()
     return 0 if passed and not found else 1
 
 
-def _chosen(number: int | None) -> tuple[Sequence[Cell], Path]:
-    """Return the cells, and the path of their report."""
-    if number is None:
-        return COVERING, _PAGE
-    cells = list(everything())
-    return random.Random(7).sample(cells, number) if number else cells, _EVERY_PAGE
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.tpu", description=__doc__)
-    count = sum(1 for _ in everything())
-    parser.add_argument(
-        "--all",
-        nargs="?",
-        const=0,
-        type=int,
-        metavar="N",
-        help=f"N cells by chance of the whole product of options, or all {count:,} of them (about "
-        f"{count * _SECONDS_PER_CELL / 3600:.0f} hours on 2 cores); the page is {_EVERY_PAGE.relative_to(REPOSITORY)}",
-    )
     parser.add_argument("--tests", action="store_true", help="the tests of numbers and of V1 too")
     parser.add_argument("--processes", type=int, default=2, help="of a stage at a time")
     return parser.parse_args()

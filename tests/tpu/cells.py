@@ -20,7 +20,6 @@ __all__ = [
     "Chip",
     "Model",
     "Table",
-    "everything",
 ]
 
 
@@ -157,7 +156,6 @@ MODELS: Final = {**SMALL, "dlrm": DLRM}
 
 # ---- cells
 
-_OPTIMIZERS = ("SGD", "Adagrad", "AdagradMomentum", "Adam", "FTRL")
 # (optimizer, tables, combiner, weighted, pipelining, training): every value with every chip and number of replicas.
 _SPARSECORE = (
     ("SGD", "one", "sum", False, False, True),
@@ -191,18 +189,6 @@ _TRACKED = tuple(
 )
 COVERING: Final = (*_cells(), *_TRACKED)
 """The cells of `make tpu-proof`."""
-
-
-def everything() -> Iterator[Cell]:
-    """The whole product, of thousands of cells."""
-    for (chip, path), optimizer, tables, combiner in itertools.product(
-        CHIPS, _OPTIMIZERS, SMALL, ("sum", "mean", "sqrtn")
-    ):
-        for weighted, pipelining, replicas, training in itertools.product(
-            (False, True), (False, True)[: 2 if path == "sparsecore" else 1], (1, 4), (True, False)
-        ):
-            yield Cell(chip, path, optimizer, tables, combiner, weighted, pipelining, replicas, training)
-    yield from _TRACKED
 
 
 DLRM_CELLS: Final = tuple(
