@@ -57,7 +57,10 @@ def _prove(options: argparse.Namespace) -> int:
     _PAGE.parent.mkdir(parents=True, exist_ok=True)
     _PAGE.write_text(rendered(results))
     found = problems(results)
-    print("\n".join([*found, f"{len(COVERING)} cells, {len(found)} problems, {results['seconds']} s: {_PAGE}"]), flush=True)
+    print(
+        "\n".join([*found, f"{len(COVERING)} cells, {len(found)} problems, {results['seconds']} s: {_PAGE}"]),
+        flush=True,
+    )
     passed = not options.tests or _tests_pass()
     return 0 if passed and not found else 1
 
