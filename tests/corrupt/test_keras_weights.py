@@ -20,7 +20,6 @@ from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, MissingExtraError
 
-Array = np.ndarray[Any, Any]
 GOLDENS = Path(__file__).parents[1] / "golden" / "keras_rs"
 TABLE = np.arange(36, dtype=np.float32).reshape(9, 4)
 FIRST = f"{LAYER}/_default_device_embedding_layers/embed_reduce/vars/0"
@@ -468,12 +467,3 @@ def test_counts_of_updates(count: Any, tmp_path: Path) -> None:
     wrong = own_file(tmp_path / "wrong.weights.h5", **{"|updates": count})
     with open_checkpoint(wrong) as checkpoint, pytest.raises(CheckpointCorruptError, match="count of updates"):
         checkpoint.update_counts()
-
-
-def test_in_memory_archive_is_what_the_tests_think(tmp_path: Path) -> None:
-    """The lister reads a member where it lies: the offsets of its arrays are those in the archive."""
-    path = write_tables(tmp_path / "m.weights.h5", {"user": TABLE})
-    keras = write_archive(tmp_path / "m.keras", path)
-    assert keras.read_bytes().count(TABLE.tobytes()) == 1
-    with open_checkpoint(keras) as checkpoint:
-        np.testing.assert_array_equal(checkpoint.read("user"), TABLE)

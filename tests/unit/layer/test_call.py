@@ -1,4 +1,4 @@
-"""Calling the layer: structures, shapes, Keras graphs, serving_config, and input that does not fit."""
+"""Strategies that the layer refuses by name, and what TensorFlow logs while a step is traced."""
 
 import subprocess
 import sys
