@@ -92,7 +92,6 @@ def _unchecked_cells() -> Iterator[tuple[str, Cell]]:
         cell = Cell(make(EMPTIES), None, combiner, UNCHECKED, as_ragged=kind == "sparse")
         yield f"{kind}, {combiner}", cell
         yield f"{kind}, {combiner}, weighted", dataclasses.replace(cell, weights=make(_weights(EMPTIES), tf.float32))
-    for name, rows in (("no examples", list[list[int]]()), ("empty", [[], []])):
     batches: dict[str, list[list[int]]] = {"no examples": [], "empty": [[], []]}
     for name, rows in batches.items():
         for kind, make in KINDS.items():
