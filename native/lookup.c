@@ -42,7 +42,7 @@ struct feature {
     const uint64_t *words; /* bit n % 32 of word n / 32: row n of the stack is in the overlay. Upper half: OverlayEntry */
     int64_t overlay_rows;
     int64_t storage, dim, row_bytes;
-    int64_t first_id, ids; /* the ids [first_id, first_id + ids) are rows */
+    int64_t ids; /* the ids [0, ids) are rows */
     int64_t row_offset; /* the first one is this row of the stack */
     int64_t base_row_offset, base_rows; /* rows [0, base_rows) of the table are at this row of the file */
     int64_t kind, combiner, length; /* length: of a sequence */
@@ -80,16 +80,16 @@ INLINE int64_t columns_of(const struct feature *feature, const struct input *inp
 }
 
 INLINE int is_outside(const struct feature *feature, int64_t id) {
-    int is_row = (uint64_t)id - (uint64_t)feature->first_id < (uint64_t)feature->ids;
+    int is_row = (uint64_t)id < (uint64_t)feature->ids;
     return !is_row & !((feature->kind != ONE_ID) & (id == PADDING));
 }
 
 INLINE int any_outside(const struct feature *feature, const int64_t *ids, int64_t count, int64_t stride) {
-    uint64_t first = (uint64_t)feature->first_id, rows = (uint64_t)feature->ids;
+    uint64_t rows = (uint64_t)feature->ids;
     uint64_t padded = feature->kind != ONE_ID, found = 0;
     for (int64_t i = 0; i < count; i++) {
         uint64_t id = (uint64_t)ids[i * stride];
-        found |= (uint64_t)(id - first >= rows) & (uint64_t)!(padded & (id == (uint64_t)PADDING));
+        found |= (uint64_t)(id >= rows) & (uint64_t)!(padded & (id == (uint64_t)PADDING));
     }
     return found != 0;
 }
@@ -119,7 +119,7 @@ struct cursor { /* walks over all ids of all features, AHEAD of the sums */
 
 /* Return the row of an id: NULL for padding, NOTHING for zeros. */
 INLINE const unsigned char *find_row(const struct feature *feature, int64_t id, int *is_damaged) {
-    uint64_t row = (uint64_t)id - (uint64_t)feature->first_id;
+    uint64_t row = (uint64_t)id;
     if (row >= (uint64_t)feature->ids) {
         if (id == PADDING && feature->kind != ONE_ID) return NULL;
         if (feature->policy != ROW) return NOTHING;
@@ -365,7 +365,7 @@ static void advise_words(
     for (int64_t example = begin; example < end; example++)
         for (int64_t column = 0; column < columns; column++) {
             int64_t id = input->ids[example * input->id_stride + column];
-            uint64_t row = (uint64_t)id - (uint64_t)feature->first_id;
+            uint64_t row = (uint64_t)id;
             if (row >= (uint64_t)feature->ids) {
                 if (feature->policy != ROW || (id == PADDING && feature->kind != ONE_ID)) continue;
                 row = (uint64_t)feature->policy_row;

@@ -76,7 +76,7 @@ class _Feature(ctypes.Structure):
         *(
             (name, ctypes.c_int64)
             for name in (
-                *("overlay_rows", "storage", "dim", "row_bytes", "first_id", "ids", "row_offset", "base_row_offset"),
+                *("overlay_rows", "storage", "dim", "row_bytes", "ids", "row_offset", "base_row_offset"),
                 *("base_rows", "kind", "combiner", "length", "policy", "policy_row", "divides_weights"),
             )
         ),
@@ -310,7 +310,7 @@ class NativeLookups:
             if table.name in tables:
                 rows = tables[table.name]
                 struct.rows, struct.overlay, struct.words = rows.ctypes.data, None, None
-                struct.first_id, struct.ids, struct.base_rows = 0, len(rows), len(rows)
+                struct.ids = struct.base_rows = len(rows)
                 struct.row_offset = struct.base_row_offset = struct.policy_row = 0
         return other
 
@@ -412,7 +412,7 @@ class NativeLookups:
                     else min(found, key=lambda one: one[1])
                 )
                 table = self._tables[index]
-                span = Span(table.name, table.first_row, table.first_row + table.rows)
+                span = Span(table.name, 0, table.rows)
                 return outside_message(self.features[index].name, span, number, row)
         raise TpuEmbedError("the ids changed during the lookup. Do not write to an input until the call returns.")
 
@@ -520,7 +520,7 @@ def _checked(
 ) -> _Feature:
     """Return the struct of a feature. The library trusts it."""
     given = feature.out_of_vocabulary
-    policy, row = (given, 0) if isinstance(given, str) else ("row", int(given) - table.first_row)
+    policy, row = (given, 0) if isinstance(given, str) else ("row", int(given))
     kind, combiner = _kind(feature), feature.combiner or "sum"
     for what, value, known in (("out_of_vocabulary", policy, _POLICIES), ("combiner", combiner, _COMBINERS)):
         if value not in known:
@@ -544,7 +544,6 @@ def _checked(
         storage=DECODED.index(stack.storage),
         dim=stack.dim,
         row_bytes=stack.row_bytes,
-        first_id=table.first_row,
         ids=table.rows,
         row_offset=table.row_offset,
         base_row_offset=table.base_row_offset if overlay else table.row_offset,

@@ -14,7 +14,6 @@ from tpuembed_cli.options import (
     SIZE,
     checkpoint_options,
     output_names_option,
-    rows_option,
     storage_option,
     verbosity_options,
 )
@@ -32,7 +31,6 @@ _SECTIONS = {
         "--table",
         "--feature",
         "--output-name",
-        "--rows",
         "--require-finite",
         "--checkpoint-option",
     ],
@@ -98,7 +96,6 @@ _SECTIONS = {
     "--feature", "features", metavar="NAME", multiple=True, help="Export only this feature and its table. Repeatable."
 )
 @output_names_option
-@rows_option
 @click.option("--require-finite", is_flag=True, help="Fail at a NaN or an infinity in a table or a dense weight.")
 @storage_option
 @click.option(

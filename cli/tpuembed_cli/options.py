@@ -20,7 +20,6 @@ __all__ = [
     "option_group",
     "options_of",
     "output_names_option",
-    "rows_option",
     "storage_option",
     "verbosity_options",
 ]
@@ -145,29 +144,6 @@ storage_option = click.option(
     help=f"How rows are stored: {', '.join(STORAGE_TYPES)}. For all tables, or for TABLE. Repeatable. Default: float32.",
 )
 """The `storage` of `export_saved_model`."""
-
-
-def _as_row_ranges(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    ranges: dict[str, tuple[int, int]] = {}
-    for value in values:
-        name, _equals, bounds = value.rpartition("=")
-        match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", bounds)
-        if not name or not match:
-            raise click.BadParameter(f"{value!r}: write TABLE=START:STOP, such as videos=0:1000000")
-        if name in ranges:
-            raise click.BadParameter(f"{value!r}: table {name!r} already has a range")
-        ranges[name] = int(match[1]), int(match[2])
-    return ranges
-
-
-rows_option = click.option(
-    "--rows",
-    metavar="TABLE=START:STOP",
-    multiple=True,
-    callback=_as_row_ranges,
-    help="Export only these rows of a table, under their own ids. Repeatable.",
-)
-"""The `rows` of `export_saved_model`."""
 
 
 def _as_output_names(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:

@@ -233,17 +233,6 @@ def test_an_unknown_name_is_named(tmp_path: Path) -> None:
             call({"one": good, "list": lists})
 
 
-@pytest.mark.nightly
-def test_a_name_outside_of_the_exported_rows_follows_the_policy(tmp_path: Path) -> None:
-    vocabulary = Vocabulary([f"n{number}" for number in range(ROWS)])
-    features = {"one": ServingFeature(table="users", input="id", vocabulary=vocabulary, out_of_vocabulary="zeros")}
-    values = random_table(ROWS, DIM)
-    version = export(tmp_path, values, ServingConfig(features=features), rows={"users": (100, 200)})
-    found = signature(version)({"one": np.array([b"n99", b"n100", b"n199", b"n200", b"no"], object)})["one"]
-    zeros = np.zeros(DIM)
-    np.testing.assert_array_equal(found, [zeros, values[100], values[199], zeros, zeros])
-
-
 # ---- versions
 
 

@@ -287,7 +287,6 @@ def wrong(**changed: Any) -> dict[str, Any]:
         (wrong(candidates=films, ids=[1]), "come with its dataset"),
         (wrong(min_recall=1.5), "at most 1"),
         (wrong(index="exact", queries={"user": [1]}), "this one is exact"),
-        (wrong(rows={"users": (0, 9)}), "Leave rows out"),
         (wrong(base="latest"), "export_retrieval: unknown key 'base'"),
     ],
 )

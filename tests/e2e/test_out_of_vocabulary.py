@@ -303,39 +303,3 @@ def test_a_serving_config_overrides_lookups_and_is_refused_for_a_model(tmp_path:
     stated = {"features": {"dense1_zeros": feature | {"out_of_vocabulary": "error"}}}
     with refused(ConfigError):
         export_saved_model(checkpoint, tmp_path / "refused", model=build, serving_config=stated)
-
-
-def test_parts_of_tables(tmp_path: Path) -> None:
-    """An id of another part is outside of this one, for whole models too."""
-
-    def small() -> Any:
-        table = TableConfig(10, 2, "t", combiner="mean", out_of_vocabulary="zeros")
-        features = {
-            "a": FeatureConfig(table),
-            "b": FeatureConfig(table, out_of_vocabulary=5),
-            "c": FeatureConfig(table, out_of_vocabulary="error"),
-        }
-        ids = {name: keras.Input((), dtype="int64", name=name) for name in features}
-        return keras.Model(ids, TPUEmbedding(features, "sgd")(ids))
-
-    made = small()
-    embedding = next(one for one in made.layers if isinstance(one, TPUEmbedding))
-    rows = np.arange(20, dtype=np.float32).reshape(10, 2) + 1
-    next(iter(embedding.embedding_tables.values())).assign(rows)
-    checkpoint = tf.train.Checkpoint(model=made).write(str(tmp_path / "ckpt"))
-    with pytest.warns(
-        UserWarning, match="feature c: id 0 of row 0 is not in table t"
-    ):  # the requests to warm up ask for it
-        path = export_saved_model(checkpoint, tmp_path / "m", model=small, rows={"t": (4, 8)}).path
-    call = tf.saved_model.load(str(path)).signatures["serving_default"]
-    ids = np.array([4, 7, 3, 8, 99, -1])
-    found = call(a=tf.constant(ids), b=tf.constant(ids), c=tf.constant([4, 5, 6, 7, 4, 4], tf.int64))
-    inside = (ids >= 4) & (ids < 8)
-    np.testing.assert_array_equal(found["a"], np.where(inside[:, None], rows[np.clip(ids, 0, 9)], 0))
-    np.testing.assert_array_equal(found["b"], rows[np.where(inside, ids, 5)])
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match=r"feature c: id 3 of row 2 is not in table t, which has rows \[4, 8\)"
-    ):
-        call(a=tf.constant(ids), b=tf.constant(ids), c=tf.constant(ids))
-    with refused(ConfigError):
-        export_saved_model(checkpoint, tmp_path / "n", model=small, rows={"t": (6, 8)})

@@ -124,7 +124,6 @@ def test_options_of_a_retrieval_need_one(exports: Exports, tmp_path: Path) -> No
         ([*end, "--table", "users"], 2, "--table: an export with --retrieve-from does not have it"),
         ([*end, "--base", "latest"], 2, "--base: an export with --retrieve-from does not have it"),
         ([*end, "--dry-run"], 2, "has no plan before it has read the candidates"),
-        ([*end, "--rows", "users=0:9"], 1, "Leave rows out"),
         ([*end, "--index", "exact", "--queries", "no.npy"], 1, "this one is exact"),
     ):
         done = run_command("export", exports.prefix, str(tmp_path / "m"), *arguments)

@@ -79,7 +79,7 @@ def export_saved_model(
         output_names: new names of a model's outputs, by their old names.
         on_progress: called with (bytes done, bytes in total).
         checkpoint_options: further arguments of `open_checkpoint`.
-        options: how to write: rows, storage, max_error, layout, serving_root, max_memory_bytes, workers, engine,
+        options: how to write: storage, max_error, layout, serving_root, max_memory_bytes, workers, engine,
             require_finite, version, base, keep and resume. See `tpuembed.export.ExportOptions`.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 from tpuembed.config.checks import check_count, check_keys, check_number
 from tpuembed.errors import ConfigError
-from tpuembed.export.plan.planner import DEFAULT_MAX_MEMORY_BYTES, RowRanges
+from tpuembed.export.plan.planner import DEFAULT_MAX_MEMORY_BYTES
 from tpuembed.export.storage.formats import Storage
 
 __all__ = ["LATEST", "BaseOption", "ExportOptions"]
@@ -22,8 +22,6 @@ class ExportOptions:
     """How an export is written.
 
     Attributes:
-        rows: table -> (start, stop): export only rows [start, stop) of this table, under their own ids. Any other id is
-            out of its vocabulary.
         storage: "float32", "bfloat16", "float16" or "int8" (codes with a scale and a centre per row), for all tables.
             Or by table, such as {"videos": "int8", "*": "bfloat16"}. "*" stands for all other tables, which are float32
             without it.
@@ -46,7 +44,6 @@ class ExportOptions:
             store, no shards are kept.
     """
 
-    rows: RowRanges | None = None
     storage: Storage = "float32"
     max_error: float | None = None
     layout: str = "variables"

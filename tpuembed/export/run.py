@@ -50,7 +50,6 @@ def make_plan(checkpoint: Checkpoint, request: ExportRequest, options: ExportOpt
         [available[name] for name in request.tables],
         storage=options.storage,
         quantization=request.quantization,
-        row_ranges=options.rows,
         whole=request.whole_tables,
         alone=request.index_tables,
         layout=options.layout,

@@ -205,7 +205,7 @@ class QuantizationEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableEntry:
-    """A table's place in its stack: rows [row_offset, row_offset + rows) are its rows from `first_row` on.
+    """A table's place in its stack: rows [row_offset, row_offset + rows) are its rows.
 
     Attributes:
         quantization: applied to its values before they were stored; None if there was none.
@@ -219,13 +219,12 @@ class TableEntry:
     dtype: str
     stack: str
     row_offset: int
-    first_row: int = 0
     quantization: QuantizationEntry | None = None
     base_row_offset: int = 0
     base_rows: int = 0
 
     def __post_init__(self) -> None:
-        check_integers(self, rows=1, dim=1, row_offset=0, first_row=0, base_row_offset=0, base_rows=0)
+        check_integers(self, rows=1, dim=1, row_offset=0, base_row_offset=0, base_rows=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

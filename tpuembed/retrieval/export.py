@@ -107,8 +107,6 @@ def export_retrieval(
     check_choice("index", index, _INDEXES)
     check_recall(min_recall)
     chosen = ExportOptions.of("export_retrieval", options, without=("base",), others=_OWN_OPTIONS)
-    if chosen.rows:
-        raise ConfigError("rows: a retrieval has the whole tables of its query. Leave rows out.")
     with (
         naming_roots(checkpoint, checkpoint_options, query),
         open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,

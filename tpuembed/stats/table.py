@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.checkpoint.tools.exports import ReadableTables, first_row, open_tables
+from tpuembed.checkpoint.tools.exports import ReadableTables, open_tables
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.optimizers import optimizer_from
@@ -146,7 +146,6 @@ class TableStats:
 
     Attributes:
         name, dim, dtype, slots: as in `TableInfo`, the dtype by name.
-        first_row: the number of its first row; above 0 for an export of some rows.
         rows, bytes: that were read, without slots.
         nan, infinite: rows with a NaN, and rows with an infinity. A row with both counts in both.
         zero_rows: number of rows of zeros.
@@ -158,7 +157,6 @@ class TableStats:
     """
 
     name: str
-    first_row: int
     rows: int
     dim: int
     dtype: str
@@ -299,7 +297,7 @@ class _Table:
 
     def __init__(self, tables: ReadableTables, info: TableInfo) -> None:
         self._tables, self._info = tables, info
-        self._rows = range(first_row(tables, info.name), info.rows)
+        self._rows = range(info.rows)
         self._initial, self._unknown = _initial_values(tables, info)
         self._row_bytes = info.dim * info.dtype.itemsize
         self.bytes = len(self._rows) * self._row_bytes * (1 + len(self._initial))
@@ -321,7 +319,6 @@ class _Table:
             near = NearDuplicates(0, 0) if counts.near is None else _near(counts.near)
         return TableStats(
             name=info.name,
-            first_row=self._rows.start,
             rows=len(self._rows),
             dim=info.dim,
             dtype=info.dtype.name,

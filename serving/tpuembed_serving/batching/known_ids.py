@@ -139,7 +139,7 @@ def known_ids(signature: str, aliases: Sequence[str], manifest: Manifest) -> Kno
     if not is_packed and signature != "serving_default":
         return None
     places = [one.name for one in manifest.packing.inputs] if is_packed else list(aliases)
-    spans = {one.name: Span(one.name, one.first_row, one.first_row + one.rows) for one in manifest.tables}
+    spans = {one.name: Span(one.name, 0, one.rows) for one in manifest.tables}
     tables = {table.name: table for table in manifest.tables}
     checked = []
     features = sorted(manifest.features, key=lambda one: group_of(one, tables)) or manifest.from_activations.features

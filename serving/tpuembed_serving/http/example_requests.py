@@ -84,7 +84,7 @@ def _recorded(servable: Servable, version_dir: Path, signature: str | None = Non
 
 
 def _of_signature(servable: Servable, version_dir: Path | None, name: str = DEFAULT_SIGNATURE) -> str | None:
-    """Return zeros, or the first row of a table, for one row of each input."""
+    """Return zeros for one row of each input."""
     signature, shapes = servable.signatures.get(name), _shapes(servable, name)
     if signature is None or shapes is None or not signature.inputs:
         return None
@@ -96,7 +96,6 @@ def _of_signature(servable: Servable, version_dir: Path | None, name: str = DEFA
         return None
     if manifest is None and any(info.dtype == "string" for info in signature.inputs):
         return None  # the graph may parse it
-    first = _first_rows(manifest)
     values = {}
     for info in signature.inputs:
         shape = shapes[info.alias]
@@ -104,17 +103,9 @@ def _of_signature(servable: Servable, version_dir: Path | None, name: str = DEFA
         if math.prod(sizes) > _MOST_CHARACTERS:
             return None
         dtype = object if info.dtype == "string" else info.numpy_dtype
-        values[info.alias] = np.full(sizes, first.get(info.alias, _ZEROS[info.dtype]), dtype)
+        values[info.alias] = np.full(sizes, _ZEROS[info.dtype], dtype)
     by_rows = all(shape is None or shape[:1] in ([-1], [1]) for shape in shapes.values())
     return _json(values, name, by_rows=by_rows)
-
-
-def _first_rows(manifest: Manifest | None) -> dict[str, int]:
-    """Return the first row of each feature's table: an export may hold some rows only."""
-    if manifest is None:
-        return {}
-    first = {table.name: table.first_row for table in manifest.tables}
-    return {feature.name: first[feature.table] for feature in manifest.features if not feature.names}
 
 
 def _shapes(servable: Servable, name: str) -> dict[str, list[int] | None] | None:

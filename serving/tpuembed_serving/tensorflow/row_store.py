@@ -293,7 +293,7 @@ class _StoredRows:
         value = values[place]
         fault = "is missing" if value is None else f"has {len(value)} bytes, and a row has {row_bytes}"
         raise RowStoreDataError(
-            f"Redis at {_store_of(self._options).url}: model {self._entry.name}: row {rows[place] + table.entry.first_row} of "
+            f"Redis at {_store_of(self._options).url}: model {self._entry.name}: row {rows[place]} of "
             f"table {table.entry.name} {fault}. Publish the version with --rewrite, and set maxmemory-policy noeviction."
         )
 
@@ -322,15 +322,15 @@ class _Chosen(NamedTuple):
         """
         if feature.max_sequence_length and feature.input == "ids":
             ids = ids[:, : feature.max_sequence_length]
-        rows, policy = ids - table.first_row, feature.out_of_vocabulary
+        rows, policy = ids, feature.out_of_vocabulary
         is_padding = (ids == _PADDING) if feature.input == "ids" else np.zeros(ids.shape, bool)
         is_outside = ((rows < 0) | (rows >= table.rows)) & ~is_padding
         if policy == "error" and is_outside.any():
             place = tuple(np.argwhere(is_outside)[0].tolist())
-            span = Span(table.name, table.first_row, table.first_row + table.rows)
+            span = Span(table.name, 0, table.rows)
             raise ConfigError(outside_message(feature.name, span, int(ids[place]), place[0]))
         if not isinstance(policy, str):
-            rows = np.where(is_outside, policy - table.first_row, rows)
+            rows = np.where(is_outside, policy, rows)
             is_outside = np.zeros_like(is_outside)
         return cls(table.name, rows, ~(is_padding | is_outside), is_padding)
 

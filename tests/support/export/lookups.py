@@ -106,8 +106,7 @@ def write(
     assert manifest is not None
     rows = {}
     for entry in manifest.tables:
-        stop = entry.first_row + entry.rows
-        rows[entry.name] = read_rows(report.path, entry.name, entry.first_row, stop).values
+        rows[entry.name] = read_rows(report.path, entry.name, 0, entry.rows).values
     return Case(path=report.path, manifest=manifest, features=of_all, rows=rows)
 
 

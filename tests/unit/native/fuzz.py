@@ -35,7 +35,6 @@ def feature(random: np.random.Generator, kept: list[Array]) -> native._Feature:
         storage=storage,
         dim=dim,
         row_bytes=row_bytes,
-        first_id=int(random.choice([0, 0, 5])),
         ids=rows,
         row_offset=offset,
         base_row_offset=offset,
@@ -66,13 +65,11 @@ def call(library: ctypes.CDLL, random: np.random.Generator) -> int:
     inputs, batch = np.zeros(len(features), native._INPUT), int(random.integers(0, 20))
     for index, one in enumerate(features):
         hot = 1 if one.kind == 0 else int(random.integers(0, 9))
-        ids = random.integers(one.first_id, one.first_id + one.ids, (batch, hot))
+        ids = random.integers(0, one.ids, (batch, hot))
         if one.kind:
             ids[random.random(ids.shape) < 0.3] = -1
         if random.random() < 0.7 or one.policy:
-            ids[random.random(ids.shape) < 0.1] = random.choice(
-                [-(2**63), -2, 2**63 - 1, -1, one.first_id - 1, one.first_id + one.ids]
-            )
+            ids[random.random(ids.shape) < 0.1] = random.choice([-(2**63), -2, 2**63 - 1, -1, one.ids])
         out = np.empty((batch, one.dim * (one.length if one.kind == 2 else 1)), np.float32)
         kept += [ids, out]
         inputs[index] = (ids.ctypes.data, hot, hot, 0, 0, out.ctypes.data, out.shape[1])

@@ -56,9 +56,9 @@ def touched(case: Case, native: NativeLookups, inputs: Mapping[str, Array]) -> s
         if feature.input != "id":
             ids = ids[:, : feature.max_sequence_length or None]
             ids = ids[ids != -1]
-        inside = (ids >= table.first_row) & (ids < table.first_row + table.rows)
+        inside = (ids >= 0) & (ids < table.rows)
         found = ids[inside] if isinstance(policy, str) else np.where(inside, ids, policy)
-        rows = np.unique(found) - table.first_row
+        rows = np.unique(found)
         spans = []
         if len(arrays) > 1:
             words = table.row_offset + rows

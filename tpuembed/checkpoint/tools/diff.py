@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.checkpoint.tools.exports import ReadableTables, first_row, is_export, open_tables, read_numbers
+from tpuembed.checkpoint.tools.exports import ReadableTables, is_export, open_tables, read_numbers
 from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.config.checks import check_choice
 from tpuembed.errors import ConfigError
@@ -243,12 +243,11 @@ class _Pair:
     @property
     def rows(self) -> range:
         """Return the rows that both have, or their places; none if the widths differ."""
-        name = self.info_a.name
         if self.info_a.dim != self.info_b.dim:
             return range(0)
         if self.places is not None:
             return range(self.places.rows.shape[1])
-        return range(max(first_row(self.a, name), first_row(self.b, name)), min(self.info_a.rows, self.info_b.rows))
+        return range(min(self.info_a.rows, self.info_b.rows))
 
     def pieces(self) -> Iterator[tuple[Array, Array, Array]]:
         """Yield (numbers in a, rows of a, rows of b) as float64, one piece at a time."""

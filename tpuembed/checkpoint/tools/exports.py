@@ -27,7 +27,6 @@ from tpuembed.vocabulary import Vocabulary
 __all__ = [
     "ReadableTables",
     "find_export",
-    "first_row",
     "open_tables",
     "read_numbers",
     "require_export",
@@ -96,11 +95,6 @@ def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> "Iterator[R
     yield _ExportTables(*export)
 
 
-def first_row(tables: "ReadableTables", table: str) -> int:
-    """Return the number of the first existing row: above 0 for an export of some rows of `table`."""
-    return tables.first_row(table) if isinstance(tables, _ExportTables) else 0
-
-
 def is_export(tables: "ReadableTables") -> bool:
     """Return True if it is an export, and no checkpoint."""
     return isinstance(tables, _ExportTables)
@@ -136,9 +130,7 @@ def read_numbers(tables: "ReadableTables", table: str, numbers: Array, slot: str
     gap, most = max(1, _GAP_BYTES // row_bytes), max(1, _SPAN_BYTES // row_bytes)
     order = np.argsort(numbers, kind="stable")
     wanted = numbers[order]
-    out = np.empty(
-        (len(numbers), info.dim), tables.read(table, first_row(tables, table), first_row(tables, table), slot).dtype
-    )
+    out = np.empty((len(numbers), info.dim), tables.read(table, 0, 0, slot).dtype)
     begin = 0
     while begin < len(wanted):
         end = begin + int(np.searchsorted(wanted[begin:], wanted[begin] + most))
@@ -162,12 +154,8 @@ class _ExportTables:
         self._rows = {stack.name: StackRows(version, manifest, stack) for stack in manifest.stacks}
 
     def tables(self) -> dict[str, TableInfo]:
-        """Return the tables by name. `rows` ends at the last existing row."""
+        """Return the tables by name."""
         return {name: self._info(table) for name, table in self._tables.items()}
-
-    def first_row(self, table: str) -> int:
-        """Return the number of the first row of `table`; 0 for an unknown one, which `read` refuses."""
-        return self._tables[table].first_row if table in self._tables else 0
 
     def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
         """Return rows [start, stop) of a table, [stop - start, dim]; as Checkpoint.read."""
@@ -178,14 +166,13 @@ class _ExportTables:
                 f"export {self.path}: has no slot {slot!r}. Exports have tables only. Read a checkpoint."
             )
         entry = self._tables[table]
-        first, last = entry.first_row, entry.first_row + entry.rows
-        stop = last if stop is None else stop
-        if not first <= start <= stop <= last:
+        stop = entry.rows if stop is None else stop
+        if not 0 <= start <= stop <= entry.rows:
             raise RowRangeError(
-                f"export {self.path}: table {table!r}: rows [{start}, {stop}) are not inside its rows [{first}, {last}). Give "
+                f"export {self.path}: table {table!r}: rows [{start}, {stop}) are not inside its rows [0, {entry.rows}). Give "
                 "rows inside them."
             )
-        return self._read(entry, self._stacks[entry.stack], start - first, stop - start)
+        return self._read(entry, self._stacks[entry.stack], start, stop - start)
 
     def vocabulary(self, table: str) -> Vocabulary | None:  # noqa: ARG002 - as of Checkpoint
         """Return None: the names in exports are not read."""
@@ -194,7 +181,7 @@ class _ExportTables:
     def _info(self, table: TableEntry) -> TableInfo:
         stored = self._stacks[table.stack].storage
         dtype = numpy_dtype("float32" if stored == "int8" else stored)
-        return TableInfo(table.name, table.first_row + table.rows, table.dim, dtype, layout=f"stored as {stored}")
+        return TableInfo(table.name, table.rows, table.dim, dtype, layout=f"stored as {stored}")
 
     def _read(self, table: TableEntry, stack: StackEntry, start: int, count: int) -> Array:
         """Return `count` rows from row `start` of those that the stack holds of `table`."""

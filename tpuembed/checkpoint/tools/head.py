@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.checkpoint.tools.exports import first_row, open_tables, read_numbers, vocabulary_of
+from tpuembed.checkpoint.tools.exports import open_tables, read_numbers, vocabulary_of
 from tpuembed.checkpoint.types import Array
 from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath
@@ -93,7 +93,7 @@ def stream_rows(
     """
     with open_tables(path, checkpoint_options or {}) as checkpoint:
         info = checkpoint.tables().get(table)
-        start = first_row(checkpoint, table) if start is None else start
+        start = start or 0
         rows = 0 if info is None else info.rows
         stop = max(start, min(start + _DEFAULT_ROWS, rows)) if stop is None else stop
         if info is None or not 0 <= start <= stop <= rows:

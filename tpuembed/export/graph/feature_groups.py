@@ -66,7 +66,7 @@ def _group(features: tuple[ServedFeature, ...], tables: StackedTables) -> "Featu
     return FeatureGroup(
         features=features,
         ranges=ranges,
-        offsets=np.array([place.row_offset - place.first_row for place in places], np.int64),
+        offsets=np.array([place.row_offset for place in places], np.int64),
         table_rows=partial(tables.gather, tables.place(features[0].table)[0]),
     )
 

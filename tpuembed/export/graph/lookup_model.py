@@ -94,12 +94,12 @@ class LookupModel(ExportableModel):
         """
         place, vocabulary = self._tables.place(feature.table)[1], feature.spec.vocabulary
         if vocabulary is None:
-            return place.first_row, place.first_row
-        row, stop = max(place.first_row, vocabulary.oov_buckets), place.first_row + place.rows
-        if row >= min(stop, vocabulary.rows):
+            return 0, 0
+        row = vocabulary.oov_buckets
+        if row >= min(place.rows, vocabulary.rows):
             raise ConfigError(
-                f"feature {feature.name!r}: rows [{place.first_row}, {stop}) of table {feature.table!r} are exported, and none "
-                "of them has a name. Export rows with names, or leave vocabulary out."
+                f"feature {feature.name!r}: none of the {place.rows} rows of table {feature.table!r} has a name. Adapt the "
+                "vocabulary, or leave it out."
             )
         return vocabulary.names([row])[0], row
 

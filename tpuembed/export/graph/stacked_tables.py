@@ -281,7 +281,7 @@ class StackedTables:
     def _lookup(self, stack: str, features: Sequence[FlatIds], places: Sequence[Placement]) -> list[Tensor]:
         """Return the activations of features of one stack."""
         features = [feature.within(span_of(place)) for feature, place in zip(features, places, strict=True)]
-        if len(features) > 1 and all(map(_is_plain, features)) and not any(place.first_row for place in places):
+        if len(features) > 1 and all(map(_is_plain, features)):
             sizes, ids = _shifted_together(features, places)
             rows = tf.split(self.gather(stack, ids), sizes, num=len(features))
             return [feature.combine(part) for feature, part in zip(features, rows, strict=True)]
@@ -362,7 +362,7 @@ for _operator in sorted(tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"})
 
 def span_of(place: Placement) -> Span:
     """Return the ids of the exported rows of a table."""
-    return Span(place.table, place.first_row, place.first_row + place.rows)
+    return Span(place.table, 0, place.rows)
 
 
 def _shape_of_rows(ids: Tensor, dim: int) -> Any:
@@ -434,7 +434,7 @@ def _shifted(features: Sequence[FlatIds], places: Sequence[Placement]) -> list[F
     shift = check_range([feature.ranged(span_of(place)) for feature, place in pairs])
     moved = []
     for feature, place in pairs:
-        ids = feature.ids + (shift + (place.row_offset - place.first_row))
+        ids = feature.ids + (shift + place.row_offset)
         ids = tf.where(feature.ids < 0, feature.ids, ids) if feature.droppable else ids
         moved.append(dataclasses.replace(feature, ids=ids, strategy=feature.strategy.of_lists()))
     return moved

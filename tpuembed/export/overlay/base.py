@@ -117,11 +117,8 @@ def _stack_difference(stack: StackPlan, entry: StackEntry, tables: Mapping[str, 
         return f"version {version} has other tables: {', '.join(sorted(theirs ^ mine))}"
     for place in stack.tables:
         table = tables[place.table]
-        if table.rows > place.rows or table.first_row != place.first_row:
-            return (
-                f"table {place.table!r} has rows {table.first_row} to {table.first_row + table.rows - 1} in version "
-                f"{version}, and rows {place.first_row} to {place.first_row + place.rows - 1} in the export"
-            )
+        if table.rows > place.rows:
+            return f"table {place.table!r} has {table.rows} rows in version {version}, and {place.rows} in the export"
         before = None if table.quantization is None else dataclasses.asdict(table.quantization)
         if before != place.quantization:
             return f"table {place.table!r} is quantized to {place.quantization}, and to {before} in version {version}"

@@ -178,8 +178,8 @@ class _Search:
         rows = _ChangedRows(stack, place, self.base.path / entry.file, in_base, keep_all=self.is_whole(stack))
         numbers, write = None, rows.compare
         if task.table in self.stamped:
-            touched = _touched_rows(self.checkpoint, task, self.stamped[task.table], before.first_row + before.rows)
-            rows.chosen, write = touched + (place.row_offset - place.first_row), rows.choose
+            touched = _touched_rows(self.checkpoint, task, self.stamped[task.table], before.rows)
+            rows.chosen, write = touched + place.row_offset, rows.choose
             if self.checkpoint.is_in_memory:
                 numbers, write = touched, rows.append
         rows.result = write_shard(task, self.source, write, checkpoint=self.checkpoint, numbers=numbers)
@@ -203,7 +203,7 @@ class _Search:
 
     def rows_compared(self) -> int:
         """Return how many rows were compared with those of the base."""
-        stops = {table.name: table.first_row + table.rows for table in self.base.manifest.tables}
+        stops = {table.name: table.rows for table in self.base.manifest.tables}
         return sum(
             max(0, min(task.stop, stops[task.table]) - task.start)
             for task in self.plan.shards

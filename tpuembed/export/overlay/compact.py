@@ -309,7 +309,6 @@ def _plan_of(manifest: Manifest) -> ExportPlan:
                     row_offset=table.row_offset,
                     source_dtype=table.dtype,
                     quantization=None if table.quantization is None else dataclasses.asdict(table.quantization),
-                    first_row=table.first_row,
                 )
                 for table in manifest.tables
                 if table.stack == stack.name

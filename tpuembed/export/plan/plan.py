@@ -33,7 +33,7 @@ keeps up.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The place of a table's rows in its stack: rows [row_offset, row_offset + rows) are its rows from `first_row` on.
+    """The place of a table's rows in its stack: rows [row_offset, row_offset + rows) are its rows.
 
     `quantization`: the fields of the QuantizationConfig to apply to its values, or None.
     """
@@ -43,8 +43,6 @@ class Placement:
     row_offset: int
     source_dtype: str
     quantization: Mapping[str, Any] | None = None
-    first_row: int = 0
-    is_whole: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,9 +276,8 @@ def _placed(stack: StackPlan, table: Placement, shards: int) -> str:
     last = first + table.rows * stack.row_bytes - 1
     cast = "" if table.source_dtype == stack.storage else f", from {table.source_dtype}"
     levels = "" if table.quantization is None else f", quantized to {table.quantization['num_buckets']} values"
-    part = "" if table.is_whole else f" (its rows {table.first_row:,} to {table.first_row + table.rows - 1:,})"
     return (
-        f"{table.rows:,} rows{part} from row {table.row_offset:,}{cast}{levels}; bytes {first:,} to {last:,} in "
+        f"{table.rows:,} rows from row {table.row_offset:,}{cast}{levels}; bytes {first:,} to {last:,} in "
         f"{_count(shards, 'shard')}"
     )
 

@@ -1,13 +1,13 @@
 """Plan which bytes an export writes, to which files and in which pieces, without touching a file."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from tpuembed.config import QuantizationConfig
-from tpuembed.config.checks import check_choice, check_count, did_you_mean
-from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
+from tpuembed.config.checks import check_choice, check_count
+from tpuembed.errors import ConfigError
 from tpuembed.export.plan.plan import ExportPlan, Placement, ShardTask, StackPlan
 from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, Storage, most_rows, storage_by_table
 from tpuembed.manifest import LAYOUTS
@@ -15,7 +15,7 @@ from tpuembed.manifest import LAYOUTS
 if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
     from tpuembed.checkpoint import TableInfo
 
-__all__ = ["DEFAULT_MAX_MEMORY_BYTES", "RowRanges", "check_row_ranges", "plan_export"]
+__all__ = ["DEFAULT_MAX_MEMORY_BYTES", "plan_export"]
 
 DEFAULT_MAX_MEMORY_BYTES = 512 << 20
 
@@ -29,16 +29,12 @@ _MAX_SHARDS = 16_384
 ReadBuffers = Callable[[str, int], int]
 """(table, rows read at a time) -> the most bytes that the table's reader holds beside those rows."""
 
-RowRanges = Mapping[str, tuple[int, int]]
-"""Table -> (start, stop), for its rows [start, stop)."""
-
 
 def plan_export(
     tables: Sequence["TableInfo"],
     *,
     storage: Storage = "float32",
     quantization: Mapping[str, QuantizationConfig] | None = None,
-    row_ranges: RowRanges | None = None,
     whole: Collection[str] = (),
     alone: Collection[str] = (),
     layout: str = "variables",
@@ -54,7 +50,6 @@ def plan_export(
         tables: the checkpoint's description of the tables to export.
         storage: key of STORAGES for all tables, or one by table; see `storage_by_table`.
         quantization: by table, for those whose activations were quantized in training.
-        row_ranges: table -> (start, stop), for tables of which only these rows are exported.
         whole: tables that the graph reads whole. Each is a stack of its own, because a slice of a stack would be a
             copy.
         alone: further tables that are a stack of their own.
@@ -68,17 +63,15 @@ def plan_export(
     Raises:
         ConfigError: no table; a table given twice, or of an unsupported shape or dtype; an unknown storage or layout;
             fewer than one worker; or a budget too small for one row, and the reader's buffers, in every worker.
-        UnknownTableError: `storage` or `row_ranges` name another table.
-        RowRangeError: rows outside of a table.
+        UnknownTableError: `storage` names another table.
     """
     check_choice("layout", layout, LAYOUTS)
     check_count("workers", workers)
     check_count("max_memory_bytes", max_memory_bytes)
     _check_tables(tables)
-    ranges = check_row_ranges(row_ranges or {}, tables)
     storages = storage_by_table(storage, [table.name for table in tables])
-    _check_whole(whole, storages, quantization or {}, ranges, tables)
-    stacks = _stack_tables(tables, storages, quantization or {}, ranges, [*whole, *alone])
+    _check_whole(whole, storages, quantization or {}, tables)
+    stacks = _stack_tables(tables, storages, quantization or {}, [*whole, *alone])
     shard_bytes = max(_SHARD_BYTES, -(-sum(stack.size for stack in stacks) // _MAX_SHARDS))
     pieces = [piece for stack in stacks for piece in _split(stack, shard_bytes)]
     workers = min(workers, len(pieces))
@@ -127,7 +120,6 @@ def _check_whole(
     whole: Collection[str],
     storages: Mapping[str, str],
     quantization: Mapping[str, QuantizationConfig],
-    ranges: RowRanges,
     tables: Sequence["TableInfo"],
 ) -> None:
     """Raise ConfigError if a table that the model reads whole would not be stored as all of its rows in float32."""
@@ -141,11 +133,6 @@ def _check_whole(
                 f"{reads} storage {storages[name]} would be decoded at every request. Store it as float32 "
                 f"(--storage '{name}=float32')."
             )
-        start, stop = ranges.get(name, (0, table.rows))
-        if (start, stop) != (0, table.rows):
-            raise ConfigError(
-                f"{reads} rows {start} to {stop} are not all of its {table.rows}. Leave `rows` out for it."
-            )
         if name in quantization:
             raise ConfigError(
                 f"{reads} its quantization_config applies only to rows that are looked up. Change the model to "
@@ -157,7 +144,6 @@ def _stack_tables(
     tables: Sequence["TableInfo"],
     storages: Mapping[str, str],
     quantization: Mapping[str, QuantizationConfig],
-    ranges: RowRanges,
     alone: Collection[str],
 ) -> list[StackPlan]:
     def kind(table: "TableInfo") -> tuple[str, int, str]:
@@ -170,18 +156,15 @@ def _stack_tables(
         placements, rows = [], 0
         for table in group:
             simulated = quantization.get(table.name)
-            start, stop = ranges.get(table.name, (0, table.rows))
             placement = Placement(
                 table=table.name,
-                rows=stop - start,
+                rows=table.rows,
                 row_offset=rows,
-                first_row=start,
-                is_whole=stop - start == table.rows,
                 source_dtype=table.dtype.name,
                 quantization=None if simulated is None else dataclasses.asdict(simulated),
             )
             placements.append(placement)
-            rows += stop - start
+            rows += table.rows
         size = rows * STORAGES[storage].row_bytes(dim)
         stack = StackPlan(name=name, dim=dim, storage=storage, rows=rows, size=size, tables=tuple(placements))
         stacks.append(stack)
@@ -194,7 +177,7 @@ def _split(stack: StackPlan, shard_bytes: int) -> Iterator[tuple[StackPlan, Plac
         pieces = min(table.rows, max(1, round(table.rows * stack.row_bytes / shard_bytes)))
         bounds = [table.rows * i // pieces for i in range(pieces + 1)]
         for start, stop in pairwise(bounds):
-            yield stack, table, table.first_row + start, table.first_row + stop
+            yield stack, table, start, stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +212,7 @@ def _task(
         source_dtype=table.source_dtype,
         storage=stack.storage,
         file=stack.file,
-        file_offset=(table.row_offset + start - table.first_row) * stack.row_bytes,
+        file_offset=(table.row_offset + start) * stack.row_bytes,
         chunk_rows=min(stop - start, chunk.rows),
         quantization=table.quantization,
         reader_bytes=chunk.reader_bytes,
@@ -249,26 +232,3 @@ def _check_budget(plan: ExportPlan) -> None:
         f"table {widest.table!r}: one row in each of {workers} needs {own} bytes of buffers{reader}, but "
         f"max_memory_bytes is {plan.max_memory_bytes}. Raise it{fewer}."
     )
-
-
-def check_row_ranges(ranges: RowRanges, tables: Iterable["TableInfo"]) -> RowRanges:
-    """Return `ranges` with plain integers.
-
-    Raises:
-        UnknownTableError: a name is not one of `tables`.
-        RowRangeError: a range is empty or outside of its table.
-        ConfigError: a bound is not an integer.
-    """
-    rows = {table.name: table.rows for table in tables}
-    for name, bounds in ranges.items():
-        if name not in rows:
-            raise UnknownTableError(f"row ranges: table {name!r} is not exported; {did_you_mean(name, rows)}")
-        for bound in bounds:
-            check_count(f"row range of table {name!r}", bound, minimum=-(2**63))
-        start, stop = bounds
-        if not 0 <= start < stop <= rows[name]:
-            raise RowRangeError(
-                f"table {name!r}: rows [{start}, {stop}) are not a range inside its {rows[name]} rows. Give at least "
-                f"one row inside [0, {rows[name]})."
-            )
-    return {name: (int(start), int(stop)) for name, (start, stop) in ranges.items()}

@@ -171,7 +171,6 @@ def _table_entry(stack: StackPlan, table: Placement) -> TableEntry:
         dtype=table.source_dtype,
         stack=stack.name,
         row_offset=table.row_offset,
-        first_row=table.first_row,
         quantization=None if table.quantization is None else QuantizationEntry(**table.quantization),
         base_row_offset=stack.overlay.base_tables[table.table][0] if stack.overlay else 0,
         base_rows=stack.overlay.base_tables[table.table][1] if stack.overlay else 0,

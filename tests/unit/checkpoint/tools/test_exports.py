@@ -12,7 +12,7 @@ from tests.support.checkpoint.bundles import write
 from tests.support.messages import refused
 from tpuembed import export_saved_model
 from tpuembed.checkpoint.tools import diff_checkpoints, read_rows
-from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.errors import CheckpointCorruptError, ConfigError, UnknownTableError
 from tpuembed_cli.main import cli
 
 ROWS = {"users": 40, "videos": 25, "wide": 30}
@@ -39,21 +39,6 @@ def looked_up(version: Path, table: str, ids: Any) -> Any:
     signature = loaded.signatures["serving_default"]
     inputs = {name: tf.constant(ids if name == table else np.zeros_like(ids), tf.int64) for name in ROWS}
     return signature(**inputs)[table].numpy()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("storage", ["float32", "int8"])
-def test_of_some_rows_the_numbers_are_those_of_training(tmp_path: Path, tables: dict[str, Any], storage: Any) -> None:
-    version = exported(tmp_path, tables, storage=storage, rows={"users": (10, 31)})
-    rows = read_rows(version, "users")
-    assert rows.start == 10
-    np.testing.assert_allclose(rows.values, tables["users"][10:15], atol=0 if storage == "float32" else 0.02)
-    np.testing.assert_allclose(read_rows(version, "users", 30, 31).values, tables["users"][30:31], atol=0.02)
-    with refused(RowRangeError, match=r"\[9, 12\)"):
-        read_rows(version, "users", 9, 12)
-    found = {table.name: table for table in diff_checkpoints(tmp_path / "ckpt", version).tables}
-    assert found["users"].rows_compared == 21
-    assert (found["users"].rows_changed == 0) == (storage == "float32")
 
 
 @pytest.mark.nightly

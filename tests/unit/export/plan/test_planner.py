@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.export.fakes import info
 from tests.support.messages import refused
 from tpuembed.checkpoint import TableInfo
-from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
+from tpuembed.errors import ConfigError
 from tpuembed.export.plan import planner
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.plan.planner import plan_export
@@ -133,40 +133,6 @@ def test_large_tables_are_cut_into_pieces_for_all_workers() -> None:
     sizes = [task.size for task in made.shards]
     assert len(sizes) == 32
     assert set(sizes) == {64 << 20}
-
-
-def test_parts_of_tables() -> None:
-    tables = (info("ads", 100, 8), info("users", 50, 8), info("words", 9, 4))
-    made = plan(*tables, row_ranges={"ads": (30, 70), "words": (8, 9)})
-    wide = made.stacks[1]
-    assert (wide.rows, wide.size) == (90, 90 * 32)
-    assert [(p.table, p.rows, p.row_offset, p.first_row, p.is_whole) for p in wide.tables] == [
-        ("ads", 40, 0, 30, False),
-        ("users", 50, 40, 0, True),
-    ]
-    assert [(t.table, t.start, t.stop, t.file_offset) for t in made.shards] == [
-        ("words", 8, 9, 0),
-        ("ads", 30, 70, 0),
-        ("users", 0, 50, 40 * 32),
-    ]
-    assert "    ads: 40 rows (its rows 30 to 69) from row 0; bytes 0 to 1,279 in 1 shard" in made.describe().split("\n")
-
-
-@pytest.mark.parametrize(
-    ("ranges", "error", "words"),
-    [
-        ({"adz": (0, 1)}, UnknownTableError, ["'adz'", "'ads'"]),
-        ({"ads": (0, 101)}, RowRangeError, ["'ads'", "100 rows", "[0, 101)"]),
-        ({"ads": (-1, 5)}, RowRangeError, ["[-1, 5)"]),
-        ({"ads": (5, 5)}, RowRangeError, ["[5, 5)"]),
-        ({"ads": (7, 5)}, RowRangeError, ["[7, 5)"]),
-        ({"ads": (0, 2.0)}, ConfigError, ["2.0"]),
-    ],
-)
-def test_parts_that_are_none(ranges: Any, error: type[Exception], words: list[str]) -> None:
-    with refused(error) as caught:
-        plan(info("ads", 100, 8), row_ranges=ranges)
-    assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize(

@@ -94,17 +94,6 @@ def test_what_an_earlier_export_streamed_is_proven_by_its_record(tmp_path: Path)
     )
 
 
-def test_a_table_of_which_a_part_is_streamed_proves_nothing_of_its_stack(tmp_path: Path) -> None:
-    """Its stack is read for the other table, which is whole."""
-    golden = read_golden(f"tpu/{GOLDENS[0]}")
-    with open_checkpoint(golden.path) as checkpoint:
-        assert isinstance(checkpoint, BundleCheckpoint)
-        tables = [name for name in checkpoint.tables() if checkpoint.summed(name)]
-        part = tables[0]
-        rows = checkpoint.tables()[part].rows
-    stream(golden, tmp_path / "out", "open_not_read_twice", tables, row_ranges={part: (0, rows - 1)})
-
-
 def test_bits_that_flip_on_their_way_are_noticed(tmp_path: Path) -> None:
     golden = read_golden(f"tpu/{GOLDENS[0]}")
     with refused(CheckpointCorruptError):

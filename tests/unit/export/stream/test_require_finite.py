@@ -86,12 +86,6 @@ def test_the_clipping_of_quantized_training_hides_nothing(tmp_path: Path) -> Non
         )
 
 
-def test_rows_outside_of_the_export_do_not_count(tmp_path: Path) -> None:
-    assert export(tmp_path, spoilt(np.nan), rows={"users": (0, 700)}).version == 1
-    with refused(ExportError, match="row 700"):
-        export(tmp_path, rows={"users": (600, 800)})
-
-
 @pytest.fixture
 def in_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten shards of 100 rows, each recorded at once."""
