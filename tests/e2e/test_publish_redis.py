@@ -26,6 +26,7 @@ from tests.support.contract_serve import Server, config_of, eventually, outputs_
 from tests.support.export import named_model, whole_model
 from tests.support.export.fakes import write_checkpoint
 from tests.support.export.in_process import exports_in_this_process
+from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import said
 from tpuembed import export_model, export_saved_model
 from tpuembed.export import publish_rows as publishing
@@ -90,12 +91,12 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, table in changed.items():
         table[::9] = tables(2)[name][::9]
         changed[name] = np.concatenate([table, tables(3)[name][:GROWN]])
-    with exports_in_this_process(), warnings.catch_warnings():
+    with exports_in_this_process(), overlays_of_any_size(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there are no requests to warm up, and no serving_examples
         for number, content in ((1, tables(1)), (2, changed), (3, tables(4))):
             path = folder / "ckpt"
             write_checkpoint(path, content)
-            base: dict[str, Any] = {"base": "latest", "max_overlay": 3} if number == 2 else {}
+            base: dict[str, Any] = {"base": "latest"} if number == 2 else {}
             given: dict[str, Any] = {"serving_config": {"features": FEATURES}, "storage": STORAGE}
             export_saved_model(path, folder / "lookups", **given, layout="mmap", **base)
         export_saved_model(path, folder / "variables", serving_config={"features": PLAIN}, storage="int8")

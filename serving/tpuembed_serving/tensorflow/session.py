@@ -193,11 +193,14 @@ class SavedModelServable:
     def _prepare(self) -> None:
         """Build the callables before the first request. One that cannot be built fails its own requests.
 
-        An export's `serving_default` is built first and can be called at once. A thread builds the others, which take most of the
-        load time. `close` joins it, because a process must not exit while a thread is in TensorFlow.
+        An export's `serving_default` is built first and can be called at once, or the signature that goes on from rows in Redis. A
+        thread builds the others, which take most of the load time. `close` joins it, because a process must not exit while a
+        thread is in TensorFlow.
         """
         callable_ones = [signature for signature in self.signatures.values() if signature.inputs]
-        first = [one for one in callable_ones if self.manifest is None or one.name == "serving_default"]
+        has_rows = self.manifest is None or self.manifest.row_store is None
+        main = "serving_default" if has_rows else "from_activations"
+        first = [one for one in callable_ones if self.manifest is None or one.name == main]
         self._build(first)
         rest = [signature for signature in callable_ones if signature not in first]
         self._rest = threading.Thread(target=self._build_last, args=(rest,), name="model-signatures")

@@ -17,8 +17,6 @@ from tpuembed.manifest import Manifest
 Array = npt.NDArray[Any]
 
 SIZES = {"a": (40, 7), "b": (70, 7), "c": (90, 33), "d": (20, 200), "e": (30, 1)}
-PARTS = {"b": (5, 60), "c": (64, 90)}
-"""Table -> the rows that are exported, if not all."""
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "error": {},
     "zeros": {"out_of_vocabulary": "zeros"},
@@ -58,9 +56,6 @@ class Case:
     features: Mapping[str, Mapping[str, Any]]
     rows: Mapping[str, Array]
 
-    def start(self, feature: str) -> int:
-        return PARTS.get(self.features[feature]["table"], (0, 0))[0]
-
     def count(self, feature: str) -> int:
         return len(self.rows[self.features[feature]["table"]])
 
@@ -83,11 +78,9 @@ def random_tables(storage: str, seed: int, *, grown: int = 0) -> dict[str, Array
 def write(
     folder: Path, storage: str, *, weighted: bool, overlay: bool = False, tables: Collection[str] = SIZES
 ) -> Case:
-    """Write an export of layout mmap: of some rows, or with an `overlay` of whole tables that changed and grew."""
+    """Write an export of layout mmap, perhaps with an `overlay` of whole tables that changed and grew."""
     of_all = features(weighted=weighted, tables=tables)
     options: dict[str, Any] = {"serving_config": {"features": of_all}, "storage": storage, "layout": "mmap"}
-    if not overlay:
-        options["rows"] = {table: rows for table, rows in PARTS.items() if table in tables}
     values = random_tables(storage, 1)
     write_checkpoint(folder / "ckpt", values)
     report = export_saved_model(folder / "ckpt", folder / "m", **options)
@@ -115,14 +108,12 @@ def request(
 ) -> dict[str, Array]:
     """Return inputs of all features: ids outside where a policy takes them, padding, and weights of all kinds."""
     found: dict[str, Array] = {}
-    start_of = {name: PARTS.get(str(spec["table"]), (0, 0))[0] for name, spec in case.features.items()}
     for name, spec in case.features.items():
-        start = start_of[name] if case.manifest.base is None else 0
         count, width = case.count(name), hot if one_width else int(random.integers(0, hot + 1))
         shape = (batch,) if spec.get("input") == "id" else (batch, width)
-        ids = random.integers(start, start + count, shape)
+        ids = random.integers(0, count, shape)
         if "out_of_vocabulary" in spec:
-            strange = random.choice(np.array([-(2**63), -7, start - 2, start + count, 2**63 - 1]), shape)
+            strange = random.choice(np.array([-(2**63), -7, count, 2**63 - 1]), shape)
             ids = np.where(random.random(shape) < 0.2, strange, ids)
             if spec.get("input") == "id":
                 ids = np.where(random.random(shape) < 0.1, -1, ids)

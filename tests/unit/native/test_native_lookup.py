@@ -63,11 +63,10 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def brute_force(case: Case, name: str, inputs: Mapping[str, Array]) -> tuple[Array, Array]:
     """Return float64 activations, and the sum of |weight x value|, divided alike."""
     spec, rows = case.features[name], case.rows[case.features[name]["table"]].astype(np.float64)
-    start = 0 if case.manifest.base is not None else case.start(name)
     ids, policy = inputs[name], spec.get("out_of_vocabulary")
     weights = inputs.get(f"{name}_weights", np.ones(ids.shape, np.float32)).astype(np.float64)
-    is_inside = (ids >= start) & (ids < start + len(rows))
-    found = rows[np.where(is_inside, ids - start, 0 if not isinstance(policy, int) else policy - start)]
+    is_inside = (ids >= 0) & (ids < len(rows))
+    found = rows[np.where(is_inside, ids, policy if isinstance(policy, int) else 0)]
     if policy == "zeros":
         found = np.where(is_inside[..., None], found, 0.0)
     if spec.get("input") == "id":

@@ -96,6 +96,8 @@ def _is_usable(version_dir: Path) -> bool:
 
 def difference(plan: ExportPlan, base: BaseVersion) -> str:
     """Return why `plan` cannot be an overlay of `base`, as a sentence without its full stop. Empty if it can."""
+    if base.manifest.row_store is not None:
+        return f"version {base.number} has its rows in Redis"
     planned = {stack.name: stack for stack in plan.stacks}
     entries = {stack.name: stack for stack in base.manifest.stacks}
     if planned.keys() != entries.keys():

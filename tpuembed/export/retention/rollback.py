@@ -126,13 +126,15 @@ def _publish(source: Path, target: Path, model_dir: Path) -> Path:
     return publish_folder(target, model_dir, None, settle)
 
 
-def _mapped_root(source: Path, manifest: Manifest) -> PurePosixPath:
-    """Return MODEL_DIR as the graph of `source` names it.
+def _mapped_root(source: Path, manifest: Manifest) -> PurePosixPath | None:
+    """Return MODEL_DIR as the graph of `source` names it. None if it maps no tables, because its rows are in Redis.
 
     Raises:
         ConfigError: the graph does not map the tables of its own version.
     """
     folders = mapped_folders((source / GRAPH_FILE).read_bytes(), manifest)
+    if not folders:
+        return None
     folder = PurePosixPath(next(iter(folders)))
     if len(folders) > 1 or folder.name != source.name:
         raise ConfigError(

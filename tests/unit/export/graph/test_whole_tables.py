@@ -242,7 +242,6 @@ def kept() -> Any:
             "the model reads the whole table, and storage int8 would be decoded",
         ),
         (functional, {"storage": {"*": "bfloat16"}}, ConfigError, "--storage 'items=float32'"),
-        (functional, {"rows": {"items": (0, 3)}}, ConfigError, "rows 0 to 3 are not all of its 7"),
         (read_while_built, {}, ExportError, "read table 'items' while it was being built"),
         (kept, {}, ExportError, "without a tf.function of its own"),
     ],
