@@ -15,11 +15,10 @@ __all__ = [
 
 
 class Span(NamedTuple):
-    """The valid ids of a table: [start, stop)."""
+    """The valid ids of a table: [0, rows)."""
 
     table: str
-    start: int
-    stop: int
+    rows: int
 
 
 NOWHERE: Final = 1 << 62
@@ -46,8 +45,7 @@ def outside_texts(feature: str, span: Span) -> tuple[str, str]:
 
 
 def _texts(feature: str, table: str, span: Span, remedy: str) -> tuple[str, str]:
-    rows = f"which has {span.stop} rows" if not span.start else f"which has rows [{span.start}, {span.stop})"
-    return f"feature {feature}: id ", f" is not in table {table}, {rows}{remedy}"
+    return f"feature {feature}: id ", f" is not in table {table}, which has {span.rows} rows{remedy}"
 
 
 def unknown_name_texts(feature: str, table: str, count: int) -> tuple[str, str, str]:

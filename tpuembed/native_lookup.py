@@ -412,7 +412,7 @@ class NativeLookups:
                     else min(found, key=lambda one: one[1])
                 )
                 table = self._tables[index]
-                span = Span(table.name, 0, table.rows)
+                span = Span(table.name, table.rows)
                 return outside_message(self.features[index].name, span, number, row)
         raise TpuEmbedError("the ids changed during the lookup. Do not write to an input until the call returns.")
 

@@ -75,7 +75,7 @@ class HostBackend(Backend):
         All ids are checked before the first one is looked up or trained. On hardware whose gather does not fail,
         "error" gives NaN.
         """
-        spans = [Span(feature.table, 0, feature.config.table.vocabulary_size) for feature in features]
+        spans = [Span(feature.table, feature.config.table.vocabulary_size) for feature in features]
         densify = None if tpu_call() is None else densify_on_host
         flat = [feature.flatten(densify).within(span) for feature, span in zip(features, spans, strict=True)]
         if unchecked_gathers():

@@ -50,7 +50,7 @@ def ids_inside(
         combiner: the table's combiner.
         table: the table's name, for messages.
     """
-    where = (name, Span(table or name, 0, rows))
+    where = (name, Span(table or name, rows))
     kind = kind_of(ids)
     if kind is DenseIds:
         if policy != "zeros":
@@ -116,7 +116,7 @@ def _without_outside(ids: Any, weights: Any, rows: int, samples: int, combiner: 
 def _outside(values: Tensor, places: Tensor, feature: str, span: Span) -> Any:
     """Return an assertion that fails if a value is outside the table. It checks the ids before TensorFlow casts them to int32."""
     wide = tf.cast(values, tf.int64)
-    outside = ~is_inside(wide, span.stop)
+    outside = ~is_inside(wide, span.rows)
     found = [tf.boolean_mask(tensor, outside)[:1] for tensor in (values, places)]
     first, row = (tf.strings.reduce_join(tf.strings.as_string(one)) for one in found)
     before, after = outside_texts(feature, span)

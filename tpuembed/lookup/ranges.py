@@ -72,21 +72,16 @@ class IdRanges:
 
     def __post_init__(self) -> None:
         for feature, span, policy in zip(self.features, self.spans, self.policies, strict=True):
-            if not isinstance(policy, str) and not span.start <= policy < span.stop:
+            if not isinstance(policy, str) and not 0 <= policy < span.rows:
                 raise ConfigError(
-                    f"feature {feature!r}: out_of_vocabulary row {policy} is not among the exported rows [{span.start}, "
-                    f"{span.stop}) of table {span.table!r}. Choose one of them, or zeros."
+                    f"feature {feature!r}: out_of_vocabulary row {policy} is not among the exported rows [0, "
+                    f"{span.rows}) of table {span.table!r}. Choose one of them, or zeros."
                 )
-
-    @cached_property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """Return the first valid id of each feature."""
-        return np.array([span.start for span in self.spans], np.int64)
 
     @cached_property
     def rows(self) -> npt.NDArray[np.int64]:
         """Return the number of valid ids of each feature."""
-        return np.array([span.stop for span in self.spans], np.int64) - self.starts
+        return np.array([span.rows for span in self.spans], np.int64)
 
     @property
     def policy(self) -> str:
@@ -118,12 +113,8 @@ class RangedIds:
 
     def inside(self) -> Tensor:
         """Return a bool tensor, True for ids of their table, and for DROPPED ones."""
-        starts, rows = self.ranges.starts, self.ranges.rows
-        if not starts.any():
-            more = int(self.droppable)  # DROPPED is just before the first row
-            return is_inside(self.ids + more if more else self.ids, self.spread(rows + more))
-        inside = is_inside(self.ids - self.spread(starts), self.spread(rows))
-        return inside | tf.equal(self.ids, DROPPED) if self.droppable else inside
+        more = int(self.droppable)  # DROPPED is just before the first row
+        return is_inside(self.ids + more if more else self.ids, self.spread(self.ranges.rows + more))
 
     def within(self) -> tuple[Tensor, Tensor | None]:
         """Return the ids after applying the policy to those outside, and which of them are DROPPED now (None: no more than before).

@@ -18,7 +18,7 @@ from tpuembed.native_lookup import group_of
 from tpuembed_serving.core.servable import Array, Columns
 from tpuembed_serving.core.status import StatusError, invalid_argument
 
-__all__ = ["KnownIds", "known_ids"]
+__all__ = ["KnownIds", "known_ids", "unpacked"]
 
 _PADDING: Final = -1
 _LEAST: Final = int(np.iinfo(np.int64).min)
@@ -45,11 +45,6 @@ class _CheckedIds:
     length: int | None
     group: Hashable
 
-    @property
-    def lowest(self) -> int:
-        """Return the start of a range that ends with the table and has no id outside. Padding may be below it."""
-        return self.span.start or self.dropped
-
     def of(self, arrays: Sequence[Array]) -> Array:
         """Return the ids as int64, which are looked up. Empty if the input has another type: the graph reports that."""
         ids = arrays[self.place]
@@ -64,7 +59,7 @@ class _CheckedIds:
 
     def outside(self, ids: Array) -> Array:
         """Return which of `ids` are outside the table."""
-        return ((ids < self.span.start) | (ids >= self.span.stop)) & ~((self.dropped <= ids) & (ids < 0))
+        return ((ids < 0) | (ids >= self.span.rows)) & ~((self.dropped <= ids) & (ids < 0))
 
 
 class KnownIds:
@@ -74,8 +69,8 @@ class KnownIds:
         """Check these features. With `packing`, the only input is a matrix of all of them."""
         self._features, self._packing = features, packing
         self._places = [one.place for one in features]
-        self._lowest = np.array([one.lowest for one in features], np.int64)
-        self._counts = (np.array([one.span.stop for one in features], np.int64) - self._lowest).view(np.uint64)
+        self._lowest = np.array([one.dropped for one in features], np.int64)
+        self._counts = (np.array([one.span.rows for one in features], np.int64) - self._lowest).view(np.uint64)
 
     def may_be_outside(self, inputs: Sequence[Array]) -> bool:
         """Return False if no id is outside. Takes the inputs of one or several requests, and compares all ids at once.
@@ -113,16 +108,18 @@ class KnownIds:
         return None
 
     def _ids(self, inputs: Sequence[Array]) -> list[Array]:
-        arrays = inputs if self._packing is None else _unpacked(inputs[0], self._packing)
+        arrays = inputs if self._packing is None else unpacked(inputs[0], self._packing)
+        if arrays is None:  # the graph reports that
+            return [np.empty(0, np.int64)] * len(self._features)
         return [one.of(arrays) for one in self._features]
 
 
-def _unpacked(matrix: Array, packing: Packing) -> list[Array]:
-    """Return the columns of each input. They are empty if the matrix has none that fit: the graph reports that."""
+def unpacked(matrix: Array, packing: Packing) -> list[Array] | None:
+    """Return the columns of each input of `packed`. None if the matrix has none that fit."""
     lists = sum(one.columns is None for one in packing.inputs)
     rest = (matrix.shape[1] if matrix.ndim == 2 else -1) - sum(one.columns or 0 for one in packing.inputs)
     if rest < 0 or (rest % lists if lists else rest):
-        return [np.empty(0, np.int64)] * len(packing.inputs)
+        return None
     widths = [rest // lists if one.columns is None else one.columns for one in packing.inputs]
     return np.split(matrix, np.cumsum(widths)[:-1], axis=1)
 
@@ -139,7 +136,7 @@ def known_ids(signature: str, aliases: Sequence[str], manifest: Manifest) -> Kno
     if not is_packed and signature != "serving_default":
         return None
     places = [one.name for one in manifest.packing.inputs] if is_packed else list(aliases)
-    spans = {one.name: Span(one.name, 0, one.rows) for one in manifest.tables}
+    spans = {one.name: Span(one.name, one.rows) for one in manifest.tables}
     tables = {table.name: table for table in manifest.tables}
     checked = []
     features = sorted(manifest.features, key=lambda one: group_of(one, tables)) or manifest.from_activations.features

@@ -18,6 +18,7 @@ from tpuembed.id_messages import Span, outside_message
 from tpuembed.manifest import ActivationEntry, FeatureEntry, Manifest, RowStoreEntry, StackEntry, TableEntry
 from tpuembed.native_lookup import NativeLookups, available, mapped_array
 from tpuembed.row_store import RowKeys, RowStore, connect
+from tpuembed_serving.batching.known_ids import unpacked
 from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.servable import Array, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, timed_out
@@ -129,12 +130,10 @@ class _StoredCalls(NativeCalls):
     def _packed(self, lookups: NativeLookups, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return what `packed` does. Its matrix has the columns of each feature side by side, lists behind all others."""
         matrix, places = inputs["ids"], self._packing.inputs
-        lists = sum(one.columns is None for one in places)
-        rest = matrix.shape[1] - sum(one.columns or 0 for one in places)
-        if rest < 0 or (rest % lists if lists else rest):
+        found_columns = unpacked(matrix, self._packing)
+        if found_columns is None:
             raise invalid_argument(f"Input ids has {matrix.shape[1]} columns, which do not fit the features")
-        widths = [one.columns or rest // lists for one in places]
-        columns = dict(zip([one.name for one in places], np.split(matrix, np.cumsum(widths)[:-1], axis=1), strict=True))
+        columns = dict(zip([one.name for one in places], found_columns, strict=True))
         ids = [columns[one.name][:, 0] if one.input == "id" else columns[one.name] for one in lookups.features]
         (found,) = self._rows.pooled([(lookups, ids, {})])
         return {"activations": np.concatenate([found[one.name].reshape(len(matrix), -1) for one in places], axis=1)}
@@ -327,7 +326,7 @@ class _Chosen(NamedTuple):
         is_outside = ((rows < 0) | (rows >= table.rows)) & ~is_padding
         if policy == "error" and is_outside.any():
             place = tuple(np.argwhere(is_outside)[0].tolist())
-            span = Span(table.name, 0, table.rows)
+            span = Span(table.name, table.rows)
             raise ConfigError(outside_message(feature.name, span, int(ids[place]), place[0]))
         if not isinstance(policy, str):
             rows = np.where(is_outside, policy, rows)

@@ -106,6 +106,7 @@ class SavedModelServable:
             random_access: whether these are read without readahead even if they fit into memory.
         """
         self._session, self.manifest = session, manifest
+        self._is_stored = manifest is not None and manifest.row_store is not None  # its rows are in Redis
         self._native = native
         is_steady = _is_steady(meta_graph.graph_def, manifest)
         self._timeout_ms = 0 if is_steady else options.timeout_ms
@@ -198,8 +199,7 @@ class SavedModelServable:
         thread is in TensorFlow.
         """
         callable_ones = [signature for signature in self.signatures.values() if signature.inputs]
-        has_rows = self.manifest is None or self.manifest.row_store is None
-        main = "serving_default" if has_rows else "from_activations"
+        main = "from_activations" if self._is_stored else "serving_default"
         first = [one for one in callable_ones if self.manifest is None or one.name == main]
         self._build(first)
         rest = [signature for signature in callable_ones if signature not in first]
@@ -239,8 +239,7 @@ class SavedModelServable:
             found = self._callables.get(signature.name)
             if found is not None:
                 return found
-            is_stored = self.manifest is not None and self.manifest.row_store is not None
-            if self.manifest is not None and is_worth_packing(self.manifest, signature) and not is_stored:
+            if self.manifest is not None and is_worth_packing(self.manifest, signature) and not self._is_stored:
                 found = self._packed_call(self.manifest, signature)
             else:
                 found = self._make_callable(signature)

@@ -198,7 +198,7 @@ class FeatureGroup:
 
     def _packed_lists(self, ids: Tensor) -> Tensor:
         """float32 [batch, F, dim] of ids [batch, F, hot]."""
-        if self.ranges.policy != "error" or self.ranges.starts.any():
+        if self.ranges.policy != "error":
             return self._checked_lists(ids)
         full = tf.reduce_all(RangedIds(ids=ids, ranges=self.ranges, spread=_rows_of).inside())
         return tf.cond(

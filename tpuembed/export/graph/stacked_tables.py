@@ -362,7 +362,7 @@ for _operator in sorted(tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"})
 
 def span_of(place: Placement) -> Span:
     """Return the ids of the exported rows of a table."""
-    return Span(place.table, 0, place.rows)
+    return Span(place.table, place.rows)
 
 
 def _shape_of_rows(ids: Tensor, dim: int) -> Any:
