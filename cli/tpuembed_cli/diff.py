@@ -11,7 +11,7 @@ from tpuembed_cli.options import checkpoint_options as options
 from tpuembed_cli.output import byte_progress, print_json, table_of, to_terminal
 
 if TYPE_CHECKING:
-    from tpuembed.checkpoint.tools import CheckpointDiff, LargestChange, NamesDiff, TableDiff
+    from tpuembed.checkpoint.tools import CheckpointDiff, LargestChange, TableDiff
 
 __all__ = ["diff"]
 
@@ -22,19 +22,11 @@ __all__ = ["diff"]
     examples=(
         "tpuembed diff checkpoints/ckpt-1 checkpoints/ckpt-2",
         "tpuembed diff checkpoints/ckpt-1 models/rec/1 --json",
-        "tpuembed diff monday/ckpt-9 tuesday/ckpt-9 --by name",
     ),
 )
 @click.argument("first", type=PATH, metavar="A")
 @click.argument("second", type=PATH, metavar="B")
 @click.option("--slots", is_flag=True, help="Also compare the rows of optimizer slots.")
-@click.option(
-    "--by",
-    type=click.Choice(["number", "name"]),
-    default="number",
-    show_default=True,
-    help="Compare rows of one number, or rows of one name, of tables with vocabularies.",
-)
 @options
 @options_of("--first-option", "first_options", "The same, for A only.")
 @options_of("--second-option", "second_options", "The same, for B only.")
@@ -43,7 +35,6 @@ def diff(
     first: str,
     second: str,
     slots: bool,
-    by: str,
     checkpoint_options: dict[str, str],
     first_options: dict[str, str],
     second_options: dict[str, str],
@@ -62,7 +53,6 @@ def diff(
             first,
             second,
             slots=slots,
-            by=by,
             checkpoint_options=first_joined,
             second_options=second_joined,
             on_progress=on_progress,
@@ -86,17 +76,7 @@ def _print(found: "CheckpointDiff") -> None:
     changed = [table for table in found.tables if table.differs]
     same = len(found.tables) - len(changed)
     lines.append(f"{same} of {len(found.tables)} compared are the same")
-    named = any(table.names is not None for table in changed)
-    rows = [_row(table) | ({"names": _names(table.names)} if named else {}) for table in changed]
-    to_terminal("\n".join(lines), *([table_of("changed", rows)] if changed else []))
-
-
-def _names(found: "NamesDiff | None") -> str:
-    if found is None:
-        return "by number"
-    buckets = "" if found.buckets[0] == found.buckets[1] else f", buckets {_change(*map(str, found.buckets))}"
-    moved = f", {found.moved} moved by up to {found.farthest} rows" if found.moved else ""
-    return f"{found.common} common, {found.added} added, {found.removed} removed{moved}{buckets}"
+    to_terminal("\n".join(lines), *([table_of("changed", [_row(table) for table in changed])] if changed else []))
 
 
 def _row(table: "TableDiff") -> dict[str, Any]:

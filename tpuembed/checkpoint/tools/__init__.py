@@ -9,7 +9,7 @@ from tpuembed.checkpoint.tools.describe import (
     describe_checkpoint,
     describe_export,
 )
-from tpuembed.checkpoint.tools.diff import CheckpointDiff, LargestChange, NamesDiff, TableDiff, diff_checkpoints
+from tpuembed.checkpoint.tools.diff import CheckpointDiff, LargestChange, TableDiff, diff_checkpoints
 from tpuembed.checkpoint.tools.exports import find_export, require_export
 from tpuembed.checkpoint.tools.head import Rows, read_rows, stream_named_rows, stream_rows
 from tpuembed.checkpoint.tools.verify import verify_files
@@ -19,7 +19,6 @@ __all__ = [
     "CheckpointDescription",
     "CheckpointDiff",
     "LargestChange",
-    "NamesDiff",
     "Rows",
     "TableDescription",
     "TableDiff",

@@ -7,13 +7,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.checkpoint.tools.exports import ReadableTables, is_export, open_tables, read_numbers
+from tpuembed.checkpoint.tools.exports import ReadableTables, open_tables
 from tpuembed.checkpoint.types import Array, TableInfo
-from tpuembed.config.checks import check_choice
-from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath
 
-__all__ = ["CheckpointDiff", "LargestChange", "NamesDiff", "TableDiff", "diff_checkpoints"]
+__all__ = ["CheckpointDiff", "LargestChange", "TableDiff", "diff_checkpoints"]
 
 Progress = Callable[[int, int], None]
 
@@ -30,30 +28,6 @@ class LargestChange:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NamesDiff:
-    """The names of the rows of a table that both checkpoints have.
-
-    Attributes:
-        common, added, removed: number of names of both, of the second alone, and of the first alone.
-        moved: number of common names whose row has another number.
-        farthest: the largest difference of the two numbers.
-        buckets: number of rows for unknown names in the first and in the second. They are compared if it is the same.
-    """
-
-    common: int
-    added: int
-    removed: int
-    moved: int
-    farthest: int
-    buckets: tuple[int, int]
-
-    @property
-    def differs(self) -> bool:
-        """Returns True if anything differs."""
-        return bool(self.added or self.removed or self.moved or self.buckets[0] != self.buckets[1])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TableDiff:
     """A table, or a slot of one, that both checkpoints have.
 
@@ -65,7 +39,6 @@ class TableDiff:
         rows_changed: number of those that differ by value; NaN is equal to NaN, -0 to 0.
         rows_nan: number of changed rows with a NaN on one side only; their change has no size.
         largest_l2, largest_abs: the largest change by Euclidean norm and by one element; None if nothing changed.
-        names: the names, if rows were compared by name; None if by number.
     """
 
     name: str
@@ -77,13 +50,10 @@ class TableDiff:
     rows_nan: int
     largest_l2: LargestChange | None
     largest_abs: LargestChange | None
-    names: NamesDiff | None = None
 
     @property
     def differs(self) -> bool:
         """Returns True if anything differs."""
-        if self.names is not None and self.names.differs:
-            return True
         return bool(self.rows_changed or self.shapes[0] != self.shapes[1] or self.dtypes[0] != self.dtypes[1])
 
 
@@ -112,12 +82,8 @@ class CheckpointDiff:
         return any(lists) or any(table.differs for table in self.tables)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the differences as JSON values, except for infinities. Tables that were compared by number have no `names`."""
-        found = dataclasses.asdict(self)
-        for table in found["tables"]:
-            if table["names"] is None:
-                del table["names"]
-        return {**found, "differs": self.differs}
+        """Return the differences as JSON values, except for infinities."""
+        return {**dataclasses.asdict(self), "differs": self.differs}
 
 
 def diff_checkpoints(
@@ -125,7 +91,6 @@ def diff_checkpoints(
     second: str | FilePath,
     *,
     slots: bool = False,
-    by: str = "number",
     checkpoint_options: Mapping[str, Any] | None = None,
     second_options: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
@@ -136,26 +101,20 @@ def diff_checkpoints(
         first, second: as for `open_checkpoint`; or versions of exports, or MODEL_DIRs, whose highest version is read.
             If an export has only some rows of a table, the rows that both sides have are compared.
         slots: also compare the rows of slots.
-        by: "number" compares rows of one number. "name" compares rows of one name, of tables with a vocabulary in both.
-            Other tables are compared by number.
         checkpoint_options: further arguments of `open_checkpoint`.
         second_options: the same for the second; by default those of the first.
         on_progress: called with (bytes done, total bytes) of the first checkpoint's rows.
 
     Raises:
-        ConfigError: `by` is unknown; or is "name", and no table has names in both, a table has names in one of them alone,
-            or their dtypes differ.
         TpuEmbedError: one of them cannot be read.
     """
-    check_choice("by", by, ("number", "name"))
     options = checkpoint_options or {}
     others = options if second_options is None else second_options
     with open_tables(first, options) as a, open_tables(second, others) as b:
         tables = a.tables(), b.tables()
         common = [name for name in tables[0] if name in tables[1]]
-        places = _places(a, b, common) if by == "name" else {}
         pairs = [
-            _Pair(a, b, tables[0][name], tables[1][name], slot, places.get(name))
+            _Pair(a, b, tables[0][name], tables[1][name], slot)
             for name in common
             for slot in (None, *(_common_slots(tables[0][name], tables[1][name]) if slots else ()))
         ]
@@ -178,99 +137,35 @@ def _extra_slots(of: dict[str, TableInfo], over: dict[str, TableInfo], names: li
 
 
 @dataclasses.dataclass(frozen=True)
-class _Places:
-    """The rows of one name in two checkpoints.
-
-    Attributes:
-        names: their names.
-        rows: int64 [2, n], in the first, where they are in order, and in the second.
-    """
-
-    names: NamesDiff
-    rows: Array
-
-
-def _places(a: ReadableTables, b: ReadableTables, tables: list[str]) -> dict[str, _Places]:
-    """Return the places of the rows of each table that has names in both.
-
-    Raises:
-        ConfigError: no table has names in both, a table has names in one of them alone, or their dtypes differ.
-    """
-    found: dict[str, _Places] = {}
-    for table in tables:
-        one, other = a.vocabulary(table), b.vocabulary(table)
-        if one is None and other is None:
-            continue
-        if one is None or other is None:
-            lacks, has = (a, b) if one is None else (b, a)
-            why = ", because exports have hashes of names" if is_export(lacks) else ""
-            raise ConfigError(
-                f"{lacks.path}: table {table!r} has no vocabulary there{why}, and has one in {has.path}. Compare by number."
-            )
-        if one.dtype != other.dtype:
-            raise ConfigError(
-                f"{a.path}: names of table {table!r} are {one.dtype} there, and {other.dtype} in {b.path}. Compare by number."
-            )
-        rows = one.rows_in(other)
-        rows = np.stack([np.flatnonzero(rows >= 0), rows[rows >= 0]])
-        named = rows[:, rows[0] >= one.oov_buckets]
-        distance = np.abs(named[1] - named[0])
-        names = NamesDiff(
-            common=named.shape[1],
-            added=len(other) - named.shape[1],
-            removed=len(one) - named.shape[1],
-            moved=int(np.count_nonzero(distance)),
-            farthest=int(distance.max(initial=0)),
-            buckets=(one.oov_buckets, other.oov_buckets),
-        )
-        found[table] = _Places(names, rows)
-    if not found:
-        raise ConfigError(f"{a.path}: no table has a vocabulary there and in {b.path}. Compare by number.")
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
 class _Pair:
-    """The same table, or slot, of two checkpoints. `places` are those of its rows by name; None by number."""
+    """The same table, or slot, of two checkpoints."""
 
     a: ReadableTables
     b: ReadableTables
     info_a: TableInfo
     info_b: TableInfo
     slot: str | None
-    places: _Places | None
 
     @property
-    def rows(self) -> range:
-        """Return the rows that both have, or their places; none if the widths differ."""
-        if self.info_a.dim != self.info_b.dim:
-            return range(0)
-        if self.places is not None:
-            return range(self.places.rows.shape[1])
-        return range(min(self.info_a.rows, self.info_b.rows))
+    def rows(self) -> int:
+        """Return the number of rows that both have; 0 if the widths differ."""
+        return min(self.info_a.rows, self.info_b.rows) if self.info_a.dim == self.info_b.dim else 0
 
-    def pieces(self) -> Iterator[tuple[Array, Array, Array]]:
-        """Yield (numbers in a, rows of a, rows of b) as float64, one piece at a time."""
+    def pieces(self) -> Iterator[tuple[int, Array, Array]]:
+        """Yield (first row, rows of a, rows of b) as float64, one piece at a time."""
         step = max(1, _PIECE_BYTES // max(1, 8 * self.info_a.dim))
-        name = self.info_a.name
-        for start in range(self.rows.start, self.rows.stop, step):
-            stop = min(start + step, self.rows.stop)
-            if self.places is None:
-                numbers = np.arange(start, stop)
-                a, b = (tables.read(name, start, stop, self.slot) for tables in (self.a, self.b))
-            else:
-                numbers, others = self.places.rows[:, start:stop]
-                a = read_numbers(self.a, name, numbers, self.slot)
-                b = read_numbers(self.b, name, others, self.slot)
-            yield numbers, a.astype(np.float64), b.astype(np.float64)
+        for start in range(0, self.rows, step):
+            stop = min(start + step, self.rows)
+            a, b = (tables.read(self.info_a.name, start, stop, self.slot) for tables in (self.a, self.b))
+            yield start, a.astype(np.float64), b.astype(np.float64)
 
 
 def _compare_all(pairs: list[_Pair], on_progress: Progress | None) -> Iterator[TableDiff]:
-    total, done = sum(len(pair.rows) * pair.info_a.dim * pair.info_a.dtype.itemsize for pair in pairs), 0
+    total, done = sum(pair.rows * pair.info_a.dim * pair.info_a.dtype.itemsize for pair in pairs), 0
     for pair in pairs:
         comparison = _Comparison()
-        for numbers, a, b in pair.pieces():
-            comparison.add(numbers, a, b)
+        for start, a, b in pair.pieces():
+            comparison.add(start, a, b)
             done += a.size * pair.info_a.dtype.itemsize
             if on_progress:
                 on_progress(done, total)
@@ -285,8 +180,8 @@ class _Comparison:
         self._l2: LargestChange | None = None
         self._abs: LargestChange | None = None
 
-    def add(self, numbers: Array, a: Array, b: Array) -> None:
-        """Compare rows `a` and `b`, [n, dim], whose numbers are `numbers`, [n]."""
+    def add(self, start: int, a: Array, b: Array) -> None:
+        """Compare rows `a` and `b`, [n, dim], from row `start` on."""
         equal = (a == b) | (np.isnan(a) & np.isnan(b))
         rows = np.flatnonzero(~equal.all(axis=1))
         if not len(rows):
@@ -298,7 +193,7 @@ class _Comparison:
         sized = ~np.isnan(change).any(axis=1)
         self._changed += len(rows)
         self._nan += len(rows) - int(sized.sum())
-        rows, change = numbers[rows[sized]], change[sized]
+        rows, change = start + rows[sized], change[sized]
         if len(rows):
             self._abs = _larger(self._abs, rows, change.max(axis=1))
             self._l2 = _larger(self._l2, rows, _norms(change))
@@ -311,12 +206,11 @@ class _Comparison:
             slot=pair.slot,
             shapes=((a.rows, a.dim), (b.rows, b.dim)),
             dtypes=(str(a.dtype), str(b.dtype)),
-            rows_compared=len(pair.rows),
+            rows_compared=pair.rows,
             rows_changed=self._changed,
             rows_nan=self._nan,
             largest_l2=self._l2,
             largest_abs=self._abs,
-            names=None if pair.places is None else pair.places.names,
         )
 
 

@@ -95,11 +95,6 @@ def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> "Iterator[R
     yield _ExportTables(*export)
 
 
-def is_export(tables: "ReadableTables") -> bool:
-    """Return True if it is an export, and no checkpoint."""
-    return isinstance(tables, _ExportTables)
-
-
 def vocabulary_of(tables: "ReadableTables", table: str) -> Vocabulary:
     """Return the vocabulary of `table`.
 

@@ -1,4 +1,4 @@
-"""describe, head, diff and verify of tables whose rows have names, against dictionaries of rows by name."""
+"""describe, head and verify of tables whose rows have names, against dictionaries of rows by name."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,7 @@ from tests.support.layer.restored import Array, Tables
 from tests.support.messages import refused
 from tpuembed import Vocabulary, export_saved_model
 from tpuembed.checkpoint.tools import (
-    LargestChange,
-    NamesDiff,
     describe_checkpoint,
-    diff,
-    diff_checkpoints,
-    exports,
     head,
     read_rows,
     stream_named_rows,
@@ -125,73 +120,6 @@ def test_what_has_no_name(prefix: str, tmp_path: Path) -> None:
         read_rows(prefix, "plain", names=True)
     with refused(ConfigError, match="nobody"):
         list(stream_named_rows(prefix, "films", ["a b", "nobody"]))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_difference_by_name_is_that_of_dictionaries(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = np.random.default_rng(seed)
-    for module, constant in ((diff, "_PIECE_BYTES"), (exports, "_GAP_BYTES"), (exports, "_SPAN_BYTES")):
-        monkeypatch.setattr(module, constant, int(rng.integers(8, 200)))
-    everything = [f"name {number}" for number in range(60)]
-    sides: list[Any] = []
-    for side in range(2):
-        names = rng.permutation(everything)[: rng.integers(20, 60)].tolist()
-        rows = np.repeat(np.arange(2 + len(names) + 3)[:, None], 3, 1).astype(np.float32)
-        rows[2 : 2 + len(names)] = [[everything.index(name)] * 3 for name in names]
-        rows[rng.integers(2, 2 + len(names))] += side * 100  # one name differs
-        path = _write(tmp_path / f"{side}", names, {"films": {None: rows, "accumulators": rows}, "x": _rows(3, 2)}, 2)
-        sides.append((path, names, rows))
-    (a, first, rows_a), (b, second, rows_b) = sides
-    one = {name: (number, rows_a[number]) for number, name in enumerate(first, 2)}
-    other = {name: (number, rows_b[number]) for number, name in enumerate(second, 2)}
-    common = [name for name in first if name in other]
-    changed = [name for name in common if not np.array_equal(one[name][1], other[name][1])]
-    moves = [abs(one[name][0] - other[name][0]) for name in common]
-    found = diff_checkpoints(a, b, by="name", slots=True).tables
-    assert [(table.name, table.slot) for table in found] == [
-        ("films", None), ("films", "accumulators"), ("x", None), ("x", "accumulators"),
-    ]  # fmt: skip
-    for table in found[:2]:
-        assert table.names == NamesDiff(
-            common=len(common),
-            added=len(set(second) - set(first)),
-            removed=len(set(first) - set(second)),
-            moved=sum(move > 0 for move in moves),
-            farthest=max(moves),
-            buckets=(2, 2),
-        )
-        assert (table.rows_compared, table.rows_changed) == (2 + len(common), len(changed))
-        if changed:
-            sizes = {name: np.abs(one[name][1] - other[name][1]).max() for name in changed}
-            farthest = max(changed, key=lambda name: sizes[name])
-            assert table.largest_abs == LargestChange(one[farthest][0], float(sizes[farthest]))
-    assert (found[2].names, found[2].differs) == (None, False)
-    assert not any(table.differs for table in diff_checkpoints(a, a, by="name", slots=True).tables)
-
-
-def test_a_difference_by_name_for_people(tmp_path: Path) -> None:
-    rows = _rows(5, 2)
-    a = _write(tmp_path / "a", ["x", "y", "z"], {"films": rows}, 1)
-    b = _write(tmp_path / "b", ["z", "x", "new"], {"films": rows}, 2)
-    said = CliRunner().invoke(cli, ["diff", a, b, "--by", "name"]).output
-    assert "2 common, 1 added, 1 removed, 2 moved by up to 2 rows, buckets 1 -> 2" in said
-    found = json.loads(CliRunner().invoke(cli, ["diff", a, b, "--by", "name", "--json"]).output)["tables"][0]["names"]
-    assert found == {"common": 2, "added": 1, "removed": 1, "moved": 2, "farthest": 2, "buckets": [1, 2]}
-    assert "names" not in json.loads(CliRunner().invoke(cli, ["diff", a, b, "--json"]).output)["tables"][0]
-
-
-def test_differences_by_name_that_are_refused(tmp_path: Path) -> None:
-    rows = {"films": _rows(3, 2)}
-    named = _write(tmp_path / "named", ["x"], rows)
-    numbered = _write(tmp_path / "numbered", [3], rows, dtype="int64")
-    without = write_named(tmp_path / "without", named_layer(rows), {})
-    for pair in ((named, without), (without, named), (without, without), (named, numbered)):
-        with refused(ConfigError, match="films|no table"):
-            diff_checkpoints(*pair, by="name")
-    with refused(ConfigError, match="rows"):
-        diff_checkpoints(named, named, by="rows")
 
 
 @pytest.mark.parametrize("form", ["bundle", "weights"])
