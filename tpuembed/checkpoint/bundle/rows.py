@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Final
 
 from tpuembed.checkpoint.bundle.mod_sharded import (
-    DISK,
-    STORE,
-    BufferSizes,
+    DISK_BLOCK_BYTES,
+    STORE_BLOCK_BYTES,
     ModSharded,
     ReadRuns,
     buffer_bytes,
@@ -60,7 +59,7 @@ class RowLayout:
         if self.mod_sharding is None:
             return held
         itemsize = numpy_dtype(entry.dtype).itemsize
-        return held + buffer_bytes(self.mod_sharding, rows, self.shape(entry)[1], itemsize, _sizes(bundle))
+        return held + buffer_bytes(self.mod_sharding, rows, itemsize, _block_bytes(bundle))
 
 
 DENSE: Final = RowLayout("dense", "slices")
@@ -81,8 +80,8 @@ def read_mod_sharded_rows(
 
     `read` reads the tensor; None for the bundle itself.
     """
-    read_mod_sharded(source, start, out, read or partial(bundle.read_runs, key), _sizes(bundle))
+    read_mod_sharded(source, start, out, read or partial(bundle.read_runs, key), _block_bytes(bundle))
 
 
-def _sizes(bundle: Bundle) -> BufferSizes:
-    return DISK if isinstance(bundle.prefix, Path) else STORE
+def _block_bytes(bundle: Bundle) -> int:
+    return DISK_BLOCK_BYTES if isinstance(bundle.prefix, Path) else STORE_BLOCK_BYTES
