@@ -1,34 +1,25 @@
 """Vocabularies of Keras' StringLookup and IntegerLookup layers, live or in `.keras` files, with the rows that they have there.
 
-A `.keras` file holds the vocabulary of a layer that was adapted in `vocabulary.txt` among its assets, with the entries of
-buckets before the names, and that of a layer that was given one in the config of the layer.
+`trained_vocabularies` says where a `.keras` file holds them.
 
 Source: keras/src/layers/preprocessing/index_lookup.py.
 """
 
-import contextlib
-import itertools
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.checkpoint.keras.archive import member_sizes, opened_member
-from tpuembed.checkpoint.keras.weights import Weights, open_window
+from tpuembed.checkpoint.keras.trained_vocabularies import described_objects, read_vocabularies
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, reason
 from tpuembed.files import FilePath
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["CLASSES", "of_file", "of_layer", "of_pairs", "words_of"]
+__all__ = ["CLASSES", "of_file", "of_layer", "of_pairs"]
 
 CLASSES: Final = ("StringLookup", "IntegerLookup")
 """The lookup layers that can be read."""
-_VOCABULARY: Final = "vocabulary.txt"
-_LONGEST_TOKEN: Final = 1 << 16
 
 
 def of_layer(layer: Any) -> Vocabulary:
@@ -89,64 +80,35 @@ def of_file(path: FilePath, layer: str) -> Vocabulary:
         raise ConfigError(f"vocabulary: {path} is no .keras file and no SavedModel. Pass one, or the lookup layer.")
     if not path.is_file():
         raise CheckpointNotFoundError(f"model file {path}: does not exist. Check the path.")
-    weights = Weights.open(path)
-    with contextlib.closing(weights):
-        class_name, settings = _settings(path, layer, list(_lookups(weights.config)))
-        name = str(settings.get("name", ""))
-        where = f"model file {path}: layer {name!r}"
-        dtype = "string" if class_name == "StringLookup" else str(settings.get("vocabulary_dtype") or "int64")
-        empty = _without_names(where, settings, dtype)
-        words, size = words_of(settings), settings.get("vocabulary_size")
-        if words is not None:
-            special = words[: empty.oov_buckets]
-            has_special = special == [settings.get("oov_token")] * len(special) and len(special) == empty.oov_buckets
-            if size == empty.oov_buckets + len(words):  # Keras does not take bytes for its token
-                has_special = False
-            given = words[len(special) :] if has_special else words
-            if wrong := [word for word in given if isinstance(word, str) and word.endswith("\0")]:
-                raise ConfigError(
-                    f"{where}: its name {wrong[0]!r} ends with NUL, and Keras looks it up without. Pass the layer."
-                )
-            try:
-                found = Vocabulary(given, **empty.options())
-            except ConfigError as error:
-                raise CheckpointCorruptError(
-                    f"{where}: its vocabulary cannot be read: {reason(error)} Save it again."
-                ) from None
-        else:
-            found = _of_asset(where, path, _asset(where, name, path, weights), settings, empty)
-    has = found.rows
-    if size is not None and size != has:
+    config, saved = read_vocabularies(path, ())
+    lookups = [(one["class_name"], fields) for one, fields in described_objects(config) if one["class_name"] in CLASSES]
+    class_name, settings = _settings(path, layer, lookups)
+    name = str(settings.get("name", ""))
+    where = f"model file {path}: layer {name!r}"
+    empty = _without_names(
+        where, settings, "string" if class_name == "StringLookup" else str(settings.get("vocabulary_dtype") or "int64")
+    )
+    found = [one for one in saved if one.layer == name]
+    if len(found) > 1:
+        raise ConfigError(f"{where}: {len(found)} layers have this name. Load the model, and pass the layer.")
+    entries = list(found[0].entries()) if found and found[0].entries is not None else []
+    special, names = entries[: empty.oov_buckets], entries[empty.oov_buckets :]
+    if not names:
         raise ConfigError(
-            f"{where}: has {size} rows, and {has} in the file's vocabulary. A name with a line end makes several. Pass the layer."
+            f"{where}: the file does not have its vocabulary, or has a name with a line end or a NUL at its end. Adapt the layer "
+            "before the model is saved, or load the model and pass the layer."
         )
-    return found
-
-
-def words_of(settings: Mapping[str, Any]) -> list[Any] | None:
-    """Return the list in the config of a lookup layer, or None. Keras describes bytes in it as objects."""
-    words = settings.get("vocabulary")
-    if not isinstance(words, list):
-        return None
-    return [
-        word["config"].get("value")
-        if isinstance(word, dict) and word.get("class_name") == "__bytes__" and isinstance(word.get("config"), dict)
-        else word
-        for word in words
-    ]
-
-
-def _lookups(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the class and the config of each lookup layer that `config` describes, at any depth."""
-    pending = [config]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, Mapping):
-            if node.get("class_name") in CLASSES and isinstance(node.get("config"), Mapping):
-                yield node["class_name"], node["config"]
-            pending.extend(node.values())
-        elif isinstance(node, list):
-            pending.extend(node)
+    if special != [str(settings.get("oov_token")).encode()] * empty.oov_buckets:
+        raise CheckpointCorruptError(
+            f"{where}: its first {empty.oov_buckets} entries are not its oov_token {settings.get('oov_token')!r}. Restore it "
+            "from another copy."
+        )
+    try:
+        return Vocabulary(names if empty.dtype == "string" else list(map(int, names)), **empty.options())
+    except (ConfigError, ValueError) as error:
+        raise CheckpointCorruptError(
+            f"{where}: its vocabulary cannot be read: {reason(error)} Restore it from another copy."
+        ) from None
 
 
 def _settings(
@@ -166,52 +128,3 @@ def _settings(
             f"model file {path}: has several lookup layers: {', '.join(names)}. Name one, or pass the layer."
         )
     return found[0]
-
-
-def _asset(where: str, name: str, path: FilePath, weights: Weights) -> str:
-    """Return the name of the file in the archive that has the vocabulary of layer `name`."""
-    window = open_window(path)
-    with contextlib.closing(window.file):
-        members = member_sizes(window)
-    found = []
-    for member in members:
-        place = PurePosixPath(member)
-        group = weights.groups.get("/".join(place.parts[1:-1]))
-        if place.parts[0] == "assets" and place.name == _VOCABULARY and group is not None and group.name == name:
-            found.append(member)
-    if len(found) > 1:
-        raise ConfigError(f"{where}: {len(found)} layers have this name. Load the model, and pass the layer.")
-    if not found:
-        raise _no_vocabulary(where)
-    return found[0]
-
-
-def _no_vocabulary(where: str) -> ConfigError:
-    return ConfigError(f"{where}: has no vocabulary in the file. Adapt the layer before the model is saved.")
-
-
-def _of_asset(where: str, path: FilePath, member: str, settings: Mapping[str, Any], empty: Vocabulary) -> Vocabulary:
-    """Return `empty` with the names in a file of the archive, one a line. The first lines are those of its buckets."""
-    window = open_window(path)
-    with contextlib.closing(window.file), tempfile.NamedTemporaryFile() as lines:
-        with opened_member(window, member) as file:
-            read = iter(lambda: file.readline(_LONGEST_TOKEN), b"")
-            special = list(itertools.islice(read, empty.oov_buckets))
-            shutil.copyfileobj(file, lines)
-            lines.write(b"\n")  # the file ends without one
-        lines.flush()
-        token = str(settings.get("oov_token"))
-        others = {line.removesuffix(b"\n") for line in special} - {token.encode()}
-        if others or len(special) < empty.oov_buckets:
-            raise CheckpointCorruptError(
-                f"{where}: the first {empty.oov_buckets} lines of {member} are not its oov_token {token!r}. Restore it from "
-                "another copy."
-            )
-        if special and not special[-1].endswith(b"\n"):
-            raise _no_vocabulary(where)
-        try:
-            return Vocabulary.from_file(lines.name, **empty.options())
-        except ConfigError as error:
-            why = str(error).replace(f"vocabulary {lines.name}: cannot be read: ", "")
-            why = why.removeprefix("vocabulary: ").partition(". ")[0]
-            raise CheckpointCorruptError(f"{where}: {member}: {why}. Restore it from another copy.") from None

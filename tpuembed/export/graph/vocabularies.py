@@ -17,10 +17,10 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from tpuembed.checkpoint.keras.proven_names import check_names
 from tpuembed.checkpoint.keras.trained_vocabularies import (
     LayerVocabulary,
     boundary_entries,
+    check_names,
     described_objects,
     digest,
     given_entries,
@@ -116,8 +116,7 @@ def compare_vocabularies(
     Args:
         model: of the factory.
         source: the checkpoint.
-        given: table -> its names, where the factory gives them and the checkpoint has none. If the file says which lookup's outputs
-            are the table's ids, the names must be those of the lookup, in the same order. A warning names the other tables.
+        given: table -> its names, where the factory gives them and the checkpoint has none; see `check_names`.
 
     Raises:
         CheckpointMismatchError: a vocabulary differs; the message says where.
@@ -136,7 +135,7 @@ def compare_vocabularies(
     }
     left = [other for other in saved if other.entries is not None and other not in taken]
     if given:
-        check_names(given, config, saved, source, "factory")
+        check_names(given, saved, source, "factory")
     if left:  # of a layer that was renamed, if it can be no other
         equal |= {one for one in mine if one not in paired and all(_is_same(one, other) for other in left)}
     equal |= _equal_in_configs([one for one in mine if one not in equal], model, config, source)
