@@ -12,7 +12,6 @@ import tensorflow as tf
 
 import tpuembed
 from tests.support.checkpoint.conformance import Case, CheckpointConformance, Truth, random_table
-from tests.support.checkpoint.keras_files import write_archive, write_tables
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "keras_rs"
 
@@ -94,30 +93,6 @@ class TestOwnLayer(CheckpointConformance):
         node = model.get_layer("embedding")._tpu_embedding
         values = {child: node._lookup_dependency(child).numpy() for child in [name, *(f"{name}/{s}" for s in slots)]}
         return Truth(values[name], {slot: values[f"{name}/{slot}"] for slot in slots})
-
-
-@pytest.mark.parametrize(
-    ("options", "ending"),
-    [
-        ({}, "h5"),
-        ({"chunks": (4, 3)}, "h5"),
-        ({"chunks": (4, 3), "compression": "gzip"}, "h5"),
-        ({"chunks": (64, 16), "maxshape": (None, 16), "shuffle": True}, "h5"),
-        ({"chunks": (7, 2), "compression": "gzip", "compression_opts": 9, "shuffle": True}, "keras"),
-    ],
-    ids=str,
-)
-class TestChunks(CheckpointConformance):
-    """Chunks that cut rows and columns, evenly or not, and that reach over the end; written by the HDF5 library."""
-
-    @pytest.fixture
-    def case(self, options: Mapping[str, Any], ending: str, tmp_path: Path) -> Case:
-        dtypes = ["float32", "float16", "float64", "bfloat16"]
-        tables = {dtype: random_table(23 + number, 9, dtype) for number, dtype in enumerate(dtypes)}
-        path = write_tables(tmp_path / "model.h5", tables, **options)
-        if ending == "keras":
-            path = write_archive(tmp_path / "model.keras", path)
-        return Case(path, {name: Truth(rows) for name, rows in tables.items()})
 
 
 class EmbedReduce(keras.layers.Layer):

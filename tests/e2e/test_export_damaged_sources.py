@@ -133,7 +133,7 @@ def archive_of(path: Path, table: np.ndarray[Any, Any], folder: Path) -> tuple[b
 
 @pytest.mark.nightly
 def test_keras_archives(tmp_path: Path) -> None:
-    """A `.keras` file has a CRC32 of all weights together. Files of the same version are not read twice."""
+    """A `.keras` file has a CRC32 of all weights together."""
     table = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     path = tmp_path / "m.keras"
     whole, start = archive_of(path, table, tmp_path)

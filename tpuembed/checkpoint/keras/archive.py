@@ -7,11 +7,11 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from tpuembed.checkpoint.keras.hdf5 import Window
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, reason
-from tpuembed.files import ByteStream, FileVersion
+from tpuembed.files import ByteStream
 
 __all__ = [
     "CONFIG_NAME",
@@ -21,7 +21,6 @@ __all__ = [
     "member_damage",
     "member_sizes",
     "open_archive",
-    "opened_member",
     "parse_config",
 ]
 
@@ -37,10 +36,6 @@ _MIN_ARCHIVE_BYTES: Final = 22
 """What the record at the end of every zip archive has (APPNOTE.TXT 4.3.16)."""
 _PIECE_BYTES: Final = 1 << 20
 _CRC_PIECE_BYTES: Final = 2 << 20
-_MAX_SOUND: Final = 64
-
-_sound: dict[tuple[str, FileVersion, int, int, int], None] = {}
-"""What `check_crc32` has found sound, oldest first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,17 +100,6 @@ def member_sizes(file: Window) -> dict[str, int]:
         return {member.filename: member.file_size for member in archive.infolist()}
 
 
-@contextlib.contextmanager
-def opened_member(file: Window, name: str) -> Iterator[IO[bytes]]:
-    """Return a context with the bytes of member `name`, which are checked when all are read.
-
-    Raises:
-        CheckpointCorruptError: they are damaged, or the body raised a ValueError.
-    """
-    with _opened(file) as archive, archive.open(name) as member:
-        yield member
-
-
 def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> str | None:
     """Return the reason why the bytes of member `name` do not match its CRC32, or None if they do."""
     try:
@@ -130,14 +114,9 @@ def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> st
 def check_crc32(window: Window, stated: int) -> None:
     """Read `window` through, and compare its CRC32 with `stated`.
 
-    What this process has found sound is not read again, while the version of its file is the same.
-
     Raises:
         CheckpointCorruptError: it differs.
     """
-    key = (window.name, window.file.version, window.start, window.size, stated)
-    if key in _sound:
-        return
     checksum, buffer = 0, memoryview(bytearray(min(_CRC_PIECE_BYTES, window.size)))
     for start in range(0, window.size, _CRC_PIECE_BYTES):
         piece = buffer[: window.size - start]
@@ -145,9 +124,6 @@ def check_crc32(window: Window, stated: int) -> None:
         checksum = zlib.crc32(piece, checksum)
     if checksum != stated:
         raise _corrupt(window, f"its bytes have the CRC32 {checksum:#010x}, and the archive says {stated:#010x}")
-    _sound[key] = None
-    if len(_sound) > _MAX_SOUND:
-        del _sound[next(iter(_sound))]
 
 
 def parse_config(name: str, text: bytes) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -14,12 +14,11 @@ from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, MissingExtraError, reason
 from tpuembed.files import ByteFile, ByteStream
 
-__all__ = ["Dataset", "Listing", "Window", "list_file"]
+__all__ = ["READ_BYTES", "Dataset", "Listing", "Window", "list_file"]
 
 _BLOCK_BYTES: Final = 1 << 16
-_PIECE_BYTES: Final = 1 << 20
-_SLOTS: Final = 521
-"""HDF5's default number of places in its cache of chunks."""
+READ_BYTES: Final = 1 << 20
+"""The most bytes that a read holds beside its rows."""
 _VARS: Final = "vars"
 _DTYPES: Final = {"<f4": "float32", "<f8": "float64", "<f2": "float16"}
 
@@ -94,49 +93,12 @@ class Dataset:
         name = _DTYPES.get(self.dtype)
         return None if name is None else np.dtype(name)
 
-    @property
-    def layout(self) -> str:
-        """Returns a short description; empty if the rows are contiguous."""
-        if self.handle.chunks is None:
-            return ""
-        deflated = ", deflated" if self.handle.compression == "gzip" else ""
-        return f"chunks of {' x '.join(map(str, self.handle.chunks))}{deflated}"
-
-    def buffer_bytes(self) -> int:
-        """Returns the most bytes that a read holds beside its rows: cached chunks, and the copies that decoding needs."""
-        return _PIECE_BYTES if self.handle.chunks is None else self._cache_bytes() + 3 * self._chunk_bytes()
-
-    def _chunk_bytes(self) -> int:
-        return int(self.handle.dtype.itemsize) * math.prod(self.handle.chunks)
-
-    def _cache_bytes(self) -> int:
-        """Returns the bytes of the chunks that a row is in."""
-        _, columns = self.handle.chunks
-        return -(-self.handle.shape[1] // columns) * self._chunk_bytes()
-
-    def with_cache(self) -> Self:
-        """Opens a matrix once more, with a cache for the chunks of a row, so that consecutive reads decode each once."""
-        if self.handle.chunks is None:
-            return self
-        import h5py
-
-        with _parsing(self.file):
-            access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-            access.set_chunk_cache(_SLOTS, self._cache_bytes(), 1.0)
-            opened = h5py.h5d.open(self.handle.file.id, self.path.encode(), access)
-            return dataclasses.replace(self, handle=h5py.Dataset(opened))
-
     def check_written(self) -> None:
         """Raise CheckpointCorruptError unless all elements are in the file. HDF5 reads missing ones as zeros."""
         with _parsing(self.file):
-            if self.handle.chunks is None:
-                found, wanted, unit = self.handle.id.get_storage_size(), self.bytes, "bytes"
-            else:
-                grid = zip(self.shape or (), self.handle.chunks, strict=True)
-                found, unit = self.handle.id.get_num_chunks(), "chunks"
-                wanted = math.prod(-(-size // side) for size, side in grid)
-        if self.shape is None or found != wanted:
-            raise CheckpointCorruptError.of(f"{self.shown} has {found} {unit} in the file, but should have {wanted}")
+            found = self.handle.id.get_storage_size()
+        if self.shape is None or found != self.bytes:
+            raise CheckpointCorruptError.of(f"{self.shown} has {found} bytes in the file, but should have {self.bytes}")
 
     def read_into(self, start: int, out: Array) -> None:
         """Fill `out`, [n, ...] of the array's dtype, with the existing rows [start, start + n)."""
@@ -147,7 +109,7 @@ class Dataset:
             if out.flags.c_contiguous:
                 self.handle.read_direct(out, np.s_[start : start + len(out)])
                 return
-            step = max(1, _PIECE_BYTES // (out.nbytes // len(out)))
+            step = max(1, READ_BYTES // (out.nbytes // len(out)))
             for row in range(0, len(out), step):
                 out[row : row + step] = self.handle[start + row : start + min(row + step, len(out))]
 
@@ -230,6 +192,11 @@ def _dataset(h5py: Any, window: Window, path: str, dataset: Any) -> Dataset:
         raise CheckpointFormatError(
             f"weights file {window.name}: dataset {path!r} is in other files, which is not supported. Save the weights again "
             "with Keras."
+        )
+    if dataset.chunks is not None:
+        raise CheckpointFormatError(
+            f"weights file {window.name}: dataset {path!r} is stored in chunks, which Keras does not write. Write it in one "
+            "piece: h5repack -l CONTI -f NONE IN OUT."
         )
     dtype = _dtype(h5py, dataset)
     return Dataset(window, path, dataset, dataset.shape, dtype, _text(dataset, "dtype"))

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from tpuembed.checkpoint.keras.discovery import discover
-from tpuembed.checkpoint.keras.hdf5 import Dataset
+from tpuembed.checkpoint.keras.hdf5 import READ_BYTES, Dataset
 from tpuembed.checkpoint.keras.layers import config_below, layer_policies, objects_of_weights
 from tpuembed.checkpoint.keras.tables import Table, own_layer_stamps, own_layer_updates, own_layer_vocabularies
 from tpuembed.checkpoint.keras.weights import Weights, find_weights, weights_in
@@ -49,7 +49,7 @@ class KerasCheckpoint(Checkpoint):
         for table in tables.values():
             for dataset in (table.dataset, *table.slots.values()):
                 dataset.check_written()
-        self._current: tuple[Dataset, Dataset] | None = None
+        self._is_verified = False
         self._tables = {name: _info(table, weights) for name, table in tables.items()}
 
     @classmethod
@@ -74,7 +74,6 @@ class KerasCheckpoint(Checkpoint):
 
     def close(self) -> None:
         """Close the files."""
-        self._current = None
         self._weights.close()
 
     def _dtype(self, table: str, slot: str | None) -> np.dtype[Any]:  # noqa: ARG002 - slots have the table's
@@ -83,25 +82,22 @@ class KerasCheckpoint(Checkpoint):
     def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
         found = self._found[table]
         dataset = found.dataset if slot is None else found.slots[slot]
-        current = self._current  # other threads may replace it
-        if current is None or current[0] is not dataset:
-            self._current = None  # so that the chunks of two arrays are never cached
-            self._current = current = (dataset, dataset.with_cache())
-        current[1].read_into(start, out)
+        dataset.read_into(start, out)
 
     def read_buffer_bytes(self, table: str, rows: int) -> int:
         """See Checkpoint.read_buffer_bytes."""
         self._check(table, None)
-        return self._found[table].dataset.buffer_bytes() if rows else 0
+        return READ_BYTES if rows else 0
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Compare all weights of a `.keras` file with the CRC32 of the archive, once per process; other files keep no
-        checksums.
-        """
-        tables = list(tables)
+        """Compare all weights of a `.keras` file with the CRC32 of the archive, once; other files keep no checksums."""
         super().verify(tables, slot)
-        if tables:
+        self._verify()
+
+    def _verify(self) -> None:
+        if not self._is_verified:
             self._weights.verify()
+            self._is_verified = True
 
     def update_counts(self) -> dict[str, int]:
         """See Checkpoint.update_counts."""
@@ -117,7 +113,7 @@ class KerasCheckpoint(Checkpoint):
         return self._stamps[table][0] if table in self._stamps else None
 
     def _fill_stamps(self, table: str, start: int, out: Array) -> None:
-        self._weights.verify()
+        self._verify()
         dataset = self._stamps[table][1]
         dataset.check_written()
         dataset.read_into(start, out)
@@ -142,7 +138,7 @@ class KerasCheckpoint(Checkpoint):
         Raises:
             CheckpointCorruptError: as `verify`, or some of it was never written.
         """
-        self._weights.verify()
+        self._verify()
         group, _, name = weight.key.rpartition("/")
         return self._weights.groups[group].datasets[name].read()
 
@@ -171,5 +167,4 @@ class KerasCheckpoint(Checkpoint):
 def _info(table: Table, weights: Weights) -> TableInfo:
     rows, dim = table.shape
     shard = f"in {table.dataset.file.name.rpartition('/')[2]}" if len(weights.windows) > 1 else ""
-    layout = ", ".join(filter(None, (shard, table.dataset.layout)))
-    return TableInfo(table.name, rows, dim, table.dtype, tuple(sorted(table.slots)), layout)
+    return TableInfo(table.name, rows, dim, table.dtype, tuple(sorted(table.slots)), shard)
