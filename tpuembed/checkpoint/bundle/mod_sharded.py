@@ -3,7 +3,6 @@
 Of n parts, part m has the rows m, m + n, m + 2n ... of a table, adjacent. So a range of rows is one run in each part.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -38,39 +37,34 @@ class ModSharded(Protocol):
 
 
 def read_mod_sharded(source: ModSharded, start: int, out: Array, read: ReadRuns, block_bytes: int) -> None:
-    """Fill `out`, [n, dim] with any strides, with the existing rows [start, start + n) of the table.
-
-    It reads block by block: some groups, each of which is one row of every part.
-    """
-    count, stop = source.count, start + len(out)
-    first, last = start // count, -(-stop // count)
-    step = _block_groups(source, out.itemsize, block_bytes)
-    buffer = np.empty((count, min(step, last - first), source.stored_dim), out.dtype)
-    view, row_bytes = buffer.reshape(-1).view(np.uint8).data, source.stored_dim * out.itemsize
-    for group in range(first, last, step):
-        low, high = max(start, group * count), min(stop, (group + step) * count)
-        parts = np.arange(count)
-        begins, ends = -((parts - low) // count), -((parts - high) // count)  # the groups of each part, rounded up
-        parts, begins, ends = (array[begins < ends] for array in (parts, begins, ends))
-        places = parts * buffer.shape[1] - group
-        ranges = zip(((places + begins) * row_bytes).tolist(), ((places + ends) * row_bytes).tolist(), strict=True)
-        read(source.first_rows(parts) + begins, [view[begin:end] for begin, end in ranges])
-        # Whole groups are copied at once. The first and the last one may lack parts.
-        cuts = {low, min(high, -(-low // count) * count), max(low, high // count * count), high}
-        for begin, end in itertools.pairwise(sorted(cuts)):
-            (at, part), rows = divmod(begin, count), out[begin - start : end - start]
-            if part or end - begin < count:
-                rows[...] = buffer[part : part + len(rows), at - group, : out.shape[1]]
-            else:
-                groups = rows.reshape(-1, count, out.shape[1])
-                groups[...] = buffer[:, at - group :][:, : len(groups), : out.shape[1]].swapaxes(0, 1)
+    """Fill `out`, [n, dim] with any strides, with the existing rows [start, start + n) of the table, block by block."""
+    count, dim, row_bytes = source.count, out.shape[1], source.stored_dim * out.itemsize
+    step = _block_rows(source, out.itemsize, block_bytes)
+    for low in range(0, len(out), step):
+        rows = out[low : low + step]
+        # The first rows of a block are in different parts. Each begins the run of its part: [parts, groups].
+        parts, groups = min(count, len(rows)), -(-len(rows) // count)
+        buffer = np.empty((parts, groups, source.stored_dim), out.dtype)
+        view = buffer.reshape(-1).view(np.uint8).data
+        firsts = np.arange(parts)
+        begins, held = firsts * groups * row_bytes, -((firsts - len(rows)) // count) * row_bytes
+        group, part = np.divmod(start + low + firsts, count)
+        ranges = zip(begins.tolist(), (begins + held).tolist(), strict=True)
+        read(source.first_rows(part) + group, [view[begin:end] for begin, end in ranges])
+        whole = len(rows) // count
+        if whole:
+            rows[: whole * count].reshape(whole, count, dim)[...] = buffer[:, :whole, :dim].swapaxes(0, 1)
+        if whole < groups:  # the last group lacks parts
+            rows[whole * count :] = buffer[: len(rows) - whole * count, whole, :dim]
 
 
 def buffer_bytes(source: ModSharded, rows: int, itemsize: int, block_bytes: int) -> int:
     """Return the most bytes that reading `rows` rows of a table holds beside them. It does not decrease with more rows."""
-    groups = min(_block_groups(source, itemsize, block_bytes), rows // source.count + 2)
-    return groups * source.count * source.stored_dim * itemsize
+    held = rows if rows < source.count else -(-rows // source.count) * source.count
+    return min(_block_rows(source, itemsize, block_bytes), held) * source.stored_dim * itemsize
 
 
-def _block_groups(source: ModSharded, itemsize: int, block_bytes: int) -> int:
-    return max(1, block_bytes // (source.count * source.stored_dim * itemsize))
+def _block_rows(source: ModSharded, itemsize: int, block_bytes: int) -> int:
+    """Return the rows of a block: whole groups, each of which is one row of every part, if one fits."""
+    rows = max(1, block_bytes // (source.stored_dim * itemsize))
+    return rows if rows < source.count else rows // source.count * source.count
