@@ -1,4 +1,4 @@
-"""Slots of Keras 2's optimizers, by its own account: each where it is proven, and no table."""
+"""Slots of Keras 2's legacy optimizers, by its own account. Its newer ones do not say whose slot a variable is: they have none."""
 
 import json
 from pathlib import Path
@@ -15,9 +15,11 @@ FOLDER = Path(__file__).parent / "keras_2"
 def test_tables_and_slots(name: str) -> None:
     truth = json.loads((FOLDER / name / "truth.json").read_text())
     with open_checkpoint(FOLDER / name / "ckpt") as checkpoint:
-        found = {table: set(info.slots) for table, info in checkpoint.tables().items()}
-        assert found == {table: set(values["slots"]) for table, values in truth.items()}
+        slots = {table: values["slots"] if name.startswith("legacy") else {} for table, values in truth.items()}
+        assert {table: set(info.slots) for table, info in checkpoint.tables().items()} == {
+            table: set(kept) for table, kept in slots.items()
+        }
         for table, values in truth.items():
             np.testing.assert_array_equal(checkpoint.read(table), np.float32(values["rows"]))
-            for slot, kept in values["slots"].items():
+            for slot, kept in slots[table].items():
                 np.testing.assert_array_equal(checkpoint.read(table, slot=slot), np.float32(kept))

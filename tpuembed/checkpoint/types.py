@@ -329,24 +329,17 @@ class Checkpoint(abc.ABC):
     def _check(self, table: str, slot: str | None) -> None:
         """Raise UnknownTableError if there is no such table or slot."""
         if table not in self._tables:
-            raise UnknownTableError(
-                f"{self._shown}: has no table {table!r}; {did_you_mean(table, self._tables)}{self._hint(table, None)}"
-            )
+            raise UnknownTableError(f"{self._shown}: has no table {table!r}; {did_you_mean(table, self._tables)}")
         slots = self._tables[table].slots
         if slot is not None and slot not in slots:
             raise UnknownTableError(
                 f"{self._shown}: table {table!r} has no slot {slot!r}; {did_you_mean(str(slot), slots)}"
-                f"{self._hint(table, slot)}"
             )
 
     @property
     def _shown(self) -> str:
         """Return the name of the checkpoint in messages."""
         return f"checkpoint {self.path}"
-
-    def _hint(self, table: str, slot: str | None) -> str:  # noqa: ARG002 - readers without hints
-        """Return what else the error for a missing table or slot says."""
-        return ""
 
     def _check_range(self, table: str, start: int, stop: int) -> None:
         rows = self._tables[table].rows

@@ -10,7 +10,6 @@ import numpy as np
 
 from tpuembed.checkpoint.bundle.layer_config import checked_count
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
-from tpuembed.checkpoint.bundle.missing_name_hints import about_missing_slot, about_missing_table
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
 from tpuembed.checkpoint.bundle.own_layer import own_layer_configs, own_layer_stamps, own_layer_vocabularies
 from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader, matches_checksum
@@ -222,12 +221,10 @@ class BundleCheckpoint(Checkpoint):
         keys = self._keys[table]
         return keys.key if slot is None else keys.slots[slot]
 
-    def _hint(self, table: str, slot: str | None) -> str:
-        if slot is not None:
-            return about_missing_slot(self.bundle, self.graph, self._keys, table)
-        if table in self.bundle.entries:
+    def _check(self, table: str, slot: str | None) -> None:
+        if table not in self._tables and table in self.bundle.entries:
             self.bundle.entry(table)  # raises for a tensor with holes
-        return about_missing_table(self.bundle, self.graph, self._keys, table)
+        super()._check(table, slot)
 
 
 def _below_root(graph: ObjectGraph | None, root: Any, where: str) -> ObjectGraph | None:

@@ -16,15 +16,13 @@ from typing import Final
 
 from tpuembed.checkpoint.bundle.keras_optimizers import is_keras_3_optimizer
 from tpuembed.checkpoint.bundle.keras_saved_model import keras_rs_layers
-from tpuembed.checkpoint.bundle.mid_level import keras_layer_tables
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
-from tpuembed.checkpoint.bundle.own_layer import own_layer_configs
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, optimizer_slots
 from tpuembed.errors import CheckpointFormatError, first_few
 from tpuembed.tensor_bundle import Bundle
 
-__all__ = ["check_keras_model", "keras_rs_tables", "may_lack_tables"]
+__all__ = ["check_keras_model", "keras_rs_tables"]
 
 _TRAINABLE, _VARIABLES = "_trainable_variables", "_variables"
 _TRAP: Final = "_gradient_trap_dummy"
@@ -60,19 +58,6 @@ def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
                 "layers, or if an optimizer has no slots.) Restore it into the model and save that with "
                 "model.save_weights('model.weights.h5')."
             )
-
-
-def may_lack_tables(bundle: Bundle, graph: ObjectGraph) -> bool:
-    """Return True if keras-rs may have had tables that are not in the checkpoint.
-
-    Tables of its own prove that it wrote the checkpoint. A Keras 3 model without any embedding layer may have lost one.
-    """
-    if keras_rs_layers(graph) or any(True for _ in keras_rs_tables(bundle, graph)):
-        return True
-    has_layers = bool(own_layer_configs(bundle, graph) or mid_level_nodes(graph)) or any(
-        True for _ in keras_layer_tables(bundle, graph)
-    )
-    return not has_layers and _is_keras_3_model(graph)
 
 
 def _check_sparse_core_layers(bundle: Bundle, graph: ObjectGraph) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
-from tpuembed.checkpoint.bundle.keras_2_slots import keras_2_slots
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes, mid_level_variables
 from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
 from tpuembed.checkpoint.bundle.own_layer import CONFIG_ATTRIBUTE, ENGINE
@@ -52,16 +51,16 @@ def mid_level_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
 def keras_layer_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
     """Yield the small tables that `PartialTPUEmbedding` keeps in Keras layers, named after their feature.
 
-    Their slots are those of the Keras 2 optimizer that trains the model.
+    Their slots are those of the legacy optimizer of Keras 2 that trains the model. Its newer optimizers do not say whose slot a
+    variable is.
     """
     for node in graph.nodes:
         if _KERAS_LAYERS not in node.children:
             continue
         layers = graph.nodes[node.children[_KERAS_LAYERS]].children
-        by_name = keras_2_slots(bundle, graph)
         first_names = {child: name for name, child in sorted(layers.items(), reverse=True)}
         for child, name in first_names.items():
             embeddings = graph.nodes[child].children.get("embeddings")
             if embeddings is None or (key := graph.nodes[embeddings].value_key) is None:
                 continue
-            yield TableKeys(name, key, {**by_name.get(embeddings, {}), **optimizer_slots(bundle, graph, embeddings)})
+            yield TableKeys(name, key, optimizer_slots(bundle, graph, embeddings))

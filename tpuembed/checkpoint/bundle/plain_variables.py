@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from tpuembed.checkpoint.bundle.keras_2_slots import keras_2_slots
 from tpuembed.checkpoint.bundle.keras_saved_model import archive_copies, variable_names
 from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
 from tpuembed.checkpoint.bundle.partitioned import partitioned_rows
@@ -26,14 +25,12 @@ def graph_variables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
 
     In a SavedModel that Keras 3 exported, they have the variables' names, if these are unique.
     """
-    by_name = keras_2_slots(bundle, graph)
     left_out, names = graph.optimizer_variables | archive_copies(bundle, graph), variable_names(bundle, graph)
     for number in (0, *graph.parents):
         key = graph.nodes[number].value_key
         if key is None or number in left_out or key not in bundle.entries or not is_table(bundle.entries[key]):
             continue
-        slots = {**by_name.get(number, {}), **optimizer_slots(bundle, graph, number)}
-        yield TableKeys(names.get(number) or graph.path(number), key, slots)
+        yield TableKeys(names.get(number) or graph.path(number), key, optimizer_slots(bundle, graph, number))
 
 
 def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -16,12 +15,10 @@ from tests.support.checkpoint.bundles import save
 from tests.support.checkpoint.objects import GRAPH_KEY, Children, mid_level, with_registered_saver
 from tests.support.checkpoint.strings import encode_strings
 from tests.support.checkpoint.tpu_checkpoints import layout_fields, serialized_layouts
-from tests.support.goldens import read_golden
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, UnknownTableError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
 
 
 class OwnLayer(Children):
@@ -251,26 +248,6 @@ def test_a_layer_that_was_never_built(tmp_path: Path) -> None:
     node = Children(_feature_config=Children(), _table_config=Children())
     with refused(CheckpointFormatError):
         open_checkpoint(write(tmp_path, layer=node, kernel=matrix(3, 3)))
-
-
-def test_only_of_its_own_checkpoints_keras_rs_is_said_to_save_a_part(tmp_path: Path) -> None:
-    ids = keras.Input((), dtype="int64", name="user")
-    rows = TPUEmbedding(FeatureConfig(TableConfig(50, 8, "users")), optimizer="adagrad")(ids)
-    model = keras.Model(ids, keras.layers.Dense(1)(rows))
-    model.compile("adam", "mse")
-    prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
-    for path, name, end in (
-        (prefix, "user", "did you mean 'users'?"),
-        (
-            read_golden("keras_rs/checkpoint_adam").path,
-            "nothing",
-            "model.save_weights('model.weights.h5') saves all of it)",
-        ),
-    ):
-        with open_checkpoint(path) as checkpoint, pytest.raises(UnknownTableError) as caught:
-            checkpoint.read(name)
-        assert str(caught.value).endswith(end)
-        assert ("keras_rs" in str(caught.value).removeprefix(f"checkpoint {path}")) is (path != prefix)
 
 
 def test_partitioned_variables_without_a_strategy(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import UnknownTableError
 
@@ -114,18 +113,3 @@ def test_slots_are_found_by_number(make: Any, slots: Mapping[str, str], tmp_path
     model = trained(make(), DistributedEmbedding())
     model.save(tmp_path / "model.keras")
     check(tmp_path / "model.keras", "table", model.optimizer, slots)
-
-
-def test_what_is_asked_for_and_is_no_slot() -> None:
-    """Plain variables of one name: whose slots are whose, nothing tells."""
-    with open_checkpoint(Path(__file__).parents[3] / "golden" / "keras_2" / "one_name" / "ckpt") as checkpoint:
-        with pytest.raises(UnknownTableError) as caught:
-            checkpoint.read("module/a", slot="momenta")
-        assert "optimizers have 'Adam/m/Variable' at optimizer/_variables/1/" in str(caught.value)
-        assert "cannot be proven that it is that slot of this table" in str(caught.value)
-        for name in ("optimizer/_variables/1", "optimizer/_variables/1/.ATTRIBUTES/VARIABLE_VALUE"):
-            with refused(UnknownTableError, match="'Adam/m/Variable'"):
-                checkpoint.read(name)
-        with pytest.raises(UnknownTableError) as caught:
-            checkpoint.read("module/c", slot="accumulators")
-        assert "optimizers keep" not in str(caught.value)

@@ -116,7 +116,7 @@ def test_embedding_of_keras_itself(tmp_path: Path) -> None:
 
 
 def test_a_table_of_keras_rs_beside_an_embedding_of_keras(tmp_path: Path) -> None:
-    """The graph shows an object without anything, as of a Dropout: that the table is missing is said to who asks for it."""
+    """The graph shows an object without anything, as of a Dropout."""
     ids = keras.Input((), dtype="int32")
     model = keras.Model(ids, keras.layers.Dropout(0.5)(keras.layers.Embedding(9, 4)(ids)))
     with open_checkpoint(tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))) as checkpoint:
