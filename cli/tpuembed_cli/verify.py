@@ -22,16 +22,12 @@ __all__ = ["verify"]
     examples=(
         "tpuembed verify checkpoints/ckpt-1",
         "tpuembed verify models/rec/1",
-        "tpuembed verify models/rec/7 --changed-only",
     ),
 )
 @click.argument("path", type=PATH)
 @options
-@click.option(
-    "--changed-only", is_flag=True, help="For an overlay: do not read the files that it shares with its base."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def verify(path: str, checkpoint_options: dict[str, Any], changed_only: bool, as_json: bool) -> None:
+def verify(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> None:
     """Read the checkpoint or export at PATH and compare it with its checksums.
 
     Prints a line for every damaged tensor, and exits with 1 if there is one. Also lists what has no checksum.
@@ -39,9 +35,7 @@ def verify(path: str, checkpoint_options: dict[str, Any], changed_only: bool, as
     from tpuembed.checkpoint.tools import verify_files
 
     with byte_progress("verify") as on_progress:
-        report = verify_files(
-            path, changed_only=changed_only, checkpoint_options=checkpoint_options, on_progress=on_progress
-        )
+        report = verify_files(path, checkpoint_options=checkpoint_options, on_progress=on_progress)
     if as_json:
         print_json(report.to_dict())
     else:

@@ -370,32 +370,20 @@ def test_a_compaction_removes_what_one_of_another_version_left(tmp_path: Path) -
 
 
 @pytest.mark.nightly
-def test_verify_of_what_changed(tmp_path: Path) -> None:
-    """Damage in the base's file is found by a whole read alone; damage in the overlay's own files by both."""
+def test_verify_of_an_overlay(tmp_path: Path) -> None:
+    """Damage is found in the base's file and in the overlay's own files."""
     values = tables()
-    base = write(tmp_path, values).path
+    write(tmp_path, values)
     values["users"][7] += 1
     overlay = write(tmp_path, values, base=1).path
     manifest = Manifest.read(overlay)
     assert manifest
     stack = next(stack for stack in manifest.stacks if stack.overlay)
-    whole, own = verify_files(overlay), verify_files(overlay, changed_only=True)
-    assert not whole.damaged
-    assert not own.damaged
-    assert whole.bytes - own.bytes == sum(stack.size for stack in manifest.stacks)
-    assert sum("is a file of version 1" in note for note in own.unchecked) == len(manifest.stacks)
-    _flip(overlay / stack.file)
-    assert [damage.name for damage in verify_files(overlay).damaged] == [stack.name]
-    assert not verify_files(overlay, changed_only=True).damaged
+    assert not verify_files(overlay).damaged
     assert stack.overlay
-    _flip(overlay / stack.overlay.words.file)
-    assert [damage.name for damage in verify_files(overlay, changed_only=True).damaged] == [stack.overlay.words.name]
-    with open(overlay / stack.file, "ab") as file:
-        file.write(b"x")
-    assert len(verify_files(overlay, changed_only=True).damaged) == 2
-    for path in (base, tmp_path / "ckpt"):
-        with refused(ConfigError):
-            verify_files(path, changed_only=True)
+    for name, file in ((stack.name, stack.file), (stack.overlay.words.name, stack.overlay.words.file)):
+        _flip(overlay / file)
+        assert name in [damage.name for damage in verify_files(overlay).damaged]
 
 
 def _flip(path: Path) -> None:

@@ -15,7 +15,7 @@ from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools.exports import find_export
 from tpuembed.checkpoint.tools.verify_export import VerifyReport, total_bytes, verify_export
 from tpuembed.checkpoint.types import Checkpoint, TableInfo
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError
 from tpuembed.files import FilePath, as_path, versions
 from tpuembed.tensor_bundle import Bundle
 from tpuembed.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
@@ -31,7 +31,6 @@ _PIECE_BYTES = 16 << 20
 def verify_files(
     path: str | FilePath,
     *,
-    changed_only: bool = False,
     checkpoint_options: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> VerifyReport:
@@ -43,23 +42,17 @@ def verify_files(
 
     Args:
         path: a checkpoint as for `open_checkpoint`; a version of an export, or its MODEL_DIR.
-        changed_only: of an overlay, read what is its own, and not the files that it shares with its base.
         checkpoint_options: further arguments of `open_checkpoint`. Bundles and exports do not need them.
         on_progress: called with (bytes done, total bytes).
 
     Raises:
-        ConfigError: `changed_only` is set, and `path` is no overlay.
         TpuEmbedError: there is nothing to verify, or the metadata that leads to the bytes is itself damaged.
     """
     counter = _Counter(on_progress)
     export = find_export(path)
-    if changed_only and (export is None or export[1].base is None):
-        raise ConfigError(
-            f"{path if export is None else export[0]}: is no overlay, so it has no base. Leave --changed-only out."
-        )
     if export:
-        counter.total = total_bytes(export[1], changed_only=changed_only)
-        return verify_export(*export, counter, changed_only=changed_only)
+        counter.total = total_bytes(export[1])
+        return verify_export(*export, counter)
     prefix = _bundle_of(as_path(path))
     if prefix is not None:
         with Bundle.open(prefix) as bundle:

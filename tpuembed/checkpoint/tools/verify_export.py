@@ -44,16 +44,9 @@ class VerifyReport:
         return dataclasses.asdict(self)
 
 
-def verify_export(
-    version: FilePath, manifest: Manifest, on_read: OnRead, *, changed_only: bool = False
-) -> VerifyReport:
-    """Read all of `version` and compare it with `manifest`, which lists all files of the export.
-
-    With `changed_only`, files that are links of the base's are not read, only their sizes are compared.
-    """
-    arrays = _arrays_to_read(manifest, changed_only=changed_only)
-    linked = [array for array in manifest.arrays if array not in arrays]
-    stacks = list(_damaged_stacks(version, manifest, arrays, on_read))
+def verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> VerifyReport:
+    """Read all of `version` and compare it with `manifest`, which lists all files of the export."""
+    stacks = list(_damaged_stacks(version, manifest, on_read))
     files = list(_damaged_files(version, manifest, on_read))
     tensors = [] if stacks or files else list(_damaged_tensors(version, manifest))
     unlisted = sorted(_unlisted_files(version, manifest))
@@ -61,38 +54,26 @@ def verify_export(
     extra = [Damage(name, str(version / name), "is not part of the export") for name in unlisted if name not in free]
     return VerifyReport(
         path=str(version),
-        entries=len(arrays) + len(manifest.files),
-        bytes=total_bytes(manifest, changed_only=changed_only),
+        entries=len(manifest.arrays) + len(manifest.files),
+        bytes=total_bytes(manifest),
         damaged=(*stacks, *files, *tensors, *extra),
         unchecked=(
             *(f"{name}: did not exist when the export was written" for name in free),
-            *(f"{array.file}: is a file of version {manifest.base.version}" for array in linked if manifest.base),
             *(_other_folder(version, manifest) if not files else ()),
             f"{MANIFEST_PATH}: has no checksum itself",
         ),
     )
 
 
-def total_bytes(manifest: Manifest, *, changed_only: bool = False) -> int:
+def total_bytes(manifest: Manifest) -> int:
     """Return the number of bytes to read."""
-    arrays = _arrays_to_read(manifest, changed_only=changed_only)
-    return sum(array.size for array in arrays) + sum(entry.size for entry in manifest.files.values())
+    return sum(array.size for array in manifest.arrays) + sum(entry.size for entry in manifest.files.values())
 
 
-def _arrays_to_read(manifest: Manifest, *, changed_only: bool) -> list[ArrayEntry]:
-    linked = [stack.arrays[0] for stack in manifest.stacks if changed_only and stack.base_file]
-    return [array for array in manifest.arrays if array not in linked]
-
-
-def _damaged_stacks(
-    version: FilePath, manifest: Manifest, read: Sequence[ArrayEntry], on_read: OnRead
-) -> Iterator[Damage]:
+def _damaged_stacks(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
     faults = dict(size_faults(version, manifest))
     for array in manifest.arrays:
-        reason = faults.get(array.file)
-        if reason is None and array in read:
-            reason = _array_fault(version / array.file, array, on_read)
-        if reason:
+        if reason := faults.get(array.file) or _array_fault(version / array.file, array, on_read):
             yield Damage(array.name, str(version / array.file), reason)
 
 
