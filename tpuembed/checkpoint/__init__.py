@@ -37,12 +37,6 @@ class Format(Protocol):
     def recognises(self, path: FilePath) -> bool:
         """Returns True if `path`, on a disk or a URL, is of this format."""
 
-    def held_in(self, directory: FilePath) -> FilePath | None:
-        """Return an unambiguous path of a file or folder of this format that `directory` may stand for, or None.
-
-        It reads no payload, and raises nothing if there are several.
-        """
-
     def open(self, path: FilePath, options: Mapping[str, Any]) -> Checkpoint:
         """Open the checkpoint at `path`, which `recognises` accepts; `options` are among `accepted_options`.
 
@@ -65,18 +59,25 @@ def find_format(path: FilePath) -> Format | None:
     """Return the format that reads `path`, or None.
 
     Raises:
-        CheckpointFormatError: `path` is a directory with checkpoints of several formats, or several of one.
+        CheckpointFormatError: `path` is a directory with checkpoints of several formats.
     """
-    found = next((reader for reader in formats() if reader.recognises(path)), None)
-    if found is None or not path.is_dir():
-        return found
-    held = [(reader.kind, place) for reader in formats() if (place := reader.held_in(path))]
-    if len(held) > 1:
+    if not path.is_dir():
+        return next((reader for reader in formats() if reader.recognises(path)), None)
+    found, errors = list[Format](), list[CheckpointError]()
+    for reader in formats():
+        try:
+            found += [reader] if reader.recognises(path) else []
+        except CheckpointFormatError:  # several of one format: `open` raises it again
+            found.append(reader)
+        except CheckpointError as error:  # such as a file `checkpoint` that is not TensorFlow's
+            errors.append(error)
+    if len(found) > 1:
         raise CheckpointFormatError(
-            f"directory {path}: contains {' and '.join(f'{kind} ({place})' for kind, place in held)}. Give the "
-            "path of one of them."
+            f"directory {path}: contains {' and '.join(reader.kind for reader in found)}. Give the path of one of them."
         )
-    return found
+    if errors and not found:
+        raise errors[0]
+    return found[0] if found else None
 
 
 def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:

@@ -16,7 +16,7 @@ from tpuembed.errors import (
 from tpuembed.files import FilePath, as_path
 from tpuembed.tensor_bundle import index_path
 
-__all__ = ["find_bundle", "find_index"]
+__all__ = ["find_bundle"]
 
 _STATE_FILE = "checkpoint"
 _FILE_ENDING = re.compile(r"(?P<prefix>.+)(\.index|\.data-\d{5,}-of-\d{5,})", re.DOTALL)
@@ -49,15 +49,6 @@ def find_bundle(path: FilePath) -> FilePath | None:
         return path
     _refuse_v1(path)
     return _find_in_directory(path) if path.is_dir() else None
-
-
-def find_index(directory: FilePath) -> FilePath | None:
-    """Return the index file of the bundle that `directory` names, of any of several, or None if there is none."""
-    try:
-        prefix = find_bundle(directory)
-    except CheckpointError:
-        prefix = next(iter(_prefixes(directory)), None)
-    return index_path(prefix) if prefix is not None and index_path(prefix).is_file() else None
 
 
 def _find_in_directory(directory: FilePath) -> FilePath | None:

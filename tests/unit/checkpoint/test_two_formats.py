@@ -41,8 +41,8 @@ def check_refused(folder: Path, **held: Path) -> None:
     for opener in (open_checkpoint, verify_files):
         with refused(CheckpointFormatError) as it:
             opener(folder)
-        for kind, place in held.items():
-            assert f"{names[kind]} ({place})" in str(it.value)
+        for kind in held:
+            assert names[kind] in str(it.value)
     for kind, place in held.items():
         assert formats(place) == expected[kind]
         with open_checkpoint(place) as checkpoint, open_checkpoint(checkpoint.path, **checkpoint.options) as again:

@@ -16,7 +16,7 @@ from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader, match
 from tpuembed.checkpoint.bundle.partitioned import PARTITION_STRATEGIES
 from tpuembed.checkpoint.bundle.table_keys import table_info
 from tpuembed.checkpoint.discovery import discover
-from tpuembed.checkpoint.location import find_bundle, find_index
+from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.saved_objects import Objects, Weight, find_root, objects_of_graph
 from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum
 from tpuembed.config.checks import check_choice
@@ -52,7 +52,6 @@ class BundleCheckpoint(Checkpoint):
 
     kind: Final = "a TensorFlow checkpoint"
     accepted_options: Final = frozenset({"partition_strategy", "root"})
-    held_in = staticmethod(find_index)
 
     def __init__(self, bundle: Bundle, options: Mapping[str, Any]) -> None:
         self.bundle = bundle

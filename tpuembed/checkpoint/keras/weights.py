@@ -23,7 +23,7 @@ from tpuembed.errors import (
 )
 from tpuembed.files import FilePath, open_bytes, versions
 
-__all__ = ["Group", "Weights", "find_weights", "open_window", "weights_in"]
+__all__ = ["Group", "Weights", "find_weights", "open_window"]
 
 _ARCHIVE_ENDING: Final = ".keras"
 _H5_ENDINGS: Final = (".h5", ".hdf5")
@@ -166,7 +166,7 @@ def find_weights(path: FilePath) -> FilePath | None:
         return _find_file(path)
     if not path.is_dir():
         return None
-    found = weights_in(path)
+    found = _weights_in(path)
     latest = _latest([file.name for file in found])
     if latest is not None:
         return path / latest
@@ -190,7 +190,7 @@ def _latest(names: list[str]) -> str | None:
     return names[numbers.index(max(numbers))] if len(set(numbers)) == len(numbers) else None
 
 
-def weights_in(directory: FilePath) -> list[FilePath]:
+def _weights_in(directory: FilePath) -> list[FilePath]:
     """Return the weights directly in `directory`, sorted: those of an unzipped `.keras` file, or all by their
     extensions.
     """

@@ -14,7 +14,7 @@ from typing import Final
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, first_few
 from tpuembed.files import FilePath
 
-__all__ = ["MANIFEST", "METADATA", "STEP_METADATA", "OrbaxStep", "find_step", "is_orbax", "orbax_in"]
+__all__ = ["MANIFEST", "METADATA", "STEP_METADATA", "OrbaxStep", "find_step", "is_orbax"]
 
 METADATA: Final = "_METADATA"
 MANIFEST: Final = "manifest.ocdbt"
@@ -46,24 +46,6 @@ def is_orbax(path: FilePath) -> bool:
     if path.name in {METADATA, MANIFEST, STEP_METADATA}:
         return path.is_file()
     return _is_item(path) or _is_step(path) or _is_old(path) or bool(_steps(path))
-
-
-def orbax_in(directory: FilePath) -> FilePath | None:
-    """Return one step of a folder of steps, or the identifying file or an item of a step or item; None for other
-    folders.
-    """
-    files = (directory / name for name in (METADATA, MANIFEST, STEP_METADATA))
-    known_by = next((file for file in files if file.is_file()), None)
-    if known_by is not None or _is_old(directory):
-        return known_by or directory
-    items = [child for child in _folders(directory) if isinstance(child, Path) and _is_item(child)]
-    return items[0] if items else max(_steps(directory), key=_number, default=None)
-
-
-def _number(step: FilePath) -> int:
-    """Return the number of a step, or -1 for one that was never finished."""
-    match = _NUMBERED.fullmatch(step.name)
-    return int(match["number"]) if match else -1
 
 
 def find_step(path: FilePath) -> OrbaxStep:
