@@ -175,16 +175,6 @@ class Checkpoint(abc.ABC):
         self._check(table, None)
         return None
 
-    def advise(self, table: str, rows: int) -> str | None:  # noqa: ARG002 - readers without advice
-        """Return advice for reading all of a table, `rows` rows at a time, if that takes much longer than to read it at
-        once.
-
-        Raises:
-            UnknownTableError: there is no such table.
-        """
-        self._check(table, None)
-        return None
-
     def summed(self, table: str) -> "ModShardedReader | None":
         """Return a reader of `table` if the checksums cover bytes in another order than its rows. None if `checksum`
         covers it, or if it has no checksum.
@@ -311,10 +301,6 @@ class Checkpoint(abc.ABC):
     def _fill_stamps(self, table: str, start: int, out: Array) -> None:
         """Fill `out` with stamps from row `start` on of a table with a history. All arguments are checked."""
         raise NotImplementedError
-
-    def policies(self) -> Mapping[str, str]:
-        """Return layer -> its dtype policy, if the files have it."""
-        return {}
 
     def model_config(self) -> Mapping[str, Any] | None:
         """Return what `keras.saving.serialize_keras_object` made of the model, or None if the files do not have it."""

@@ -123,7 +123,6 @@ def run_export(
     started = time.monotonic()
     plan = make_plan(checkpoint, request, options)
     source = source or source_of(checkpoint)
-    _warn_of_slow_reads(checkpoint, plan)
     bound = ErrorBound(plan.shards, options.max_error)
     on_progress = on_progress or ignore
     facts = {"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint}
@@ -307,11 +306,3 @@ def _warn_of_unfinished(writer: VersionWriter) -> None:
             f"MODEL_DIR {writer.model_dir}: another unfinished export is in {unfinished}. Run that export again "
             "to resume it, or delete it. It is deleted automatically after 7 days.",
         )
-
-
-def _warn_of_slow_reads(checkpoint: Checkpoint, plan: ExportPlan) -> None:
-    """Print the reader's advice on slow reads here, because workers print nothing."""
-    rows = {task.table: task.chunk_rows for task in plan.shards}
-    for advice in dict.fromkeys(checkpoint.advise(table, count) for table, count in rows.items()):
-        if advice is not None:
-            warn(advice)

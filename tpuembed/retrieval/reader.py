@@ -92,10 +92,6 @@ class WithCandidates(Checkpoint):
         """See Checkpoint."""
         return None if table == self._name else self._of.piece_rows(table)
 
-    def advise(self, table: str, rows: int) -> str | None:
-        """See Checkpoint."""
-        return None if table == self._name else self._of.advise(table, rows)
-
     def summed(self, table: str) -> "ModShardedReader | None":
         """See Checkpoint."""
         return None if table == self._name else self._of.summed(table)
@@ -130,10 +126,6 @@ class WithCandidates(Checkpoint):
 
     def _fill_stamps(self, table: str, start: int, out: Array) -> None:
         self._of._fill_stamps(table, start, out)
-
-    def policies(self) -> Mapping[str, str]:
-        """See Checkpoint."""
-        return self._of.policies()
 
     def model_config(self) -> Mapping[str, Any] | None:
         """See Checkpoint."""

@@ -46,7 +46,6 @@ class Small(Checkpoint):
         lambda checkpoint, name: checkpoint.verify([name]),
         lambda checkpoint, name: checkpoint.read_buffer_bytes(name, 1),
         lambda checkpoint, name: checkpoint.piece_rows(name),
-        lambda checkpoint, name: checkpoint.advise(name, 1),
         lambda checkpoint, name: checkpoint.summed(name),
     ],
 )

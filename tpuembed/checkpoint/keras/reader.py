@@ -11,9 +11,9 @@ import numpy as np
 
 from tpuembed.checkpoint.keras.discovery import discover
 from tpuembed.checkpoint.keras.hdf5 import READ_BYTES, Dataset
-from tpuembed.checkpoint.keras.layers import config_below, layer_policies, objects_of_weights
+from tpuembed.checkpoint.keras.layers import config_below, objects_of_weights
 from tpuembed.checkpoint.keras.tables import Table, own_layer_stamps, own_layer_updates, own_layer_vocabularies
-from tpuembed.checkpoint.keras.weights import Weights, find_weights, weights_in
+from tpuembed.checkpoint.keras.weights import Weights, find_weights
 from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.errors import CheckpointError, reason
@@ -41,7 +41,6 @@ class KerasCheckpoint(Checkpoint):
     def __init__(self, weights: Weights, options: Mapping[str, Any]) -> None:
         self.path = str(weights.path)
         self.options = dict(options)
-        self._policies = layer_policies(weights.config)
         self._config = config_below(weights, str(options.get("root", "")))
         self._weights = weights = weights.below(options["root"]) if "root" in options else weights
         tables, self.layer_config = discover(weights)
@@ -56,11 +55,6 @@ class KerasCheckpoint(Checkpoint):
     def recognises(cls, path: FilePath) -> bool:
         """Returns True if `path` leads to weights that Keras wrote."""
         return find_weights(path) is not None
-
-    @classmethod
-    def held_in(cls, directory: FilePath) -> FilePath | None:
-        """Return weights that `directory` may stand for; see Format."""
-        return next(iter(weights_in(directory)), None)
 
     @classmethod
     def open(cls, path: FilePath, options: Mapping[str, Any]) -> Self:
@@ -141,10 +135,6 @@ class KerasCheckpoint(Checkpoint):
         self._verify()
         group, _, name = weight.key.rpartition("/")
         return self._weights.groups[group].datasets[name].read()
-
-    def policies(self) -> Mapping[str, str]:
-        """Return layer -> dtype policy, of a `.keras` file."""
-        return self._policies
 
     def model_config(self) -> Mapping[str, Any] | None:
         """Return the config in a `.keras` file, of the model at `root`."""

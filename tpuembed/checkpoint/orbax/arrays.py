@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -206,19 +206,6 @@ class StoredArray:
                 self._read_group(group, out)
         except ERRORS as error:
             fail(self.leaf, error)
-
-    def advise(self, runs: Sequence[Run], dim: int) -> str | None:
-        """Returns advice for reading rows in many pieces placed as `runs`; None if each chunk is decoded once."""
-        bands = {(run.source + run.rows - 1) // self.chunk[0] for run in runs}
-        chunks = len(bands) * -(-dim // self.chunk[1])
-        need = (chunks + 1) * self.cached_bytes  # while one more is being decoded
-        if chunks == 1 or len(runs) <= 1 or need <= self.store.cache_bytes:
-            return None
-        return (
-            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown}: every piece of its rows is in {chunks} chunks of "
-            f"{self.chunk_bytes} bytes, which are decoded again for each piece. Give the option chunk_memory_bytes={need} "
-            "to decode them once, or save it with smaller chunks: orbax.checkpoint.SaveArgs(chunk_byte_size=...)."
-        )
 
     def _groups(self, runs: Iterable[Run], dim: int) -> Iterator[_Group]:
         """Yields groups to read together: everything in one chunk, and further chunks while they are small."""

@@ -17,7 +17,6 @@ from tpuembed.checkpoint.orbax.location import (
     OrbaxStep,
     find_step,
     is_orbax,
-    orbax_in,
 )
 from tpuembed.checkpoint.orbax.metadata import read_item
 from tpuembed.checkpoint.orbax.stack_specs import given_specs, saved_specs, to_mapping
@@ -46,7 +45,6 @@ class OrbaxCheckpoint(Checkpoint):
     kind: Final = "an Orbax checkpoint"
     accepted_options: Final = frozenset({_SPEC, _MEMORY})
     recognises = staticmethod(is_orbax)
-    held_in = staticmethod(orbax_in)
 
     def __init__(self, step: OrbaxStep, options: Mapping[str, Any]) -> None:
         memory = _byte_count(options.get(_MEMORY))
@@ -94,14 +92,6 @@ class OrbaxCheckpoint(Checkpoint):
     def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
         stored = self._stored[table]
         stored.arrays[slot].read_runs(stored.runs(start, start + len(out)), out)
-
-    def advise(self, table: str, rows: int) -> str | None:
-        """See Checkpoint.advise."""
-        self._check(table, None)
-        stored = self._stored[table]
-        if rows >= stored.info.rows:
-            return None
-        return stored.arrays[None].advise(list(stored.runs(0, rows)), stored.info.dim)
 
     def read_buffer_bytes(self, table: str, rows: int) -> int:
         """See Checkpoint.read_buffer_bytes."""

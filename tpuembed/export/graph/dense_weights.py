@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.checkpoint import Checkpoint
+from tpuembed.checkpoint.keras.layers import layer_policies
 from tpuembed.checkpoint.keras.trained_vocabularies import snake_case
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.errors import CheckpointMismatchError
@@ -95,7 +96,7 @@ def _prove(
     found = _find(where, names, wanted, saved)
     _check_config(where, names, wanted, saved, found, checkpoint.model_config())
     _check_dtypes(where, wanted, found)
-    _check_policies(where, model, checkpoint.policies())
+    _check_policies(where, model, layer_policies(checkpoint.model_config()))
     return wanted, saved, found
 
 
