@@ -43,16 +43,27 @@ def check_sizes(version_dir: FilePath, manifest: Manifest) -> None:
         raise ConfigError(f"export {version_dir}: {file}, {fault}. Copy the version again, or export it again.")
 
 
-def file_crc32c(path: FilePath, on_read: Callable[[int], None] | None = None) -> int:
-    """Return the CRC32C of a whole file, which is read in pieces. `on_read` is called with the bytes of each piece.
+def file_crc32c(
+    path: FilePath, on_read: Callable[[int], None] | None = None, offset: int = 0, size: int | None = None
+) -> int:
+    """Return the CRC32C of a whole file, or of `size` bytes of it at `offset`, which are read in pieces.
+
+    `on_read` is called with the bytes of each piece.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read. EOFError: it is too short.
     """
-    checksum, buffer = 0, np.empty(_PIECE_BYTES, np.uint8)
+    checksum, buffer, done = 0, np.empty(_PIECE_BYTES, np.uint8), 0
     with open(path, "rb", buffering=0) if isinstance(path, Path) else open_stream(path) as file:
-        while count := file.readinto(buffer.data):  # type: ignore[attr-defined]
+        file.seek(offset)
+        while done != size:
+            count = file.readinto(buffer.data[: None if size is None else size - done])  # type: ignore[attr-defined]
+            if not count and size is not None:
+                raise EOFError(f"the file ends at byte {offset + done}")
+            if not count:
+                break
             checksum = google_crc32c.extend(checksum, buffer[:count])
+            done += count
             if on_read is not None:
                 on_read(count)
     return int(checksum)

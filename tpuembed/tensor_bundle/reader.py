@@ -1,9 +1,10 @@
 """A bundle opened for reading."""
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Self
 
@@ -27,7 +28,7 @@ from tpuembed.tensor_bundle.dtypes import OPAQUE, STRING, numpy_dtype
 from tpuembed.tensor_bundle.entries import Entry, Slice
 from tpuembed.tensor_bundle.index import index_path, read_index
 from tpuembed.tensor_bundle.row_parts import RowParts
-from tpuembed.tensor_bundle.strings import decode_strings
+from tpuembed.tensor_bundle.strings import decode_strings, strings_crc
 
 __all__ = ["Bundle"]
 
@@ -240,21 +241,39 @@ class Bundle:
             self._read_strings(key, entry)
             return
         self._dtype(key, entry)
-        for part in entry.parts():
-            actual = self._crc(part, chunk_bytes)
-            if actual != part.crc32c:
-                place = f"bytes [{part.offset}, {part.offset + part.size})"
-                fault = f"{place} have CRC32C {actual:#010x}, but the index has {part.crc32c:#010x}"
-                raise self._corrupt(key, part.shard, fault)
+        for shard, fault in self.faults(key, chunk_bytes):
+            raise self._corrupt(key, shard, fault)
 
-    def _crc(self, part: Slice, chunk_bytes: int) -> int:
+    def faults(
+        self, key: str, chunk_bytes: int, on_read: Callable[[int], None] = lambda _: None
+    ) -> Iterator[tuple[int, str]]:
+        """Read the parts of tensor `key`, `chunk_bytes` at a time, and yield (data file, fault) of those with a wrong CRC.
+
+        `on_read` is called with the number of bytes just read. The dtype variant has another kind of CRC.
+        """
+        entry = self.entries[key]
+        for part in entry.parts():
+            place = f"bytes [{part.offset}, {part.offset + part.size})"
+            pieces = self._pieces(part, chunk_bytes, on_read)
+            try:
+                if entry.dtype == STRING:
+                    actual = strings_crc((piece.tobytes() for piece in pieces), math.prod(part.shape), part.size)
+                else:
+                    actual = functools.reduce(crc.extend, pieces, 0)
+            except MalformedError as error:
+                yield part.shard, f"{place}: {error}"
+                continue
+            if actual != part.crc32c:
+                yield part.shard, f"{place} have CRC32C {actual:#010x}, but the index has {part.crc32c:#010x}"
+
+    def _pieces(self, part: Slice, chunk_bytes: int, on_read: Callable[[int], None]) -> Iterator[Array]:
+        """Yield the bytes of a part. Each piece is valid until the next."""
         buffer = np.empty(min(chunk_bytes, part.size), np.uint8)
-        actual = 0
         for done in range(0, part.size, chunk_bytes):
             piece = buffer[: part.size - done]
             self._files.read_into(part.shard, part.offset + done, piece)
-            actual = crc.extend(actual, piece)
-        return actual
+            on_read(len(piece))
+            yield piece
 
     def _dtype(self, key: str, entry: Entry) -> np.dtype[Any]:
         if entry.dtype == STRING or entry.dtype in OPAQUE:

@@ -7,11 +7,16 @@ Source: WriteStringTensor in tensorflow/core/util/tensor_bundle/tensor_bundle.cc
 """
 
 import itertools
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 from tpuembed.protobuf import MalformedError, read_varint
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["decode_strings"]
+__all__ = ["decode_strings", "strings_crc"]
+
+_CHECKSUM_BYTES: Final = 4
+_MAX_VARINT_BYTES: Final = 10
 
 
 def decode_strings(payload: bytes, count: int, crc32c: int) -> list[bytes]:
@@ -20,21 +25,46 @@ def decode_strings(payload: bytes, count: int, crc32c: int) -> list[bytes]:
     Raises:
         MalformedError: the lengths do not fill the payload, or a CRC is wrong; `crc32c` is the entry's.
     """
-    if count > len(payload):
-        raise MalformedError(f"{count} strings cannot fit in {len(payload)} bytes")
+    if strings_crc([payload], count, len(payload)) != crc32c:
+        raise MalformedError("its CRC is wrong")
     lengths, position = [], 0
     for _ in range(count):
         length, position = read_varint(payload, position)
         lengths.append(length)
-    if position + 4 + sum(lengths) != len(payload):
-        raise MalformedError(
-            f"{count} strings take {position + 4 + sum(lengths)} bytes, but the index has {len(payload)}"
-        )
-    lengths_crc = crc.value(b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths))
-    checksum = payload[position : position + 4]
-    if checksum != crc.mask(lengths_crc).to_bytes(4, "little"):
-        raise MalformedError("the CRC of its lengths is wrong")
-    if crc.extend(crc.extend(lengths_crc, checksum), payload[position + 4 :]) != crc32c:
-        raise MalformedError("its CRC is wrong")
-    ends = itertools.accumulate(lengths, initial=position + 4)
+    ends = itertools.accumulate(lengths, initial=position + _CHECKSUM_BYTES)
     return [payload[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def strings_crc(payload: Iterable[bytes], count: int, size: int) -> int:
+    """Return the CRC32C that an entry records for a string tensor of `count` strings, whose `size` bytes come in
+    pieces.
+
+    Raises:
+        MalformedError: the lengths do not fill the payload, or their own CRC is wrong.
+    """
+    pieces = iter(payload)
+    lengths_crc, rest, used, total = _lengths(pieces, count)
+    while len(rest) < _CHECKSUM_BYTES and (piece := next(pieces, b"")):
+        rest += piece
+    if used + _CHECKSUM_BYTES + total != size:
+        raise MalformedError(f"{count} strings take {used + _CHECKSUM_BYTES + total} bytes, but the index has {size}")
+    if rest[:_CHECKSUM_BYTES] != crc.mask(lengths_crc).to_bytes(_CHECKSUM_BYTES, "little"):
+        raise MalformedError("the CRC of its lengths is wrong")
+    actual = crc.extend(lengths_crc, rest)
+    for piece in pieces:
+        actual = crc.extend(actual, piece)
+    return actual
+
+
+def _lengths(pieces: Iterator[bytes], count: int) -> tuple[int, bytes, int, int]:
+    """Read `count` lengths. Return their CRC, the rest of the last piece, the bytes they take, and their sum."""
+    checksum = used = total = 0
+    rest, position = b"", 0
+    for _ in range(count):
+        while len(rest) - position < _MAX_VARINT_BYTES and (piece := next(pieces, b"")):
+            rest, position = rest[position:] + piece, 0
+        before = position
+        length, position = read_varint(rest, position)
+        used, total = used + position - before, total + length
+        checksum = crc.extend(checksum, length.to_bytes(4 if length < 1 << 32 else 8, "little"))
+    return checksum, rest[position:], used, total

@@ -107,7 +107,7 @@ def test_string_tensors() -> None:
         decode_strings(payload[:-1] + b"c", 2, checksum)
     with refused(MalformedError):
         decode_strings(payload[:2] + b"0000" + payload[6:], 2, checksum)
-    with refused(MalformedError, match="4294967296"):
+    with refused(MalformedError):
         decode_strings(payload, 1 << 32, checksum)
 
 

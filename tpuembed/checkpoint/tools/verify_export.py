@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tpuembed.errors import CheckpointError, ConfigError
-from tpuembed.files import FilePath, names_below, open_stream, versions
+from tpuembed.files import FilePath, names_below, versions
 from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, FileEntry, Manifest
 from tpuembed.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, mapped_folders, size_faults
 from tpuembed.tensor_bundle import Bundle
-from tpuembed.tensor_bundle.verification import Damage, damaged_parts, stream_crc
+from tpuembed.tensor_bundle.verification import Damage, damaged_parts
 
 __all__ = ["VerifyReport", "total_bytes", "verify_export"]
 
@@ -79,8 +79,7 @@ def _damaged_stacks(version: FilePath, manifest: Manifest, on_read: OnRead) -> I
 
 def _array_fault(path: FilePath, array: ArrayEntry, on_read: OnRead) -> str | None:
     try:
-        with path.open("rb", buffering=0) if isinstance(path, Path) else open_stream(path) as file:
-            actual = stream_crc(file, array.offset, array.size, on_read)
+        actual = file_crc32c(path, on_read, array.offset, array.size)
     except (OSError, EOFError) as error:
         return f"cannot be read: {error}"
     if actual == array.crc32c:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -23,11 +23,11 @@ from tests.support.stores import GcsStub
 from tpuembed.checkpoint.tools import find_export, verify_files
 from tpuembed.errors import CheckpointCorruptError, CheckpointError
 from tpuembed.export import export_saved_model
-from tpuembed.files import open_stream, remote
+from tpuembed.files import open_bytes, remote
 from tpuembed.protobuf import MalformedError
 from tpuembed.saved_model import relocate_export
-from tpuembed.tensor_bundle import Entry, index_path, read_index, shard_path, verification, write_index
-from tpuembed.tensor_bundle.verification import strings_crc
+from tpuembed.tensor_bundle import Entry, data_files, index_path, read_index, shard_path, verification, write_index
+from tpuembed.tensor_bundle.strings import strings_crc
 
 GOLDENS = Path(__file__).parents[3] / "golden"
 
@@ -107,16 +107,16 @@ def test_a_data_file_that_the_system_refuses(prefix: Path, monkeypatch: pytest.M
     """The other files are read all the same."""
     refused, *others = sorted(prefix.parent.glob("*.data-*"))
 
-    def open_other(path: Path) -> BinaryIO:
+    def open_other(path: Path) -> Any:
         if path == refused:
             raise PermissionError(13, "Permission denied", str(path))
-        return open_stream(path)
+        return open_bytes(path)
 
-    monkeypatch.setattr(verification, "open_stream", open_other)
+    monkeypatch.setattr(data_files, "open_bytes", open_other)
     report = verify_files(prefix)
     assert report.damaged
     assert {(damage.file, damage.reason) for damage in report.damaged} == {
-        (str(refused), "cannot be read: Permission denied")
+        (str(refused), f"data file {refused}: cannot be read: Permission denied. Check its permissions.")
     }
     flip(others[0], 0, 1)
     assert {damage.file for damage in verify_files(prefix).damaged} == {str(refused), str(others[0])}
