@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from tpuembed.files.local import LocalFile, flush
-from tpuembed.files.paths import FilePath, UrlPath, as_path
-from tpuembed.files.remote import IN_FLIGHT_BYTES, RemoteFile, below, in_parallel, listing, subfolders
+from tpuembed.files.remote import (
+    IN_FLIGHT_BYTES,
+    FilePath,
+    RemoteFile,
+    UrlPath,
+    as_path,
+    in_parallel,
+    listing,
+    subfolders,
+)
 from tpuembed.files.types import ByteFile, FileVersion, MissingBucketError, finish
 
 __all__ = [
@@ -57,7 +65,7 @@ def names_below(folder: FilePath) -> list[str]:
     """Return the paths inside `folder` of all files below it, with slashes, in order."""
     if isinstance(folder, UrlPath):
         inside = f"{folder.key}/".removeprefix("/")
-        return sorted(key.removeprefix(inside) for key in below(folder) if not key.endswith("/"))
+        return sorted(key.removeprefix(inside) for key in listing(folder) if not key.endswith("/"))
     files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
     return sorted(path.relative_to(folder).as_posix() for path in files)
 

@@ -1,27 +1,32 @@
-"""Objects in S3 and Google Cloud Storage, read through obstore.
+"""The paths that users give, on a disk or in S3 and Google Cloud Storage, whose objects are read through obstore.
 
 The need for it beside boto3, which writes: checkpoints in gs://, which boto3 does not read. obstore finds credentials,
 region and endpoint itself: AWS_* and GOOGLE_* variables, or the machine's identity.
 """
 
 import concurrent.futures
+import dataclasses
 import datetime as dt
 import errno
 import functools
+import posixpath
 import re
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from tpuembed.errors import MissingExtraError
+from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed.files.store_errors import NOT_ALLOWED, refusal
 from tpuembed.files.types import FileVersion, MissingBucketError, Pending, finish
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-    from tpuembed.files.paths import UrlPath
+__all__ = ["IN_FLIGHT_BYTES", "FilePath", "RemoteFile", "UrlPath", "as_path", "in_parallel", "listing", "subfolders"]
 
-__all__ = ["IN_FLIGHT_BYTES", "RemoteFile", "below", "children", "head", "in_parallel", "listing", "subfolders"]
+SCHEMES: Final = ("s3", "gs", "memory")
+"""Schemes of URLs that can be read; memory:// is this process's own store, for tests."""
 
 _REQUEST_BYTES: Final = 4 << 20
 """A longer range is split: several connections are faster than one."""
@@ -51,6 +56,110 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
+@dataclasses.dataclass(frozen=True, order=True)
+class UrlPath:
+    """A URL `scheme://bucket/key` with those methods of `pathlib.Path` that readers need. A key is used literally.
+
+    Attributes:
+        scheme: one of s3, gs, memory.
+        bucket: the bucket of the object.
+        key: of the object or folder: no slash at either end, "" for the bucket itself.
+    """
+
+    scheme: str
+    bucket: str
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
+
+    def __fspath__(self) -> str:
+        """Return the URL, so that commands and processes can be given it. The system's own calls do not read it."""
+        return str(self)
+
+    def __truediv__(self, name: "str | Path") -> "UrlPath":
+        """Return the path `name` below this one. ".." is the folder above, as in a path, but never above the bucket."""
+        joined = posixpath.normpath(posixpath.join("/", self.key, str(name).lstrip("/")))
+        return dataclasses.replace(self, key=joined.strip("/"))
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the key."""
+        return posixpath.basename(self.key)
+
+    @property
+    def suffix(self) -> str:
+        """Return the extension of the name, with its dot."""
+        return posixpath.splitext(self.key)[1]
+
+    @property
+    def parent(self) -> "UrlPath":
+        """Return the folder that contains it."""
+        return dataclasses.replace(self, key=posixpath.dirname(self.key))
+
+    def version(self) -> FileVersion:
+        """Return size and ETag of the object. Raises FileNotFoundError if there is none."""
+        return head(self)
+
+    def is_file(self) -> bool:
+        """Returns True if the object exists."""
+        try:
+            return bool(self.key) and self.version().size >= 0
+        except FileNotFoundError:
+            return False
+
+    def is_dir(self) -> bool:
+        """Returns True if there are objects below it."""
+        return next(self.iterdir(), None) is not None
+
+    def exists(self) -> bool:
+        """Returns True if it is an object or a folder."""
+        return self.is_file() or self.is_dir()
+
+    def iterdir(self) -> Iterator["UrlPath"]:
+        """Return the objects and folders directly below it."""
+        return (dataclasses.replace(self, key=key) for key in children(self))
+
+    def read_bytes(self) -> bytes:
+        """Return all bytes of the object."""
+        file = RemoteFile(self)
+        out = bytearray(file.version.size)
+        file.read_into(0, memoryview(out))
+        return bytes(out)
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """Return the text of the object."""
+        return self.read_bytes().decode(encoding)
+
+
+FilePath = Path | UrlPath
+
+
+def as_path(text: str | FilePath) -> FilePath:
+    """Return the path or URL for `text`. `file://` gives a path.
+
+    Raises:
+        ConfigError: the text is empty, or a URL of another scheme, or without a bucket.
+    """
+    if not isinstance(text, str):
+        return text
+    if not text:
+        raise ConfigError("the path is empty. The current directory is '.'.")
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Path(text)
+    if scheme == "file":
+        return Path(urllib.parse.unquote(rest.removeprefix("localhost")))
+    bucket, _, key = rest.partition("/")
+    if scheme not in SCHEMES:
+        raise ConfigError(
+            f"URL {text}: scheme {scheme!r} is not supported. Give a path, s3://BUCKET/KEY, gs://BUCKET/KEY or file:///PATH."
+        )
+    if not bucket:
+        raise ConfigError(f"URL {text}: has no bucket. Write {scheme}://BUCKET/KEY.")
+    return UrlPath(scheme, bucket) / key
+
+
 class RemoteFile:
     """An object as it was when this was created. If it is replaced, reads raise an error.
 
@@ -58,7 +167,7 @@ class RemoteFile:
         version: its size and ETag.
     """
 
-    def __init__(self, path: "UrlPath") -> None:
+    def __init__(self, path: UrlPath) -> None:
         self.version = head(path)
         self._path = path
 
@@ -97,7 +206,7 @@ class RemoteFile:
         """Do nothing: connections belong to the store and are shared."""
 
 
-def head(path: "UrlPath") -> FileVersion:
+def head(path: UrlPath) -> FileVersion:
     """Return size and ETag of an object."""
     store = _store(path.scheme, path.bucket)
     import obstore
@@ -109,45 +218,38 @@ def head(path: "UrlPath") -> FileVersion:
     return FileVersion(found["size"], found["e_tag"] or found["last_modified"].isoformat())
 
 
-def children(path: "UrlPath") -> Iterator[str]:
+def children(path: UrlPath) -> Iterator[str]:
     """Yield the keys directly below `path`, of objects and of folders. Raises MissingBucketError if the bucket does not
     exist.
     """
-    store = _store(path.scheme, path.bucket)
-    import obstore
-
     try:
-        found = obstore.list_with_delimiter(store, path.key or None)
-    except (FileNotFoundError, ValueError):  # the key is not a possible one
+        found = _directly_below(path)
+    except MissingBucketError:
+        raise
+    except FileNotFoundError:  # the key is not a possible one
         return
-    except Exception as error:
-        if _NO_BUCKET in _first_paragraph(error):
-            raise MissingBucketError(errno.ENOENT, f"the bucket {path.bucket!r} does not exist", str(path)) from None
-        _fail(path, error)
     yield from found["common_prefixes"]
     yield from (entry["path"] for entry in found["objects"])
 
 
-def subfolders(path: "UrlPath") -> list[str]:
+def subfolders(path: UrlPath) -> list[str]:
     """Return the names of the folders directly below `path`. Raises OSError, also for a key that is not a possible one."""
+    return [key.rpartition("/")[2] for key in _directly_below(path)["common_prefixes"]]
+
+
+def _directly_below(path: UrlPath) -> Any:
     store = _store(path.scheme, path.bucket)
     import obstore
 
     try:
-        found = obstore.list_with_delimiter(store, path.key or None)
+        return obstore.list_with_delimiter(store, path.key or None)
     except Exception as error:
         if _NO_BUCKET in _first_paragraph(error):
             raise MissingBucketError(errno.ENOENT, f"the bucket {path.bucket!r} does not exist", str(path)) from None
         _fail(path, error)
-    return [key.rpartition("/")[2] for key in found["common_prefixes"]]
 
 
-def below(path: "UrlPath") -> Iterator[str]:
-    """Yield the keys of all objects below `path`."""
-    yield from listing(path)
-
-
-def listing(path: "UrlPath") -> dict[str, FileVersion]:
+def listing(path: UrlPath) -> dict[str, FileVersion]:
     """Return size and ETag of all objects below `path`, by key."""
     store = _store(path.scheme, path.bucket)
     import obstore
@@ -186,7 +288,7 @@ def _store(scheme: str, bucket: str) -> "ObjectStore":
     return from_url(f"{scheme}://{bucket}", retry_config=retry)
 
 
-def _fail(path: "UrlPath", error: Exception) -> NoReturn:
+def _fail(path: UrlPath, error: Exception) -> NoReturn:
     """Raise the store's error as an OSError."""
     from obstore import exceptions
 

@@ -241,30 +241,29 @@ class Bundle:
             self._read_strings(key, entry)
             return
         self._dtype(key, entry)
-        for shard, fault in self.faults(key, chunk_bytes):
-            raise self._corrupt(key, shard, fault)
+        for part in entry.parts():
+            if fault := self.fault(key, part, chunk_bytes):
+                raise self._corrupt(key, part.shard, fault)
 
-    def faults(
-        self, key: str, chunk_bytes: int, on_read: Callable[[int], None] = lambda _: None
-    ) -> Iterator[tuple[int, str]]:
-        """Read the parts of tensor `key`, `chunk_bytes` at a time, and yield (data file, fault) of those with a wrong CRC.
+    def fault(
+        self, key: str, part: Slice, chunk_bytes: int, on_read: Callable[[int], None] = lambda _: None
+    ) -> str | None:
+        """Read a part of tensor `key`, `chunk_bytes` at a time. Return in what it differs from its CRC, or None.
 
         `on_read` is called with the number of bytes just read. The dtype variant has another kind of CRC.
         """
-        entry = self.entries[key]
-        for part in entry.parts():
-            place = f"bytes [{part.offset}, {part.offset + part.size})"
-            pieces = self._pieces(part, chunk_bytes, on_read)
-            try:
-                if entry.dtype == STRING:
-                    actual = strings_crc((piece.tobytes() for piece in pieces), math.prod(part.shape), part.size)
-                else:
-                    actual = functools.reduce(crc.extend, pieces, 0)
-            except MalformedError as error:
-                yield part.shard, f"{place}: {error}"
-                continue
-            if actual != part.crc32c:
-                yield part.shard, f"{place} have CRC32C {actual:#010x}, but the index has {part.crc32c:#010x}"
+        place = f"bytes [{part.offset}, {part.offset + part.size})"
+        pieces = self._pieces(part, chunk_bytes, on_read)
+        try:
+            if self.entries[key].dtype == STRING:
+                actual = strings_crc((piece.tobytes() for piece in pieces), math.prod(part.shape), part.size)
+            else:
+                actual = functools.reduce(crc.extend, pieces, 0)
+        except MalformedError as error:
+            return f"{place}: {error}"
+        if actual == part.crc32c:
+            return None
+        return f"{place} have CRC32C {actual:#010x}, but the index has {part.crc32c:#010x}"
 
     def _pieces(self, part: Slice, chunk_bytes: int, on_read: Callable[[int], None]) -> Iterator[Array]:
         """Yield the bytes of a part. Each piece is valid until the next."""

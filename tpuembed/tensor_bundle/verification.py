@@ -38,12 +38,16 @@ def damaged_parts(bundle: Bundle, on_read: Callable[[int], None], without: Conta
 
     `on_read` is called with the number of bytes just read.
     """
-    places = {key: min((part.shard, part.offset) for part in entry.parts()) for key, entry in bundle.entries.items()}
-    for key in sorted(places, key=places.__getitem__):
-        if bundle.entries[key].dtype == _VARIANT or key in without:
-            continue
+    parts = [
+        (part.shard, part.offset, key, part)
+        for key, entry in bundle.entries.items()
+        if entry.dtype != _VARIANT and key not in without
+        for part in entry.parts()
+    ]
+    for shard, _, key, part in sorted(parts, key=lambda item: item[:3]):
         try:
-            for shard, fault in bundle.faults(key, _PIECE_BYTES, on_read):
-                yield Damage(key, str(bundle.data_path(shard)), fault)
+            fault = bundle.fault(key, part, _PIECE_BYTES, on_read)
         except CheckpointError as error:
-            yield Damage(key, str(bundle.data_path(places[key][0])), str(error))
+            fault = str(error)
+        if fault is not None:
+            yield Damage(key, str(bundle.data_path(shard)), fault)
