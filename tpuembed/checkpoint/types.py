@@ -3,20 +3,17 @@
 import abc
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
+from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.row_history import RowHistory
 from tpuembed.vocabulary import Vocabulary, VocabularyHeader
 
-if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
-    from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader
-    from tpuembed.checkpoint.saved_objects import Objects, Weight
-
-__all__ = ["Array", "Checkpoint", "PartialChecksum", "TableInfo"]
+__all__ = ["Array", "Checkpoint", "PartialChecksum", "SummedRows", "TableInfo"]
 
 Array = np.ndarray[Any, Any]
 
@@ -56,6 +53,16 @@ class PartialChecksum:
 
     def __add__(self, other: "PartialChecksum") -> "PartialChecksum":
         return PartialChecksum(self.checksum ^ other.checksum, self.bytes + other.bytes)
+
+
+class SummedRows(Protocol):
+    """Reads each row of a table once, and adds up the checksums of the tensors that hold them."""
+
+    def read_into(self, start: int, out: Array) -> None:
+        """Fill `out`, [n, dim], with the rows [start, start + n)."""
+
+    def sums(self) -> Mapping[str, PartialChecksum]:
+        """Return the partial checksum of each tensor."""
 
 
 class Checkpoint(abc.ABC):
@@ -175,7 +182,7 @@ class Checkpoint(abc.ABC):
         self._check(table, None)
         return None
 
-    def summed(self, table: str) -> "ModShardedReader | None":
+    def summed(self, table: str) -> SummedRows | None:
         """Return a reader of `table` if the checksums cover bytes in another order than its rows. None if `checksum`
         covers it, or if it has no checksum.
 
@@ -196,11 +203,11 @@ class Checkpoint(abc.ABC):
         """
         return {}
 
-    def objects(self, tables: Collection[str]) -> "Objects | None":  # noqa: ARG002 - readers without layers
+    def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - readers without layers
         """Return the saved model's layers, without its optimizers and without `tables`; None if the files have none."""
         return None
 
-    def read_weight(self, weight: "Weight") -> Array:
+    def read_weight(self, weight: Weight) -> Array:
         """Return the value of a weight of `objects`.
 
         Raises:

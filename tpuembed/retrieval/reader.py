@@ -3,20 +3,17 @@
 import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum, TableInfo
+from tpuembed.checkpoint.saved_objects import Objects, Weight
+from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum, SummedRows, TableInfo
 from tpuembed.errors import ConfigError
 from tpuembed.export.stream.shard import Source
 from tpuembed.row_history import RowHistory
 from tpuembed.vocabulary import Vocabulary, VocabularyHeader
-
-if TYPE_CHECKING:
-    from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader
-    from tpuembed.checkpoint.saved_objects import Objects, Weight
 
 __all__ = ["ORDER", "WithCandidates"]
 
@@ -92,7 +89,7 @@ class WithCandidates(Checkpoint):
         """See Checkpoint."""
         return None if table == self._name else self._of.piece_rows(table)
 
-    def summed(self, table: str) -> "ModShardedReader | None":
+    def summed(self, table: str) -> SummedRows | None:
         """See Checkpoint."""
         return None if table == self._name else self._of.summed(table)
 
@@ -100,11 +97,11 @@ class WithCandidates(Checkpoint):
         """See Checkpoint."""
         return self._of.proven([table for table in tables if table != self._name], sums)
 
-    def objects(self, tables: Collection[str]) -> "Objects | None":
+    def objects(self, tables: Collection[str]) -> Objects | None:
         """See Checkpoint."""
         return self._of.objects([table for table in tables if table != self._name])
 
-    def read_weight(self, weight: "Weight") -> Array:
+    def read_weight(self, weight: Weight) -> Array:
         """See Checkpoint."""
         return self._of.read_weight(weight)
 

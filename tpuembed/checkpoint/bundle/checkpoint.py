@@ -8,19 +8,27 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from tpuembed.checkpoint.bundle.layer_config import checked_count
+from tpuembed.checkpoint.bundle.graph_objects import find_root, objects_of_graph
+from tpuembed.checkpoint.bundle.keras_graph import check_keras_model, keras_rs_tables
+from tpuembed.checkpoint.bundle.layer_config import checked_count, merge_configs
+from tpuembed.checkpoint.bundle.mid_level import keras_layer_tables, mid_level_tables
 from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
-from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
-from tpuembed.checkpoint.bundle.own_layer import own_layer_configs, own_layer_stamps, own_layer_vocabularies
+from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, VALUE, ObjectGraph
+from tpuembed.checkpoint.bundle.own_layer import (
+    own_layer_configs,
+    own_layer_stamps,
+    own_layer_tables,
+    own_layer_vocabularies,
+)
 from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader, matches_checksum
 from tpuembed.checkpoint.bundle.partitioned import PARTITION_STRATEGIES
-from tpuembed.checkpoint.bundle.table_keys import table_info
-from tpuembed.checkpoint.discovery import discover
+from tpuembed.checkpoint.bundle.plain_variables import graph_variables, named_variables
+from tpuembed.checkpoint.bundle.table_keys import TableKeys, merge_tables, table_info
 from tpuembed.checkpoint.location import find_bundle
-from tpuembed.checkpoint.saved_objects import Objects, Weight, find_root, objects_of_graph
+from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum
 from tpuembed.config.checks import check_choice
-from tpuembed.errors import CheckpointCorruptError, ConfigError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
 from tpuembed.files import FilePath
 from tpuembed.protobuf import MalformedError
 from tpuembed.row_history import RowHistory
@@ -35,6 +43,11 @@ _STORE_PIECE_BYTES: Final = 64 << 20
 """The total size of the parallel requests."""
 _UPDATES: Final = "tpuembed_iterations"
 """The attribute of tpuembed's layers with their count of updates."""
+_OBJECT_VALUE: Final = f"/.ATTRIBUTES/{VALUE}"
+"""The end of the keys of variables in TensorFlow 2."""
+
+Found = tuple[dict[str, TableKeys], dict[str, Any] | None]
+"""Tables by name, and the config of the layers that wrote them, if the checkpoint has it."""
 
 
 class BundleCheckpoint(Checkpoint):
@@ -64,7 +77,7 @@ class BundleCheckpoint(Checkpoint):
             has_graph = OBJECT_GRAPH_KEY in bundle.entries
             graph = ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY)) if has_graph else None
             self.graph = _below_root(graph, options.get("root"), f"checkpoint {bundle.prefix}")
-            self._keys, self.layer_config = discover(bundle, self.graph, options.get("partition_strategy"))
+            self._keys, self.layer_config = _tables_of(bundle, self.graph, options.get("partition_strategy"))
         except MalformedError as error:
             raise CheckpointCorruptError.of(f"checkpoint {bundle.prefix}: its object graph: {error}") from None
         self.format = "+".join(sorted({keys.rows.format for keys in self._keys.values()}))
@@ -235,3 +248,79 @@ def _below_root(graph: ObjectGraph | None, root: Any, where: str) -> ObjectGraph
     if graph is None:
         raise ConfigError(f"{where}: option root={root!r}: a checkpoint of TensorFlow 1 has no objects. Leave it out.")
     return graph.below(find_root(graph, root, where))
+
+
+def _tables_of(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str | None = None) -> Found:
+    """Return the tables of embedding layers. If the checkpoint has no such layer, return all matrices of floats.
+
+    A TensorFlow 1 checkpoint has no `graph`, and may need the `partition_strategy` of its partitioned variables.
+
+    Raises:
+        ConfigError: a partition strategy is given for a checkpoint with an object graph, whose rows are in order.
+        CheckpointFormatError: there is no table, two have the same name, or a layer's format is not supported.
+        CheckpointCorruptError: graph, config and bundle contradict each other.
+        MalformedError: the graph is far too deep.
+    """
+    if graph is not None and partition_strategy is not None:
+        raise ConfigError(
+            f"checkpoint {bundle.prefix}: partition_strategy is only for checkpoints of TensorFlow 1. This one "
+            "has an object graph, which determines the order of its rows. Leave it out."
+        )
+    if graph is not None:
+        _check_no_holes(bundle)
+    tables, config = _discover(bundle, graph, partition_strategy)
+    if not tables:
+        _check_no_holes(bundle)
+        raise CheckpointFormatError(
+            f"checkpoint {bundle.prefix}: has no table, neither an embedding layer's nor a variable that is a matrix "
+            f"of floats, among {len(bundle.entries)} tensors. Check that the layer was built before the checkpoint was "
+            "saved. (TensorFlow does not save keras_rs.layers.DistributedEmbedding: use model.save_weights.)"
+        )
+    _check_all_there(bundle, graph)
+    return tables, config
+
+
+def _check_no_holes(bundle: Bundle) -> None:
+    """Raise CheckpointCorruptError for a tensor with holes. Only TensorFlow 1 writes such; see `Entry.holes`."""
+    for key, entry in bundle.entries.items():
+        if entry.holes:
+            bundle.entry(key)
+
+
+def _check_all_there(bundle: Bundle, graph: ObjectGraph | None) -> None:
+    """Raise CheckpointCorruptError if the graph or values are missing: the rest could be read, but lack a table or
+    slot.
+    """
+    if graph is None:
+        for key in bundle.entries:
+            if key.endswith(_OBJECT_VALUE):
+                raise CheckpointCorruptError.of(
+                    f"checkpoint {bundle.prefix}: {key} is the value of an object, but the index has no object graph, "
+                    "which determines the order of its rows"
+                )
+        return
+    for number, node in enumerate(graph.nodes):
+        if node.value_key is not None and node.value_key not in bundle.entries:
+            raise CheckpointCorruptError.of(
+                f"checkpoint {bundle.prefix}: its object graph puts {graph.path(number)} at {node.value_key}, which "
+                "the index does not have"
+            )
+
+
+def _discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str | None) -> Found:
+    if graph is None:
+        return merge_tables(bundle, named_variables(bundle, partition_strategy)), None
+    configs = own_layer_configs(bundle, graph)
+    layers = merge_tables(
+        bundle,
+        [
+            *own_layer_tables(bundle, graph, configs),
+            *mid_level_tables(bundle, graph),
+            *keras_layer_tables(bundle, graph),
+            *keras_rs_tables(bundle, graph),
+        ],
+    )
+    if layers or configs or mid_level_nodes(graph):
+        return layers, merge_configs({graph.path(number): config for number, config in configs.items()})
+    check_keras_model(bundle, graph)
+    return merge_tables(bundle, graph_variables(bundle, graph)), None
