@@ -21,8 +21,7 @@ from tpuembed.checkpoint.bundle.own_layer import (
     own_layer_vocabularies,
 )
 from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader, matches_checksum
-from tpuembed.checkpoint.bundle.partitioned import PARTITION_STRATEGIES
-from tpuembed.checkpoint.bundle.plain_variables import graph_variables, named_variables
+from tpuembed.checkpoint.bundle.plain_variables import PARTITION_STRATEGIES, graph_variables, named_variables
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, merge_tables, table_info
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.saved_objects import Objects, Weight

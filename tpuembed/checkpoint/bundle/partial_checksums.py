@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from tpuembed.checkpoint.bundle.mod_sharded import ModSharded
-from tpuembed.checkpoint.bundle.rows import read_mod_sharded_rows, recorded_checksum
+from tpuembed.checkpoint.bundle.rows import ModSharded, read_mod_sharded_rows, recorded_checksum
 from tpuembed.checkpoint.types import Array, PartialChecksum
 from tpuembed.tensor_bundle import Bundle, Entry, crc
 

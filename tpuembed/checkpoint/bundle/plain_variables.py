@@ -1,16 +1,28 @@
-"""Tables of checkpoints without an embedding layer: every matrix of floats."""
+"""Tables of checkpoints without an embedding layer: every matrix of floats.
 
+A partitioner of TensorFlow 1 cuts a variable into parts. The checkpoint does not record how `tf.nn.embedding_lookup` assigned
+ids to them: "mod" assigns ids round-robin, "div" gives each part a run of them.
+
+Source: embedding_lookup in tensorflow/python/ops/embedding_ops.py; _iter_slices in tensorflow/python/ops/variable_scope.py.
+"""
+
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+import numpy as np
+
 from tpuembed.checkpoint.bundle.keras_saved_model import archive_copies, variable_names
 from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
-from tpuembed.checkpoint.bundle.partitioned import partitioned_rows
+from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, optimizer_slots
+from tpuembed.checkpoint.types import Array
+from tpuembed.errors import CheckpointFormatError
 from tpuembed.tensor_bundle import Bundle, Entry
 
-__all__ = ["graph_variables", "named_variables"]
+__all__ = ["PARTITION_STRATEGIES", "graph_variables", "named_variables"]
 
+PARTITION_STRATEGIES: Final = ("mod", "div")
 _OPTIMIZERS: Final = {
     "Adagrad": ("accumulators",),
     "Adam": ("momenta", "velocities"),
@@ -49,7 +61,7 @@ def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]
     held = {key for of_table in slots.values() for key in of_table.values()}
     for name in matrices:
         if name not in held:
-            yield TableKeys(name, name, slots.get(name, {}), rows=partitioned_rows(bundle, name, strategy))
+            yield TableKeys(name, name, slots.get(name, {}), rows=_partitioned_rows(bundle, name, strategy))
 
 
 def _slots_by_name(matrices: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
@@ -83,3 +95,60 @@ def _named(scoped: str, matrices: Mapping[str, Entry]) -> list[str]:
 def _pieces(entry: Entry | None) -> object:
     """Return shape, dtype and cuts of a tensor: equal for a variable and its slots."""
     return entry and (entry.shape, entry.dtype, [(piece.start, piece.shape) for piece in entry.slices])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Partitions:
+    """Mod-sharded rows: row i is row `i // parts` of part `i % parts`; see `rows.ModSharded`.
+
+    Attributes:
+        starts: the row of the variable with which each part begins.
+        stored_dim: its columns.
+    """
+
+    starts: tuple[int, ...]
+    stored_dim: int
+
+    @property
+    def count(self) -> int:
+        return len(self.starts)
+
+    def first_rows(self, parts: Array) -> Array:
+        return np.array(self.starts)[parts]
+
+
+def _partitioned_rows(bundle: Bundle, name: str, strategy: str | None) -> RowLayout:
+    """Return the order of rows in variable `name` of a TensorFlow 1 checkpoint.
+
+    Raises:
+        CheckpointFormatError: it is partitioned and `strategy` is None, or no partitioner makes such parts.
+    """
+    entry = bundle.entries[name]
+    if len({piece.start[0] for piece in entry.slices}) < 2:  # in one piece, or cut by columns
+        return DENSE
+    starts = _even_starts(bundle, name, entry)
+    if strategy is None:
+        raise CheckpointFormatError(
+            f"checkpoint {bundle.prefix}: variable {name!r} is partitioned in {len(starts)}, and the checkpoint "
+            "does not record how ids were assigned to the parts (div or mod). Give partition_strategy, the one "
+            "that the model gave to tf.nn.embedding_lookup (its default is mod)."
+        )
+    mod_sharding = _Partitions(starts, entry.shape[1]) if strategy == "mod" else None
+    return RowLayout("partitioned", f"partitions, {strategy}", mod_sharding)
+
+
+def _even_starts(bundle: Bundle, name: str, entry: Entry) -> tuple[int, ...]:
+    """Return the first row of each part. Checks that parts have whole rows, evenly divided, with the first parts one
+    row longer.
+    """
+    rows, count = entry.shape[0], len(entry.slices)
+    parts = sorted((piece.start[0], *piece.shape) for piece in entry.slices)
+    starts = tuple(rows // count * part + min(part, rows % count) for part in range(count))
+    expected = [(start, stop - start, entry.shape[1]) for start, stop in zip(starts, (*starts[1:], rows), strict=True)]
+    if parts != expected:
+        raise CheckpointFormatError(
+            f"checkpoint {bundle.prefix}: variable {name!r} of {rows} rows is cut in {count} parts of "
+            f"{', '.join(str(part[1]) for part in parts[:8])} rows, which no partitioner of TensorFlow makes. "
+            "Save it in one piece."
+        )
+    return starts

@@ -95,7 +95,7 @@ class TableLayout:
 
     @property
     def count(self) -> int:
-        """Return the number of shards; see `mod_sharded.ModSharded`."""
+        """Return the number of shards; see `rows.ModSharded`."""
         return self.num_sparse_cores
 
     @property

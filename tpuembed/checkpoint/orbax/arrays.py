@@ -1,21 +1,21 @@
 """Reads the arrays of an Orbax checkpoint with TensorStore, which decodes whole chunks and caches them within a budget."""
 
 import dataclasses
+import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from tpuembed.checkpoint.orbax.array_checks import check_form, is_complete, is_compressed, keys_beyond
+from tpuembed.checkpoint.bundle.rows import ModSharded
 from tpuembed.checkpoint.orbax.metadata import Leaf
-from tpuembed.checkpoint.orbax.row_runs import Run, split_run
 from tpuembed.checkpoint.orbax.stores import ERRORS, OPEN_SECONDS, READ_SECONDS, RETRIES, array_spec, fail, wait
 from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, MissingExtraError
 
-__all__ = ["ArrayStore", "StoredArray"]
+__all__ = ["ArrayStore", "Run", "StoredArray", "contiguous_run", "mod_sharded_runs"]
 
 _LIMIT_BYTES: Final = 2 << 30
 """The default limit for one chunk, decoded and as stored. TensorStore ends the process if the memory for a chunk is missing,
@@ -27,8 +27,45 @@ _IN_FLIGHT_BYTES: Final = 8 << 20
 """Bytes of decoded chunks to read in parallel, beyond the first."""
 _NODE_CACHE_BYTES: Final = 8 << 20
 """The cache for the index of an OCDBT database."""
+_MAX_ELEMENTS: Final = 1 << 58
+"""The most elements of an array, so that byte and row numbers cannot overflow."""
 _ENTRY_BYTES: Final = 1 << 10
 """TensorStore's overhead for a chunk in its cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A copy of `rows` stored rows from `source` on to rows `target`, `target + step`, ... of the output."""
+
+    source: int
+    rows: int
+    target: int
+    step: int
+
+
+def contiguous_run(start: int, stop: int) -> Iterator[Run]:
+    """Yield the run of the rows [start, stop) of a table that is stored row by row."""
+    if start < stop:
+        yield Run(start, stop - start, 0, 1)
+
+
+def mod_sharded_runs(table: ModSharded, start: int, stop: int) -> Iterator[Run]:
+    """Yield the runs of the rows [start, stop) of a mod-sharded table: one per part that has any of them."""
+    rows = np.arange(start, min(stop, start + table.count))
+    groups, parts = np.divmod(rows, table.count)
+    for row, source in zip(rows.tolist(), (table.first_rows(parts) + groups).tolist(), strict=True):
+        yield Run(source, (stop - 1 - row) // table.count + 1, row - start, table.count)
+
+
+def _split_run(run: Run, size: int) -> Iterator[Run]:
+    """Yield `run` in pieces, cut where a stored row is a multiple of `size`."""
+    done = 0
+    while done < run.rows:
+        source = run.source + done
+        rows = min(run.rows - done, size - source % size)
+        yield Run(source, rows, run.target + done * run.step, run.step)
+        done += rows
+
 
 _Group = dict[tuple[int, int], list[Run]]
 """Runs by their chunk: its number among the rows of chunks, and its first column."""
@@ -77,15 +114,15 @@ class ArrayStore:
         """
         try:
             handle = self._open(leaf, self._context, is_complete=True)
-            check_form(leaf, handle)
-            complete = is_complete(leaf, handle)
+            _check_form(leaf, handle)
+            complete = _stores_all_chunks(leaf, handle)
             if not complete:
                 handle = self._open(leaf, self._context, is_complete=False)
         except ERRORS as error:
             fail(leaf, error)
         chunk = tuple(handle.chunk_layout.read_chunk.shape or handle.shape)
         shape, dtype = tuple(handle.shape), np.dtype(handle.dtype.numpy_dtype)
-        return StoredArray(leaf, shape, dtype, chunk, is_compressed(handle), complete, self, handle)
+        return StoredArray(leaf, shape, dtype, chunk, _has_codecs(handle), complete, self, handle)
 
     def _open(self, leaf: Leaf, context: Any, *, is_complete: bool) -> Any:
         spec = array_spec(leaf) | {"fill_missing_data_reads": not is_complete}
@@ -163,7 +200,7 @@ class StoredArray:
             last = self.shared[self.shape[0] - 1 :].storage_statistics(query_fully_stored=True)
             if self.is_complete and not wait(self.leaf, last, OPEN_SECONDS).fully_stored:
                 self._fail_shape("its last chunk is missing")
-            for key in keys_beyond(self.shared):
+            for key in _keys_beyond(self.shared):
                 if wait(self.leaf, self.shared.kvstore.read(key), OPEN_SECONDS).state != "missing":
                     self._fail_shape(f"there is a chunk {key!r}, beyond its end")
         except ERRORS as error:
@@ -211,7 +248,7 @@ class StoredArray:
         """Yields groups to read together: everything in one chunk, and further chunks while they are small."""
         bands: defaultdict[int, list[Run]] = defaultdict(list)
         for run in runs:
-            for piece in split_run(run, self.chunk[0]):
+            for piece in _split_run(run, self.chunk[0]):
                 bands[piece.source // self.chunk[0]].append(piece)
         group: _Group = {}
         for band in sorted(bands):
@@ -236,3 +273,78 @@ class StoredArray:
                     copies.append(target.write(handle[run.source : run.source + run.rows, columns], batch=batch))
         for copy in copies:
             wait(self.leaf, copy, READ_SECONDS)
+
+
+def _check_form(leaf: Leaf, handle: Any) -> None:
+    """Raise an error unless the opened array has a form that Orbax writes, and the shape in its tree.
+
+    Raises:
+        CheckpointFormatError: its elements are in another order.
+        CheckpointCorruptError: its shape is far too large, or not what was saved.
+    """
+    shape, order = tuple(handle.shape), tuple(handle.chunk_layout.inner_order or range(handle.rank))
+    where = f"checkpoint {leaf.item.folder}: array {leaf.shown}"
+    if math.prod(shape) > _MAX_ELEMENTS:
+        raise CheckpointCorruptError.of(f"{where}: its shape {list(shape)} is far too large")
+    if order != tuple(range(len(shape))) or _is_big_endian(handle):
+        raise CheckpointFormatError(
+            f"{where}: its metadata has column-major (Fortran) or big-endian chunks, which Orbax never writes. "
+            "Restore it from another copy, or save it with Orbax."
+        )
+    if leaf.write_shape is not None and not _is_made_of(shape, leaf.write_shape):
+        raise CheckpointCorruptError.of(
+            f"{where}: is {list(shape)}, but by its tree it was written in parts of {list(leaf.write_shape)}, which do "
+            "not add up to it"
+        )
+
+
+def _is_big_endian(handle: Any) -> bool:
+    metadata = handle.spec().to_json()["metadata"]
+    return str(metadata.get("dtype")).startswith(">") or '"endian": "big"' in json.dumps(metadata.get("codecs"))
+
+
+def _is_made_of(shape: Sequence[int], part: Sequence[int]) -> bool:
+    """Returns True if equal parts make up the whole, as JAX shards arrays.
+
+    Source: `write_shape` is the shape of one shard (orbax/checkpoint/_src/serialization/types.py, ParamInfo).
+    """
+    if len(shape) != len(part):
+        return False
+    return all(whole % size == 0 if size > 0 else whole == size for whole, size in zip(shape, part, strict=True))
+
+
+def _stores_all_chunks(leaf: Leaf, handle: Any) -> bool:
+    """Returns True if every chunk was written, so that a missing one was lost. Otherwise a missing chunk is the fill
+    value.
+
+    Versions of Orbax that do not record that they store all chunks left out zeros, but only if the array has a fill
+    value:
+    in zarr 2 it never had one (seen with orbax-checkpoint 0.5.23).
+    """
+    if leaf.item.complete:
+        return True
+    return not leaf.item.zarr3 and handle.spec().to_json()["metadata"].get("fill_value") is None
+
+
+def _has_codecs(handle: Any) -> bool:
+    """Returns True if its chunks may be stored in another form than numbers in memory."""
+    metadata = handle.spec().to_json()["metadata"]
+    if "codecs" in metadata:
+        return any(codec["name"] != "bytes" for codec in metadata["codecs"])
+    return metadata["compressor"] is not None
+
+
+def _keys_beyond(handle: Any) -> Iterator[str]:
+    """Yield the keys of the first chunk after the end of each dimension. If one exists, the array was larger."""
+    metadata = handle.spec().to_json()["metadata"]
+    if "chunk_grid" in metadata:  # zarr 3
+        encoding, chunks = metadata["chunk_key_encoding"], metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        is_default = encoding["name"] == "default"
+        separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+        prefix = f"c{separator}" if is_default else ""
+    else:
+        prefix, separator, chunks = "", metadata["dimension_separator"], metadata["chunks"]
+    for axis, size in enumerate(handle.shape):
+        place = ["0"] * len(chunks)
+        place[axis] = str(-(-size // chunks[axis]))
+        yield prefix + separator.join(place)

@@ -19,8 +19,7 @@ from tpuembed.errors import (
 )
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
-from tpuembed.saved_model.stack_rows import StackRows
-from tpuembed.saved_model.stored_rows import decode_int8
+from tpuembed.saved_model.stack_rows import StackRows, decode_int8
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.vocabulary import Vocabulary
 

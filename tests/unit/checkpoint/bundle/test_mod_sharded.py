@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.sparse_core_files import write_sparse_core_checkpoint
-from tpuembed.checkpoint.bundle.mod_sharded import read_mod_sharded
+from tpuembed.checkpoint.bundle.rows import read_mod_sharded
 from tpuembed.tensor_bundle import shard_path
 
 Array = np.ndarray[Any, Any]
