@@ -1,6 +1,5 @@
 """`tpuembed describe`: the content of a checkpoint or an export."""
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,8 +12,6 @@ from tpuembed_cli.output import print_json, table_of, to_terminal, with_unit
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from tpuembed.checkpoint.tools import CheckpointDescription
 
 __all__ = ["describe"]
 
@@ -42,9 +39,8 @@ def describe(path: str, checkpoint_options: dict[str, Any], as_json: bool) -> No
         found = describe_export(*export)
         tables = _export_tables(found)
     else:
-        description = describe_checkpoint(path, checkpoint_options=checkpoint_options)
-        found = description.to_dict()
-        tables = [_checkpoint_table(description)]
+        found = describe_checkpoint(path, checkpoint_options=checkpoint_options)
+        tables = [_checkpoint_table(found)]
     if as_json:
         print_json(found)
     else:
@@ -59,18 +55,17 @@ def _origin(found: dict[str, Any]) -> str:
     return f", layout {found['layout']}{base}, by tpuembed {found['tool_version']}{origin}"
 
 
-def _checkpoint_table(description: "CheckpointDescription") -> "Table":
-    tracked = any(table.tracked_updates is not None for table in description.tables)
-    named = any(table.vocabulary is not None for table in description.tables)
+def _checkpoint_table(found: dict[str, Any]) -> "Table":
+    tracked = any("tracked_updates" in table for table in found["tables"])
+    named = any("vocabulary" in table for table in found["tables"])
     rows = []
-    for table in description.tables:
-        row = {**dataclasses.asdict(table), "bytes": with_unit(table.bytes)}
-        updates = row.pop("tracked_updates")
+    for table in found["tables"]:
+        row = {**table, "bytes": with_unit(table["bytes"])}
+        updates, vocabulary = row.pop("tracked_updates", None), row.pop("vocabulary", None)
         said = "" if updates is None else f"rows tracked, {updates} updates"
-        vocabulary = row.pop("vocabulary")
         row |= {"tracking": said} if tracked else {}
         rows.append(row | ({"vocabulary": _vocabulary(vocabulary)} if named else {}))
-    return table_of(f"tables ({with_unit(description.bytes)})", rows)
+    return table_of(f"tables ({with_unit(found['bytes'])})", rows)
 
 
 def _vocabulary(header: dict[str, Any] | None) -> str:

@@ -248,7 +248,7 @@ def test_stamps_and_history_are_saved_and_restored(tmp_path: Path, kind: str, ho
     assert history_of(found).spans[:-1] == saved.spans
     assert history_of(found).since(saved)
     assert not history_of(layer).since(history_of(found))
-    assert describe_checkpoint(path).tables[0].tracked_updates == 5
+    assert describe_checkpoint(path)["tables"][0]["tracked_updates"] == 5
 
 
 @pytest.mark.parametrize(("saves", "loads"), [(True, False), (False, True), (False, False)])

@@ -3,12 +3,7 @@
 Each needs a few megabytes of memory for tables of any size.
 """
 
-from tpuembed.checkpoint.tools.describe import (
-    CheckpointDescription,
-    TableDescription,
-    describe_checkpoint,
-    describe_export,
-)
+from tpuembed.checkpoint.tools.describe import describe_checkpoint, describe_export
 from tpuembed.checkpoint.tools.diff import CheckpointDiff, LargestChange, TableDiff, diff_checkpoints
 from tpuembed.checkpoint.tools.exports import find_export, require_export
 from tpuembed.checkpoint.tools.head import Rows, read_rows, stream_named_rows, stream_rows
@@ -16,11 +11,9 @@ from tpuembed.checkpoint.tools.verify import verify_files
 from tpuembed.checkpoint.tools.verify_export import VerifyReport
 
 __all__ = [
-    "CheckpointDescription",
     "CheckpointDiff",
     "LargestChange",
     "Rows",
-    "TableDescription",
     "TableDiff",
     "VerifyReport",
     "describe_checkpoint",

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.checkpoint.bundles import write
 from tests.support.messages import refused
-from tpuembed.checkpoint.tools import TableDescription, describe_checkpoint, head, read_rows, stream_rows
+from tpuembed.checkpoint.tools import describe_checkpoint, head, read_rows, stream_rows
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "tfrs" / "adam_lookups"
@@ -40,20 +40,23 @@ def test_what_is_not_there() -> None:
 def test_descriptions(tmp_path: Path) -> None:
     write(tmp_path / "ckpt", {"b": np.ones((4, 3), np.float16), "a": np.ones((2, 5), np.float64)})
     found = describe_checkpoint(tmp_path / "ckpt")
-    assert found.tables == (
-        TableDescription(name="a", rows=2, dim=5, dtype="float64", slots=(), layout="", bytes=80),
-        TableDescription(name="b", rows=4, dim=3, dtype="float16", slots=(), layout="", bytes=24),
-    )
-    assert (found.path, found.format, found.bytes, found.config) == (str(tmp_path / "ckpt"), "dense", 104, None)
-    assert "config" not in found.to_dict()
-    slots = describe_checkpoint(GOLDEN / "ckpt").tables[0]
-    assert (slots.name, slots.slots, slots.bytes) == ("table_2", ("momenta", "velocities"), 5 * 2 * 4 * 3)
+    assert found == {
+        "path": str(tmp_path / "ckpt"),
+        "format": "dense",
+        "tables": [
+            {"name": "a", "rows": 2, "dim": 5, "dtype": "float64", "slots": (), "layout": "", "bytes": 80},
+            {"name": "b", "rows": 4, "dim": 3, "dtype": "float16", "slots": (), "layout": "", "bytes": 24},
+        ],
+        "bytes": 104,
+    }
+    slots = describe_checkpoint(GOLDEN / "ckpt")["tables"][0]
+    assert (slots["name"], slots["slots"], slots["bytes"]) == ("table_2", ("momenta", "velocities"), 5 * 2 * 4 * 3)
 
 
 def test_layouts_are_described() -> None:
     """Those of TensorFlow's own stacks; the last table lies alone."""
     found = describe_checkpoint(GOLDEN.parents[1] / "tpu" / "sparse_cores_2_adagrad_momentum" / "ckpt")
-    assert {table.name: table.layout for table in found.tables} == {
+    assert {table["name"]: table["layout"] for table in found["tables"]} == {
         "a": "stack a_b_video/e.1, 8 SparseCores",
         "b": "stack a_b_video/e.1, 8 SparseCores, rotation 4",
         "video/e.1": "stack a_b_video/e.1, 8 SparseCores",
