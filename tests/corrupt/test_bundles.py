@@ -175,7 +175,7 @@ def test_absurd_entries(tmp_path: Path, fields: dict[str, Any]) -> None:
         rewrite(prefix, {**items_of(prefix), b"good": entry(shape=[0, 2]).SerializeToString()})
         with (
             Bundle.open(prefix) as bundle,
-            refused(CheckpointCorruptError, match="16 bytes"),
+            refused(CheckpointCorruptError, match="inside a varint"),
         ):
             bundle.read("table")
         return

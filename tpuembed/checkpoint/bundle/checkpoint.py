@@ -12,7 +12,6 @@ from tpuembed.checkpoint.bundle.graph_objects import find_root, objects_of_graph
 from tpuembed.checkpoint.bundle.keras_graph import check_keras_model, keras_rs_tables
 from tpuembed.checkpoint.bundle.layer_config import checked_count, merge_configs
 from tpuembed.checkpoint.bundle.mid_level import keras_layer_tables, mid_level_tables
-from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, VALUE, ObjectGraph
 from tpuembed.checkpoint.bundle.own_layer import (
     own_layer_configs,
@@ -22,7 +21,7 @@ from tpuembed.checkpoint.bundle.own_layer import (
 )
 from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader, matches_checksum
 from tpuembed.checkpoint.bundle.plain_variables import PARTITION_STRATEGIES, graph_variables, named_variables
-from tpuembed.checkpoint.bundle.table_keys import TableKeys, merge_tables, table_info
+from tpuembed.checkpoint.bundle.table_keys import TableKeys, merge_tables, mid_level_nodes, table_info
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum

@@ -16,9 +16,8 @@ from typing import Final
 
 from tpuembed.checkpoint.bundle.keras_optimizers import is_keras_3_optimizer
 from tpuembed.checkpoint.bundle.keras_saved_model import keras_rs_layers
-from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
-from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, optimizer_slots
+from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, mid_level_nodes, optimizer_slots
 from tpuembed.errors import CheckpointFormatError, first_few
 from tpuembed.tensor_bundle import Bundle
 

@@ -8,12 +8,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
-from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_nodes, mid_level_variables
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.bundle.own_layer import CONFIG_ATTRIBUTE, ENGINE
 from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
 from tpuembed.checkpoint.bundle.sparsecore import sparse_core_layouts, sparse_core_tables
-from tpuembed.checkpoint.bundle.table_keys import TableKeys, optimizer_slots
+from tpuembed.checkpoint.bundle.table_keys import TableKeys, mid_level_nodes, mid_level_variables, optimizer_slots
 from tpuembed.errors import CheckpointFormatError
 from tpuembed.tensor_bundle import Bundle, Entry
 

@@ -24,7 +24,6 @@ from tpuembed.vocabulary import attribute_of
 __all__ = [
     "CONFIG_ATTRIBUTE",
     "ENGINE",
-    "VOCABULARY_KEY",
     "own_layer_configs",
     "own_layer_stamps",
     "own_layer_tables",
@@ -35,9 +34,6 @@ ENGINE: Final = "_engine"
 """The child that is TensorFlow's handle of an accelerator, with the same variables again."""
 
 _TABLES, _STAMPS, _HISTORY, _VOCABULARIES = "_tpu_embedding", "_row_stamps", "history", "_vocabularies"
-
-VOCABULARY_KEY: Final = f"{_VOCABULARIES}/.ATTRIBUTES/"
-"""What every key of a vocabulary contains."""
 
 CONFIG_ATTRIBUTE: Final = "tpuembed_config"
 """The attribute with the config, on the node that holds a layer's tables."""

@@ -19,41 +19,29 @@ _PIECE_BYTES = 1 << 20
 
 
 class ModShardedReader:
-    """Reads a mod-sharded table in tensor `key`, placed as `source` describes, each row once, and adds up the checksums."""
+    """Reads a mod-sharded table in tensor `key`, placed as `source` describes, each row once, and adds up the checksums.
+
+    Several threads may read.
+    """
 
     def __init__(self, source: ModSharded, bundle: Bundle, key: str) -> None:
-        self._source, self._bundle, self._key, self._runs = source, bundle, key, _RunSums(bundle, key)
+        self._source, self._bundle, self._key = source, bundle, key
+        self._runs: list[tuple[Array, list[int], list[int]]] = []
 
     def read_into(self, start: int, out: Array) -> None:
         """Fill `out`, [n, dim], with the rows [start, start + n)."""
-        read_mod_sharded_rows(self._source, self._bundle, self._key, start, out, self._runs.read)
+        read_mod_sharded_rows(self._source, self._bundle, self._key, start, out, self._read)
 
-    def sums(self) -> Mapping[str, PartialChecksum]:
-        """Return the partial checksum of the tensor."""
-        return {self._key: self._runs.total()}
-
-
-class _RunSums:
-    """Reads runs of tensor `key`, and keeps their checksums. Several threads may read."""
-
-    def __init__(self, bundle: Bundle, key: str) -> None:
-        entry = bundle.entries[key]
-        self._bundle, self._key = bundle, key
-        self._row_bytes, self._size = _row_bytes(entry), _size(entry)
-        self._runs: list[tuple[Array, list[int], list[int]]] = []
-
-    def read(self, rows: Array, views: Sequence[memoryview]) -> None:
-        """See ReadRuns."""
+    def _read(self, rows: Array, views: Sequence[memoryview]) -> None:
         self._bundle.read_runs(self._key, rows, views)
         self._runs.append((rows, [len(view) for view in views], [crc.value(view) for view in views]))
 
-    def total(self) -> PartialChecksum:
-        """Return the partial checksum of all runs so far."""
+    def sums(self) -> Mapping[str, PartialChecksum]:
+        """Return the partial checksum of the tensor."""
         if not self._runs:
-            return PartialChecksum()
-        rows, sizes, checksums = (np.concatenate(column) for column in zip(*self._runs, strict=True))
-        after = self._size - rows * self._row_bytes - sizes
-        return PartialChecksum(crc.sum_of_pieces(checksums.astype(np.uint32), after), int(sizes.sum()))
+            return {self._key: PartialChecksum()}
+        runs = (np.concatenate(column) for column in zip(*self._runs, strict=True))
+        return {self._key: _sum_of(self._bundle.entries[self._key], *runs)}
 
 
 def matches_checksum(
@@ -74,7 +62,7 @@ def matches_checksum(
     if (ends[:-1] > runs[1:, 0]).any() or int(runs[:, 1].sum()) * _row_bytes(entry) != read.bytes:
         return None
     between = zip([0, *ends.tolist()], [*runs[:, 0].tolist(), entry.shape[0]], strict=True)
-    return (read + _sum_of(bundle, key, between)).checksum == recorded
+    return (read + _read_between(bundle, key, between)).checksum == recorded
 
 
 def _runs(source: ModSharded, rows: int) -> Array:
@@ -83,16 +71,21 @@ def _runs(source: ModSharded, rows: int) -> Array:
     return np.stack([source.first_rows(parts), (rows - parts + source.count - 1) // source.count], 1)
 
 
-def _sum_of(bundle: Bundle, key: str, ranges: Iterable[tuple[int, int]]) -> PartialChecksum:
+def _read_between(bundle: Bundle, key: str, ranges: Iterable[tuple[int, int]]) -> PartialChecksum:
     """Return the partial checksum of ranges of stored rows."""
-    sums = _RunSums(bundle, key)
-    row_bytes = _row_bytes(bundle.entries[key])
-    step = max(1, _PIECE_BYTES // max(1, row_bytes))
-    buffer = memoryview(bytearray(step * row_bytes))
+    total, entry = PartialChecksum(), bundle.entries[key]
+    step = max(1, _PIECE_BYTES // max(1, _row_bytes(entry)))
     for begin, end in ranges:
         for row in range(begin, end, step):
-            sums.read(np.array([row]), [buffer[: (min(row + step, end) - row) * row_bytes]])
-    return sums.total()
+            data = bundle.read_rows(key, row, min(row + step, end)).reshape(-1).view(np.uint8)
+            total += _sum_of(entry, np.array([row]), np.array([len(data)]), np.array([crc.value(data)]))
+    return total
+
+
+def _sum_of(entry: Entry, rows: Array, sizes: Array, checksums: Array) -> PartialChecksum:
+    """Return the partial checksum of runs, given the first row of each, its bytes and its CRC32C."""
+    after = _size(entry) - rows * _row_bytes(entry) - sizes
+    return PartialChecksum(crc.sum_of_pieces(checksums, after), int(sizes.sum()))
 
 
 def _size(entry: Entry) -> int:

@@ -6,11 +6,10 @@ Source: tensorflow/python/tpu/tpu_embedding_v3.py, tpu_embedding_for_serving.py.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from tpuembed.checkpoint.bundle.mid_level_variables import mid_level_variables
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.bundle.rows import RowLayout
 from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout, parse_layouts
-from tpuembed.checkpoint.bundle.table_keys import TableKeys
+from tpuembed.checkpoint.bundle.table_keys import TableKeys, mid_level_variables
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
 from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Bundle, Entry

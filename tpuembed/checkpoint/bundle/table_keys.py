@@ -1,10 +1,10 @@
 """The tensors of a bundle that form a table and its slots, and the checks that they can."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
+from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
 from tpuembed.checkpoint.types import TableInfo
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
@@ -12,9 +12,20 @@ from tpuembed.protobuf import MalformedError
 from tpuembed.tensor_bundle import Bundle, Entry
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
-__all__ = ["TableKeys", "is_table", "merge_tables", "optimizer_slots", "table_info"]
+__all__ = [
+    "TableKeys",
+    "is_table",
+    "merge_tables",
+    "mid_level_nodes",
+    "mid_level_variables",
+    "optimizer_slots",
+    "table_info",
+]
 
 _FLOATS: Final = frozenset({"float32", "float64", "float16", "bfloat16"})
+_MID_LEVEL: Final = {"_feature_config", "_table_config"}
+"""Children of TensorFlow's mid-level embedding classes on any hardware. Source: tensorflow/python/tpu/tpu_embedding_base.py."""
+_PARAMETERS: Final = "parameters"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,3 +124,28 @@ def optimizer_slots(bundle: Bundle, graph: ObjectGraph, variable: int) -> dict[s
         if key is not None:
             found[slot] = key
     return found
+
+
+def mid_level_nodes(graph: ObjectGraph) -> list[int]:
+    """Return the numbers of the mid-level objects' nodes."""
+    return [number for number, node in enumerate(graph.nodes) if set(node.children) >= _MID_LEVEL]
+
+
+def mid_level_variables(bundle: Bundle, graph: ObjectGraph, node: Node) -> Iterator[TableKeys]:
+    """Yield the tables of a mid-level object, or its stacks if it was saved from SparseCores, with their slots.
+
+    Raises:
+        CheckpointCorruptError: one has no value.
+    """
+    variables = graph.nodes[node.children["_variables"]] if "_variables" in node.children else None
+    for name, child in variables.children.items() if variables is not None else ():
+        roles = graph.nodes[child].children  # `parameters`, and each slot of its own optimizer
+        keys = {role: graph.nodes[number].value_key for role, number in roles.items()}
+        key = keys.pop(_PARAMETERS, None)
+        slots = {slot: value for slot, value in keys.items() if value is not None}
+        if key is None or len(slots) < len(keys):
+            raise CheckpointCorruptError(
+                f"checkpoint {bundle.prefix}: table {name!r} has no value for {_PARAMETERS!r} or a slot, only for "
+                f"{', '.join(sorted(slots)) or 'nothing'}. Save it again."
+            )
+        yield TableKeys(name, key, {**optimizer_slots(bundle, graph, roles[_PARAMETERS]), **slots})

@@ -5,6 +5,7 @@ Source: keras/src/saving/saving_lib.py (H5IOStore, ShardedH5IOStore, `_save_stat
 
 import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -12,7 +13,6 @@ from typing import Any, Final, Self
 
 from tpuembed.checkpoint.keras.archive import CONFIG_NAME, WEIGHTS_NAME, check_crc32, open_archive, parse_config
 from tpuembed.checkpoint.keras.hdf5 import Dataset, Listing, Window, list_file
-from tpuembed.checkpoint.keras.shards import INDEX_ENDING, read_index, shard_path
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -30,6 +30,10 @@ _H5_ENDINGS: Final = (".h5", ".hdf5")
 _H5_SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
 _SHARD_NAME: Final = re.compile(r"(?P<base>.+)_\d{5}\.weights\.h5")
 _MAX_CONFIG_BYTES: Final = 16 << 20
+_INDEX_ENDING: Final = ".weights.json"
+"""Of a file that maps groups of variables to HDF5 files beside it."""
+_MAX_INDEX_BYTES: Final = 64 << 20
+_MAX_FILES: Final = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +82,9 @@ class Weights:
             CheckpointFormatError: they are of a kind that is not supported.
             MissingExtraError: h5py is not installed.
         """
-        index = read_index(path) if path.name.endswith(INDEX_ENDING) else None
+        index = _read_index(path) if path.name.endswith(_INDEX_ENDING) else None
         names = sorted({name for names in (index or {}).values() for name in names})
-        parts = [path] if index is None else [shard_path(path, name) for name in names]
+        parts = [path] if index is None else [_shard_path(path, name) for name in names]
         with contextlib.ExitStack() as opened:
             windows: list[Window] = []
             for part in parts:
@@ -196,20 +200,20 @@ def _weights_in(directory: FilePath) -> list[FilePath]:
     """
     if (directory / WEIGHTS_NAME).is_file() and (directory / CONFIG_NAME).is_file():
         return [directory / WEIGHTS_NAME]
-    endings = (_ARCHIVE_ENDING, ".weights.h5", INDEX_ENDING)
+    endings = (_ARCHIVE_ENDING, ".weights.h5", _INDEX_ENDING)
     names = sorted(child.name for child in directory.iterdir() if child.name.endswith(endings))
-    bases = {name.removesuffix(INDEX_ENDING) for name in names if name.endswith(INDEX_ENDING)}
+    bases = {name.removesuffix(_INDEX_ENDING) for name in names if name.endswith(_INDEX_ENDING)}
     names = [name for name in names if not ((shard := _SHARD_NAME.fullmatch(name)) and shard["base"] in bases)]
     return [directory / name for name in names if (directory / name).is_file()]
 
 
 def _find_file(path: FilePath) -> FilePath | None:
     shard = _SHARD_NAME.fullmatch(path.name)
-    if shard and (path.parent / f"{shard['base']}{INDEX_ENDING}").is_file():
+    if shard and (path.parent / f"{shard['base']}{_INDEX_ENDING}").is_file():
         raise CheckpointFormatError(
-            f"weights file {path}: is one of several that belong together. Give {shard['base']}{INDEX_ENDING}."
+            f"weights file {path}: is one of several that belong together. Give {shard['base']}{_INDEX_ENDING}."
         )
-    if path.name.endswith((INDEX_ENDING, _ARCHIVE_ENDING, *_H5_ENDINGS)):
+    if path.name.endswith((_INDEX_ENDING, _ARCHIVE_ENDING, *_H5_ENDINGS)):
         return path
     if isinstance(path, Path):
         with open(path, "rb") as file:
@@ -276,3 +280,61 @@ def _check_index(path: FilePath, index: Mapping[str, tuple[str, ...]], groups: M
 
 def _corrupt(path: FilePath, what: str) -> CheckpointCorruptError:
     return CheckpointCorruptError.of(f"weights {path}: {what}")
+
+
+def _read_index(path: FilePath) -> dict[str, tuple[str, ...]]:
+    """Return group of variables -> names of the files in the folder of `path` that have its arrays.
+
+    Raises:
+        CheckpointCorruptError: it does not parse, or names a file in another folder.
+    """
+    try:
+        if versions([path])[0].size > _MAX_INDEX_BYTES:
+            raise _corrupt_index(path, f"has over {_MAX_INDEX_BYTES} bytes")
+        index = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"weights index {path}: cannot be read: {reason(error)}.") from None
+    except (ValueError, RecursionError) as error:
+        raise _corrupt_index(path, f"does not parse: {reason(error)}") from None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _corrupt_index(path, "has no mapping `weight_map` of groups to files")
+    found = {group.strip("/"): _names(path, group, value) for group, value in weight_map.items()}
+    if len(found) != len(weight_map) or len({name for names in found.values() for name in names}) > _MAX_FILES:
+        raise _corrupt_index(path, f"names a group twice, or over {_MAX_FILES} files")
+    return found
+
+
+def _names(path: FilePath, group: str, value: Any) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise _corrupt_index(path, f"maps group {group!r} to {value!r}, which are not names of files")
+    for name in names:
+        _check_name(path, name)
+    if len(set(names)) != len(names):
+        raise _corrupt_index(path, f"maps group {group!r} to one file twice")
+    return tuple(names)
+
+
+def _check_name(path: FilePath, name: str) -> None:
+    """Raise CheckpointCorruptError unless `name` is a file beside the index, as Keras writes it."""
+    if not name.isprintable() or name in ("", ".", "..") or "/" in name or "\\" in name:
+        raise _corrupt_index(path, f"names {name!r}, which is not a file beside it")
+
+
+def _shard_path(index: FilePath, name: str) -> FilePath:
+    """Return the path of the file `name`, which `index` names.
+
+    Raises:
+        CheckpointCorruptError: it is missing, or a link out of the folder.
+    """
+    path = index.parent / name
+    if isinstance(path, Path) and path.resolve().parent != Path(index.parent).resolve():
+        raise _corrupt_index(index, f"names {name!r}, which is a link to another folder. Copy the file here")
+    if not path.is_file():
+        raise CheckpointCorruptError(f"weights file {path}: is missing, but {index} puts weights in it. Copy it here.")
+    return path
+
+
+def _corrupt_index(path: FilePath, what: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError.of(f"weights index {path}: {what}")

@@ -139,11 +139,16 @@ def _from_mapping(where: str, stacks: Any) -> tuple[StackSpec, ...]:
     for name, stack in _checked(where, stacks).items():
         inside = f"{where}: stack {name!r}"
         check_keys(inside, _checked(inside, stack), (*_STACK_NUMBERS, "tables"))
-        tables = _checked(f"{inside}: tables", stack.get("tables"))
-        for table, numbers in tables.items():
-            check_keys(f"{inside}: table {table!r}", _checked(f"{inside}: table {table!r}", numbers), _TABLE_NUMBERS)
-        specs.append(_spec(where, name, stack, tables.items()))
-    return _apart(where, specs)
+        tables = []
+        for table, numbers in _checked(f"{inside}: tables", stack.get("tables")).items():
+            of_table = f"{inside}: table {table!r}"
+            check_keys(of_table, _checked(of_table, numbers), _TABLE_NUMBERS)
+            counts = _counts(of_table, numbers, _TABLE_NUMBERS, ("vocab_size", "embedding_dim"))
+            tables.append(TableSpec(table, **counts))
+        counts = _counts(inside, stack, _STACK_NUMBERS, ("num_sparsecores",))
+        specs.append(StackSpec(name, tables=tuple(tables), **counts))
+    _check_apart(where, "tables", [table.name for spec in specs for table in spec.tables])
+    return tuple(specs)
 
 
 def _checked(where: str, value: Any) -> Mapping[str, Any]:
@@ -180,30 +185,20 @@ _MESSAGES: Final = {
 def _from_proto(message: Any) -> tuple[StackSpec, ...]:
     if not message.stacked_table_specs:
         raise MalformedError("has no stacked_table_specs")
-    specs = []
+    stacks, where = {}, "embedding spec"
+    _check_apart(where, "stacks", [stack.stack_name for stack in message.stacked_table_specs])
     for stack in message.stacked_table_specs:
         if not stack.stack_name or not stack.table_specs or not all(table.table_name for table in stack.table_specs):
             raise MalformedError("a stack needs a stack_name, and table_specs that all have a table_name")
-        tables = [(table.table_name, _numbers(table, _TABLE_NUMBERS)) for table in stack.table_specs]
-        specs.append(_spec("embedding spec", stack.stack_name, _numbers(stack, _STACK_NUMBERS), tables))
-    return _apart("embedding spec", specs)
+        _check_apart(where, "tables", [table.table_name for table in stack.table_specs])
+        tables = {table.table_name: _numbers(table, _TABLE_NUMBERS) for table in stack.table_specs}
+        stacks[stack.stack_name] = {**_numbers(stack, _STACK_NUMBERS), "tables": tables}
+    return _from_mapping(where, stacks)
 
 
 def _numbers(message: Any, names: Sequence[str]) -> dict[str, int]:
     """Return the numbers of a spec, or of its proto, that are not missing."""
     return {name: number for name in names if (number := getattr(message, name))}
-
-
-def _spec(
-    where: str, name: str, stack: Mapping[str, Any], tables: Iterable[tuple[str, Mapping[str, Any]]]
-) -> StackSpec:
-    inside = f"{where}: stack {name!r}"
-    numbers = _counts(inside, stack, _STACK_NUMBERS, required=("num_sparsecores",))
-    found = []
-    for table, values in tables:
-        where = f"{inside}: table {table!r}"
-        found.append(TableSpec(table, **_counts(where, values, _TABLE_NUMBERS, ("vocab_size", "embedding_dim"))))
-    return StackSpec(name, tables=tuple(found), **numbers)
 
 
 def _counts(where: str, values: Mapping[str, Any], names: Sequence[str], required: Sequence[str]) -> dict[str, int]:
@@ -213,10 +208,8 @@ def _counts(where: str, values: Mapping[str, Any], names: Sequence[str], require
     return counts
 
 
-def _apart(where: str, specs: Sequence[StackSpec]) -> tuple[StackSpec, ...]:
-    """Return `specs`. Raises ConfigError if two stacks or two tables have the same name."""
-    for kind, names in {"stacks": [s.name for s in specs], "tables": [t.name for s in specs for t in s.tables]}.items():
-        twice = sorted(name for name, count in Counter(names).items() if count > 1)
-        if twice:
-            raise ConfigError(f"{where}: two {kind} are called {twice[0]!r}. Rename one.")
-    return tuple(specs)
+def _check_apart(where: str, kind: str, names: Iterable[str]) -> None:
+    """Raise ConfigError if two stacks or two tables have the same name."""
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ConfigError(f"{where}: two {kind} are called {twice[0]!r}. Rename one.")

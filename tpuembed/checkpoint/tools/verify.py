@@ -8,7 +8,6 @@ import numpy as np
 
 from tpuembed.checkpoint import find_format, open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
-from tpuembed.checkpoint.bundle.own_layer import VOCABULARY_KEY
 from tpuembed.checkpoint.keras.archive import member_damage, member_sizes
 from tpuembed.checkpoint.keras.weights import open_window
 from tpuembed.checkpoint.location import find_bundle
@@ -56,7 +55,7 @@ def verify_files(
     prefix = _bundle_of(as_path(path))
     if prefix is not None:
         with Bundle.open(prefix) as bundle:
-            return _with_vocabularies(_verify_bundle(bundle, counter), bundle, checkpoint_options or {})
+            return _verify_bundle(bundle, counter)
     with open_checkpoint(path, **(checkpoint_options or {})) as checkpoint:
         if checkpoint.path.endswith(".keras"):
             report = _verify_archive(checkpoint.path, counter)
@@ -99,17 +98,6 @@ def _verify_bundle(bundle: Bundle, counter: _Counter) -> VerifyReport:
             *_bytes_of_no_tensor(bundle),
         ),
     )
-
-
-def _with_vocabularies(report: VerifyReport, bundle: Bundle, options: Mapping[str, Any]) -> VerifyReport:
-    """Return `report` with the damage of vocabularies, which have a checksum of their own, and rows that the table must have."""
-    if not any(VOCABULARY_KEY in key for key in bundle.entries):
-        return report
-    try:
-        damaged = list(_damaged_vocabularies(BundleCheckpoint(bundle, options)))
-    except CheckpointError as error:
-        return dataclasses.replace(report, unchecked=(*report.unchecked, f"vocabularies: {error}"))
-    return dataclasses.replace(report, damaged=(*report.damaged, *damaged))
 
 
 def _damaged_vocabularies(checkpoint: Checkpoint) -> Iterator[Damage]:

@@ -118,8 +118,7 @@ def test_what_has_no_name(prefix: str, tmp_path: Path) -> None:
         list(stream_named_rows(prefix, "films", ["a b", "nobody"]))
 
 
-@pytest.mark.parametrize("form", ["bundle", "weights"])
-def test_verify_compares_the_checksum_of_names_and_their_rows(tmp_path: Path, form: str) -> None:
+def test_verify_compares_the_checksum_of_names_and_their_rows(tmp_path: Path) -> None:
     def verified(content: bytes) -> list[str]:
         layer, folder = (
             named_layer({"films": _rows(4, 2), "others": _rows(3, 2)}),
@@ -127,10 +126,7 @@ def test_verify_compares_the_checksum_of_names_and_their_rows(tmp_path: Path, fo
         )
         folder.mkdir()
         names: dict[str, Vocabulary | bytes] = {"films": content, "others": Vocabulary(["a"])}
-        if form == "bundle":
-            path = write_named(folder / "ckpt", layer, names)
-        else:
-            path = write_named_weights(folder / "model.weights.h5", layer, names)
+        path = write_named_weights(folder / "model.weights.h5", layer, names)
         return [f"{damage.name}: {damage.reason}" for damage in verify_files(path).damaged]
 
     content = Vocabulary(["one", "two"], oov_buckets=1).to_bytes()
