@@ -37,7 +37,6 @@ GOLDENS: Final = (
     "keras_rs/keras_adam",
     "keras_rs/sharded",
     "keras_rs/checkpoint_adam",
-    "keras_rs_saved_models/saved",
     "orbax/keras_rs_adam",
     "orbax/keras_rs_stacked",
     "orbax/tree_zarr3",

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Final
 
 from tpuembed.checkpoint.bundle.keras_optimizers import is_keras_3_optimizer
-from tpuembed.checkpoint.bundle.keras_saved_model import keras_rs_layers
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, mid_level_nodes, optimizer_slots
 from tpuembed.errors import CheckpointFormatError, first_few
@@ -25,23 +24,28 @@ __all__ = ["check_keras_model", "keras_rs_tables"]
 
 _TRAINABLE, _VARIABLES = "_trainable_variables", "_variables"
 _TRAP: Final = "_gradient_trap_dummy"
+_KERAS_RS_LAYERS: Final = "_default_device_embedding_layers"
+"""The child of keras-rs' layers with their tables, which only a SavedModel has."""
+_ARCHIVE: Final = {"_all_variables", "variables", "trainable_variables", "non_trainable_variables"}
+"""The lists that `model.export` writes. Source: keras/src/export/saved_model_export_archive.py."""
 _TABLE_VARIABLE: Final = re.compile(r"(?P<layer>.+)/(?P<table>[^/]+)/embeddings")
 _SLOT_REST: Final = re.compile(r"embeddings_(?!.*embeddings_)[a-z_]+")
 _NUMBER: Final = re.compile(r"_\d+$")
 
 
 def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
-    """Yield the tables that only an optimizer holds, or keras-rs' layers in a SavedModel: `<layer>/<table>/embeddings`.
+    """Yield the tables that only an optimizer holds: `<layer>/<table>/embeddings`.
 
     Raises:
-        CheckpointFormatError: a table may have lost its name, as in subclassed models; or a layer's tables are on
+        CheckpointFormatError: a table may have lost its name, as in subclassed models and SavedModels; or a layer's tables are on
             SparseCores, and not in the checkpoint.
     """
     _check_sparse_core_layers(bundle, graph)
+    if any(_KERAS_RS_LAYERS in node.children for node in graph.nodes):
+        raise _saved_model(bundle)
     lists = {node.children[_TRAINABLE] for node in graph.nodes if is_keras_3_optimizer(node.children)}
-    holders = lists | keras_rs_layers(graph)
     elsewhere = {
-        child for number, node in enumerate(graph.nodes) if number not in holders for child in node.children.values()
+        child for number, node in enumerate(graph.nodes) if number not in lists for child in node.children.values()
     }
     for number in sorted({child for one in lists for child in graph.nodes[one].children.values()} - elsewhere):
         key, name = graph.nodes[number].value_key, graph.nodes[number].full_name
@@ -57,6 +61,13 @@ def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
                 "layers, or if an optimizer has no slots.) Restore it into the model and save that with "
                 "model.save_weights('model.weights.h5')."
             )
+
+
+def _saved_model(bundle: Bundle) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        f"checkpoint {bundle.prefix}: is a SavedModel of Keras 3, which does not say the names of its tables. Save the model with "
+        "model.save('model.keras') or model.save_weights('model.weights.h5'), and read that file."
+    )
 
 
 def _check_sparse_core_layers(bundle: Bundle, graph: ObjectGraph) -> None:
@@ -104,7 +115,9 @@ def _slot_names(graph: ObjectGraph, number: int) -> Iterator[str]:
 
 
 def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
-    """Raise CheckpointFormatError if this is a Keras 3 model without a variable that can be a table."""
+    """Raise CheckpointFormatError if this is a Keras 3 model without a variable that can be a table, or without their names."""
+    if set(graph.nodes[0].children) >= _ARCHIVE:
+        raise _saved_model(bundle)
     names = sorted(filter(None, (node.full_name for node in graph.nodes)))
     if not _is_keras_3_model(graph) or any(name.rpartition("/")[2] == "embeddings" for name in names):
         return

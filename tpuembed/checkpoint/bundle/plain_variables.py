@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 
-from tpuembed.checkpoint.bundle.keras_saved_model import archive_copies, variable_names
 from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
 from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, optimizer_slots
@@ -33,16 +32,17 @@ _OPTIMIZERS: Final = {
 
 
 def graph_variables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
-    """Yield the matrices of floats of a TensorFlow 2 checkpoint by object path, with their slots in Keras optimizers.
-
-    In a SavedModel that Keras 3 exported, they have the variables' names, if these are unique.
-    """
-    left_out, names = graph.optimizer_variables | archive_copies(bundle, graph), variable_names(bundle, graph)
+    """Yield the matrices of floats of a TensorFlow 2 checkpoint by object path, with their slots in Keras optimizers."""
     for number in (0, *graph.parents):
         key = graph.nodes[number].value_key
-        if key is None or number in left_out or key not in bundle.entries or not is_table(bundle.entries[key]):
+        if (
+            key is None
+            or number in graph.optimizer_variables
+            or key not in bundle.entries
+            or not is_table(bundle.entries[key])
+        ):
             continue
-        yield TableKeys(names.get(number) or graph.path(number), key, optimizer_slots(bundle, graph, number))
+        yield TableKeys(graph.path(number), key, optimizer_slots(bundle, graph, number))
 
 
 def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]:
