@@ -1,7 +1,5 @@
 """From a user's path to the prefix of one tensor bundle."""
 
-import glob
-import os
 import re
 from pathlib import Path
 
@@ -23,10 +21,6 @@ _FILE_ENDING = re.compile(r"(?P<prefix>.+)(\.index|\.data-\d{5,}-of-\d{5,})", re
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)", re.DOTALL)
 _STATE_LINE = re.compile(r'^\s*model_checkpoint_path\s*:\s*"(?P<path>(?:[^"\\]|\\.)*)"\s*$', re.MULTILINE)
 _ESCAPE = re.compile(rb"\\([0-7]{1,3}|.)", re.DOTALL)
-_SSTABLE_END = (0xDB4775248B80FB57).to_bytes(8, "little")
-"""The end of each file of a checkpoint in TensorFlow 1's format V1, and of no V2 data file. Source: LevelDB's
-table_format.txt.
-"""
 _ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 
@@ -40,14 +34,13 @@ def find_bundle(path: FilePath) -> FilePath | None:
     Raises:
         CheckpointNotFoundError: the `checkpoint` file names a checkpoint that does not exist.
         CheckpointCorruptError: the `checkpoint` file names none.
-        CheckpointFormatError: a directory has several bundles and no `checkpoint` file, or it is of format V1.
+        CheckpointFormatError: a directory has several bundles and no `checkpoint` file.
     """
     ending = _FILE_ENDING.fullmatch(str(path))
     if ending and path.is_file():
         return as_path(ending["prefix"])
     if index_path(path).is_file():
         return path
-    _refuse_v1(path)
     return _find_in_directory(path) if path.is_dir() else None
 
 
@@ -97,28 +90,10 @@ def _named_by(state_file: FilePath) -> FilePath:
     for candidate in candidates:
         if index_path(candidate).is_file():
             return candidate
-        _refuse_v1(candidate)
     raise CheckpointNotFoundError(
         f"checkpoint state {state_file}: names {named!r} as the latest, but there is no "
         f"{index_path(candidates[0])}. Give the path of an existing checkpoint."
     )
-
-
-def _refuse_v1(path: FilePath) -> None:
-    """Raise CheckpointFormatError for a checkpoint of TensorFlow 1's format V1: an sstable, perhaps in several shards."""
-    if not isinstance(path, Path):
-        return
-    stem = re.sub(r"-\?{5}-of-\d{5}$", "", path.name)  # the name of the shards in a state file
-    for file in (path, *path.parent.glob(f"{glob.escape(stem)}-?????-of-?????")):
-        if file.is_file() and file.stat().st_size >= len(_SSTABLE_END):
-            with open(file, "rb") as stream:
-                stream.seek(-len(_SSTABLE_END), os.SEEK_END)
-                is_v1 = stream.read() == _SSTABLE_END
-            if is_v1:
-                raise CheckpointFormatError(
-                    f"checkpoint {path}: is of TensorFlow 1's format V1, and only V2 can be read. Restore it with "
-                    "tf.compat.v1.train.Saver() and save it again, which writes V2."
-                )
 
 
 def _candidates(state_file: FilePath, named: str) -> list[FilePath]:

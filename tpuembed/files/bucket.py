@@ -30,7 +30,6 @@ _READ_SECONDS: Final = 300
 _CONNECTIONS: Final = 16
 _SIGNED_SECONDS: Final = 6 * 3600
 _MAX_PUT_BYTES: Final = 5 << 30
-_DELETED_AT_ONCE: Final = 1000
 _TOKEN: Final = "tpuembed-write"
 """The metadata by which a writer knows an object as its own."""
 _DENIED: Final = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "403", "401")

@@ -5,20 +5,26 @@ The plan of each table is proven from metadata before a row is written.
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from tpuembed.backends.table_rows import PIECE_BYTES, initial_pieces, piece_rows, write_rows
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.errors import CheckpointMismatchError, ConfigError
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tpuembed.files import FilePath
 from tpuembed.restore.names import NamesPlan, live_vocabularies, names_by_number
 from tpuembed.restore.plan import RestoreRequest, TablePlan, plan_tables
-from tpuembed.restore.stream import is_checked_while_read, restore_stamps, restore_table
 from tpuembed.row_history import RowHistory
-from tpuembed.table_access import HasTables, LiveTables
+from tpuembed.row_stamps import RowStamps
+from tpuembed.table_access import HasTables, LiveTables, write_numbers
+from tpuembed.tensor_bundle import crc
 
 __all__ = ["NamesPlan", "RestoreReport", "TablePlan", "restore_saved", "restore_tables"]
+
+Array = np.ndarray[Any, Any]
+
+_STAMPS: Final = PIECE_BYTES // 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +128,14 @@ def _restore(
         _stamp(live, plans, updates)
         with live.writing():
             for plan in plans:
-                restore_table(checkpoint, live, plan, request.slots)
+                _restore_table(checkpoint, live, plan, request.slots)
         for table, saved in names.items():
             layer.take_names(table, saved)
         if updates is not None:
             live.updates.assign(updates)
         if live.stamps is not None and history is not None:
             for plan in plans:
-                restore_stamps(checkpoint, live.stamps, plan)
+                _restore_stamps(checkpoint, live.stamps, plan)
             live.stamps.adopt(history, live.states)
         return RestoreReport(checkpoint.path, checkpoint.format, tuple(plans), updates)
 
@@ -167,7 +173,7 @@ def _verify(checkpoint: Checkpoint, plans: Sequence[TablePlan]) -> None:
     unproven: dict[str | None, list[str]] = {}
     for plan in plans:
         for slot in (None, *plan.slots):
-            if not is_checked_while_read(checkpoint, plan, slot):
+            if not _is_checked_while_read(checkpoint, plan, slot):
                 unproven.setdefault(slot, []).append(plan.source)
     for slot, sources in unproven.items():
         checkpoint.verify(sources, slot)
@@ -186,3 +192,74 @@ def _updates(path: str, counts: Mapping[str, int], live: LiveTables, plans: Iter
             "for all its tables. Restore the tables of each layer in a separate call, with tables=[...]."
         )
     return next(iter(found.values()))
+
+
+def _is_checked_while_read(checkpoint: Checkpoint, plan: TablePlan, slot: str | None) -> bool:
+    """Return True if a restore reads everything that the checkpoint has a checksum of. If False, call `Checkpoint.verify`."""
+    return not plan.skipped_rows and checkpoint.checksum(plan.source, slot) is not None
+
+
+def _restore_table(checkpoint: Checkpoint, live: LiveTables, plan: TablePlan, slots: bool) -> None:
+    """Write the table, and its slots if `slots`, according to `plan`.
+
+    Raises:
+        CheckpointError: the rows cannot be read, or their checksum is wrong. The rows before them are already written.
+    """
+    state = live.state(plan.table)
+    for slot in (None, *plan.slots):
+        variable = live.variable(plan.table, slot)
+        try:
+            _stream(checkpoint, plan, slot, variable)
+        except Exception as error:
+            error.add_note(f"table {plan.table!r} of layer {live.layer!r} is partly restored. Restore it again.")
+            raise
+    for slot in (None, *(state.slots if slots else ())):
+        for start, rows in initial_pieces(state, slot, plan.rows, plan.rows + plan.new_rows):
+            write_rows(live.variable(plan.table, slot), start, rows)
+
+
+def _restore_stamps(checkpoint: Checkpoint, stamps: RowStamps, plan: TablePlan) -> None:
+    """Write the stamps of a table that was restored. The layer's count of updates is restored already."""
+    buffer = np.empty(min(_STAMPS, plan.rows), np.int32)
+    for start in range(0, plan.rows, _STAMPS):
+        piece = buffer[: plan.rows - start]
+        checkpoint.read_stamps(plan.source, start, piece)
+        stamps.write(plan.table, start, piece)
+    if plan.new_rows:
+        stamps.wrote(plan.table, plan.rows, plan.rows + plan.new_rows)
+
+
+def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable: Any) -> None:
+    step = piece_rows(plan.dim)
+    buffer = np.empty((min(step, plan.rows), plan.dim), plan.dtypes[slot])
+    checksum = 0
+    for start in range(0, plan.rows, step):
+        piece = buffer[: plan.rows - start]
+        checkpoint.read_into(plan.source, start, piece, slot)
+        checksum = crc.extend(checksum, piece.reshape(-1).view(np.uint8))
+        rows = _as_float32(checkpoint, plan, slot, piece)
+        if plan.names is None:
+            write_rows(variable, start, rows)
+        else:
+            numbers = plan.names.numbers[start : start + len(piece)]
+            kept = np.flatnonzero(numbers >= 0)
+            write_numbers(variable, numbers[kept], rows[kept])
+    stated = checkpoint.checksum(plan.source, slot) if _is_checked_while_read(checkpoint, plan, slot) else None
+    if stated is not None and stated != checksum:
+        what = f"table {plan.source!r}" if slot is None else f"table {plan.source!r}: slot {slot!r}"
+        raise CheckpointCorruptError.of(
+            f"checkpoint {checkpoint.path}: {what}: its index says CRC32C {stated:#010x}. The CRC32C of its bytes is "
+            f"{checksum:#010x}"
+        )
+
+
+def _as_float32(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, piece: Array) -> Array:
+    try:
+        with np.errstate(over="raise"):
+            return piece.astype(np.float32, copy=False)
+    except FloatingPointError:
+        what = "a row" if slot is None else f"a row of slot {slot!r}"
+        raise CheckpointMismatchError(
+            f"checkpoint {checkpoint.path}: table {plan.source!r}: {what} has a number beyond the range of float32. "
+            "Leave the table out."
+        ) from None

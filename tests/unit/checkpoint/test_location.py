@@ -54,19 +54,6 @@ def test_a_copied_directory_is_read_from_beside_its_state_file(tmp_path: Path) -
     assert value(tmp_path / "copy") == 5
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_format_v1_is_named(tmp_path: Path, shards: int) -> None:
-    v1 = tf.compat.v1
-    with tf.Graph().as_default(), v1.Session() as session:
-        v1.get_variable("emb", [4, 2])
-        session.run(v1.global_variables_initializer())
-        saver = v1.train.Saver(write_version=v1.train.SaverDef.V1, sharded=shards > 1)
-        saver.save(session, str(tmp_path / "ckpt"))
-    for path in (tmp_path, tmp_path / "ckpt"):
-        with refused(CheckpointFormatError, match=r"tf\.compat\.v1"):
-            open_checkpoint(path)
-
-
 @pytest.mark.parametrize("name", ['quote"d', "back\\slash", "umläut", "spa ce", "new\nline"])
 def test_escapes_of_the_state_file(tmp_path: Path, name: str) -> None:
     """The directory's name goes into the state file, spelled by TensorFlow."""

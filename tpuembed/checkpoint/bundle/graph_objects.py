@@ -3,8 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
-from tpuembed.checkpoint.bundle.keras_optimizers import is_optimizer
-from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
+from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph, is_optimizer
 from tpuembed.checkpoint.bundle.table_keys import mid_level_nodes
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.errors import UnknownObjectError

@@ -14,8 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from tpuembed.checkpoint.bundle.keras_optimizers import is_keras_3_optimizer
-from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
+from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph, is_keras_3_optimizer
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, mid_level_nodes, optimizer_slots
 from tpuembed.errors import CheckpointFormatError, first_few
 from tpuembed.tensor_bundle import Bundle

@@ -6,20 +6,91 @@ Source: tensorflow/core/protobuf/trackable_object_graph.proto.
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, Self
 
-from tpuembed.checkpoint.bundle.keras_optimizers import is_keras_3_optimizer, is_optimizer, legacy_slot_name, slot_lists
 from tpuembed.protobuf import MalformedError, Message
 
-__all__ = ["OBJECT_GRAPH_KEY", "VALUE", "Attribute", "Node", "ObjectGraph", "SlotVariable"]
+__all__ = [
+    "OBJECT_GRAPH_KEY",
+    "VALUE",
+    "Attribute",
+    "Node",
+    "ObjectGraph",
+    "SlotVariable",
+    "is_keras_3_optimizer",
+    "is_optimizer",
+]
 
 OBJECT_GRAPH_KEY: Final = "_CHECKPOINTABLE_OBJECT_GRAPH"
 VALUE: Final = "VARIABLE_VALUE"
 """The attribute that holds a variable's value."""
 
 _MAX_DEPTH: Final = 1000
+
+# The class of an object is not saved. An optimizer is recognised by exactly the attributes of its class, so that a list of the same
+# name in another class (RMSprop's `_velocities`, Lion's `_momentums`) is not mistaken for a slot.
+# Source: keras/src/optimizers/ of Keras 3; tf_keras/src/optimizers/ of Keras 2, its optimizers that are not "legacy".
+_OPTIMIZER: Final = frozenset({"_iterations", "_variables"})
+_OF_EVERY_OPTIMIZER: Final = _OPTIMIZER | {
+    "_accumulated_gradients",
+    "_current_learning_rate",
+    "_index_dict",
+    "_learning_rate",
+    "_model_variables_moving_average",
+    "_trainable_variables",
+    "_trainable_variables_indices",
+    "_velocity_hats",
+    "loss_scale",
+}
+_SLOTS: Final[Mapping[frozenset[str], Mapping[str, str]]] = {
+    frozenset(lists): lists
+    for lists in (
+        {"_accumulators": "accumulators"},
+        {"_accumulators": "accumulators", "_linears": "linears"},
+        {"_momentums": "momenta", "_velocities": "velocities"},
+        {"momentums": "momenta"},
+    )
+}
+"""Lists of Adagrad, Ftrl, Adam (AdamW, Lamb) and SGD -> the slot names of `tf.tpu.experimental.embedding`."""
+_LEGACY_SLOTS: Final = {
+    "accumulator": "accumulators",
+    "linear": "linears",
+    "m": "momenta",
+    "momentum": "momenta",
+    "v": "velocities",
+}
+_ADAMAX: Final = "Adamax"
+
+
+def is_optimizer(attributes: Iterable[str]) -> bool:
+    """Returns True if these are attributes of an optimizer of Keras 3, or of one of Keras 2 that is not legacy."""
+    return set(attributes) >= _OPTIMIZER
+
+
+def is_keras_3_optimizer(attributes: Iterable[str]) -> bool:
+    """Returns True if these are attributes of an optimizer of Keras 3. Only those list the variables that they train."""
+    return _OPTIMIZER | {"_trainable_variables"} <= set(attributes)
+
+
+def _slot_lists(attributes: Iterable[str]) -> Mapping[str, str]:
+    """Return attribute -> slot name for the attributes of an optimizer that are lists of slots; empty if it is unknown."""
+    return _SLOTS.get(frozenset(attributes) - _OF_EVERY_OPTIMIZER, {})
+
+
+def _legacy_slot_name(name: str, beside: Iterable[str], scope: str) -> str:
+    """Return the slot name for `name` of a legacy optimizer of Keras 2, or of TensorFlow 1; `name` itself if it has no
+    other.
+
+    Args:
+        name: the optimizer's name of the slot.
+        beside: the names of all its slots: RMSprop's "momentum" is another quantity than SGD's.
+        scope: the name of the slot's variable, which begins with the optimizer's: the "v" of Adamax is a maximum.
+    """
+    if (name == "momentum" and "rms" in beside) or (name == "v" and _ADAMAX in scope.split("/")):
+        return name
+    return _LEGACY_SLOTS.get(name, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +219,7 @@ class ObjectGraph:
         """Yield the slots of an optimizer that names its slots and their variables."""
         names = {slot.name for slot in optimizer.slot_variables}
         for slot in optimizer.slot_variables:
-            name = legacy_slot_name(slot.name, names, self.nodes[slot.slot].full_name)
+            name = _legacy_slot_name(slot.name, names, self.nodes[slot.slot].full_name)
             yield dataclasses.replace(slot, name=name)
 
     def _keras_3_slots(self, optimizer: Node) -> Iterator[SlotVariable]:
@@ -156,7 +227,7 @@ class ObjectGraph:
         if not is_keras_3_optimizer(optimizer.children):
             return
         trained = self.nodes[optimizer.children["_trainable_variables"]].children
-        for attribute, name in slot_lists(optimizer.children).items():
+        for attribute, name in _slot_lists(optimizer.children).items():
             kept = self.nodes[optimizer.children[attribute]].children
             if set(kept) == set(trained):
                 yield from (SlotVariable(trained[index], name, kept[index]) for index in trained)

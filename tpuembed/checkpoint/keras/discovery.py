@@ -2,24 +2,66 @@
 
 import dataclasses
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 from tpuembed.checkpoint.bundle.layer_config import merge_configs
 from tpuembed.checkpoint.keras.hdf5 import Dataset
-from tpuembed.checkpoint.keras.model_config import LayerConfig, OptimizerConfig, layer_configs, optimizer_config
 from tpuembed.checkpoint.keras.tables import Table, keras_rs_tables, own_layer_configs, own_layer_tables
 from tpuembed.checkpoint.keras.weights import Weights
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, first_few
 
-__all__ = ["discover"]
+__all__ = ["LayerConfig", "discover", "layer_configs"]
 
 _SPARSE_CORE_REMEDY: Final = (
     "Keras does not save tables on SparseCores. Save them with tf.train.Checkpoint(emb=layer._tpu_embedding)"
 )
 _OPTIMIZER: Final = "optimizer"
 _LAYER_GROUP: Final = re.compile(r"distributed_embedding(_\d+)?")
+_LAYER: Final = "DistributedEmbedding"
+_TPUEMBED_PREFIX: Final = "tpuembed"
+"""The prefix of the registered name of tpuembed's layers of that class name, which have their own config beside their
+arrays.
+"""
+_SLOTS: Final = {
+    "Adagrad": ("accumulators",),
+    "Adam": ("momenta", "velocities"),
+    "AdamW": ("momenta", "velocities"),
+    "Ftrl": ("accumulators", "linears"),
+    "SGD": ("momenta",),
+}
+"""Keras' optimizers -> the slots that each keeps for a variable, in order of creation.
+Source: the `build` methods in keras/src/optimizers/.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """A DistributedEmbedding layer.
+
+    Attributes:
+        name: of the layer.
+        tables: name -> its fields `vocabulary_size`, `dim` and `combiner`.
+        features: the nested structure of the layer's features, each with its table; None if it cannot be read.
+    """
+
+    name: str
+    tables: Mapping[str, Mapping[str, Any]]
+    features: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer that the model was compiled with.
+
+    Attributes:
+        slots: its slots for every trainable variable, in order.
+        scalars: number of its own variables, which come before.
+    """
+
+    slots: tuple[str, ...]
+    scalars: int
 
 
 def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]:
@@ -139,7 +181,7 @@ def _with_optimizer_slots(weights: Weights, tables: Sequence[Table]) -> list[Tab
     Slots are proven for a table whose shape no other variable has. They are also proven for all tables of one layer
     that share a shape with no other variable, because layer and optimizer number them in the same order.
     """
-    optimizer = optimizer_config(weights.config)
+    optimizer = _optimizer_config(weights.config)
     if optimizer is None or not (kept := _kept(weights, optimizer)):
         return list(tables)
     return [_with_slots(weights, table, tables, optimizer.slots, kept) for table in tables]
@@ -182,3 +224,76 @@ def _variables_of_shape(weights: Weights, table: Table) -> int:
         if group.path.partition("/")[0] != _OPTIMIZER
         for dataset in group.datasets.values()
     )
+
+
+def layer_configs(config: Mapping[str, Any] | None) -> Iterator[LayerConfig]:
+    """Yield the DistributedEmbedding layers that a model's config describes, at any depth."""
+    pending: list[Any] = [config]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, list):
+            pending.extend(reversed(node))
+        elif isinstance(node, Mapping):
+            fields = node.get("config")
+            if node.get("class_name") == _LAYER and isinstance(fields, Mapping):
+                if not str(node.get("registered_name")).startswith(_TPUEMBED_PREFIX):
+                    yield from _layer_config(fields)
+            else:
+                pending.extend(reversed(list(node.values())))
+
+
+def _layer_config(fields: Mapping[str, Any]) -> Iterator[LayerConfig]:
+    name, tables = fields.get("name"), fields.get("tables")
+    if not isinstance(name, str) or not isinstance(tables, list) or not all(_is_table(table) for table in tables):
+        return
+    renamed = [
+        {"vocabulary_size": t["vocabulary_size"], "dim": t["embedding_dim"], "combiner": t.get("combiner", "mean")}
+        for t in tables
+    ]
+    names = [table["name"] for table in tables]
+    try:
+        features = _features(fields.get("feature_configs"), dict(enumerate(names)))
+    except (LookupError, TypeError, RecursionError):
+        features = None
+    yield LayerConfig(name, dict(zip(names, renamed, strict=True)), features)
+
+
+def _is_table(table: Any) -> bool:
+    return (
+        isinstance(table, Mapping)
+        and isinstance(table.get("name"), str)
+        and all(type(table.get(field)) is int for field in ("vocabulary_size", "embedding_dim"))
+    )
+
+
+def _features(node: Any, tables: Mapping[int, str]) -> Any:
+    """Return `node` with the table numbers of features replaced by names.
+
+    Source: BaseDistributedEmbedding.get_config; Keras writes a tuple as `{"class_name": "__tuple__", "items": [...]}`.
+    """
+    if isinstance(node, list):
+        return [_features(child, tables) for child in node]
+    if not isinstance(node, Mapping):
+        raise TypeError(f"{node!r} is not a feature")
+    if node.get("class_name") == "__tuple__":
+        return _features(node["items"], tables)
+    if isinstance(node.get("name"), str) and type(node.get("table")) is int:
+        return {"table": tables[node["table"]]}
+    return {key: _features(child, tables) for key, child in node.items()}
+
+
+def _optimizer_config(config: Mapping[str, Any] | None) -> OptimizerConfig | None:
+    """Return the optimizer if it is one of Keras' own that keeps exactly `_SLOTS`; None otherwise."""
+    compiled = (config or {}).get("compile_config")
+    optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
+    fields = optimizer.get("config") if isinstance(optimizer, Mapping) else None
+    if not isinstance(optimizer, Mapping) or not isinstance(fields, Mapping):
+        return None
+    slots = _SLOTS.get(str(optimizer.get("class_name")))
+    if slots is None or optimizer.get("module") != "keras.optimizers":
+        return None
+    keeps_more = fields.get("amsgrad") or fields.get("use_ema") or fields.get("gradient_accumulation_steps")
+    if keeps_more or (slots == ("momenta",) and not fields.get("momentum")):
+        return None
+    is_number = isinstance(fields.get("learning_rate"), int | float)  # a schedule is not a variable
+    return OptimizerConfig(slots, 2 if is_number else 1)

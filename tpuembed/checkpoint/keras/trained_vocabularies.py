@@ -63,7 +63,6 @@ class LayerVocabulary:
         hashing: how an unknown word gets one of several entries, "" if there are not several; None where it is not known. It has
             the salt, which no message shows.
         buckets: how many entries of unknown words it begins with; -1 if a mask is before them; None where it is not known.
-        is_adapted: it is from a file's assets, and not from the config of a layer.
     """
 
     layer: str
@@ -72,7 +71,6 @@ class LayerVocabulary:
     entries_of: Callable[[list[Any]], list[bytes]] | None = None
     hashing: str | None = None
     buckets: int | None = None
-    is_adapted: bool = False
 
     @functools.cached_property
     def described(self) -> VocabularyEntry:
@@ -173,7 +171,6 @@ def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tu
                     functools.partial(iter, entries) if is_known else None,
                     hashing=hashing,
                     buckets=buckets,
-                    is_adapted=True,
                 )
             )
     # A layer that two of the config's models share is in it twice.

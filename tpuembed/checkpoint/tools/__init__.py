@@ -7,8 +7,7 @@ from tpuembed.checkpoint.tools.describe import describe_checkpoint, describe_exp
 from tpuembed.checkpoint.tools.diff import CheckpointDiff, LargestChange, TableDiff, diff_checkpoints
 from tpuembed.checkpoint.tools.exports import find_export, require_export
 from tpuembed.checkpoint.tools.head import Rows, read_rows, stream_named_rows, stream_rows
-from tpuembed.checkpoint.tools.verify import verify_files
-from tpuembed.checkpoint.tools.verify_export import VerifyReport
+from tpuembed.checkpoint.tools.verify import VerifyReport, verify_files
 
 __all__ = [
     "CheckpointDiff",

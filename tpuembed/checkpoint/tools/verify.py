@@ -1,7 +1,8 @@
 """Verifies every checksum of a checkpoint or export, in bounded memory."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from tpuembed.checkpoint.keras.archive import member_damage, member_sizes
 from tpuembed.checkpoint.keras.weights import open_window
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools.exports import find_export
-from tpuembed.checkpoint.tools.verify_export import VerifyReport, total_bytes, verify_export
 from tpuembed.checkpoint.types import Checkpoint, TableInfo
-from tpuembed.errors import CheckpointCorruptError, CheckpointError
-from tpuembed.files import FilePath, as_path, versions
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError
+from tpuembed.files import FilePath, as_path, names_below, versions
+from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, FileEntry, Manifest
+from tpuembed.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, mapped_folders, size_faults
 from tpuembed.tensor_bundle import Bundle
 from tpuembed.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
 
@@ -25,6 +27,34 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
 
 _PIECE_BYTES = 16 << 20
+_VARIABLES = Path("variables") / "variables"
+_FREE = MANIFEST_PATH.parent.name
+"""A folder that may have other files: warm-up records, notes of a deployment."""
+
+OnRead = Callable[[int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """The result of a verification.
+
+    Attributes:
+        path: the bundle's prefix, the export's version, or the checkpoint's path.
+        entries: number of tensors, or stacks and tables, that were checked.
+        bytes: number of bytes that were read.
+        damaged: what differs from what was written; empty for intact files.
+        unchecked: parts without a known checksum, in sentences; damage to their bytes is not noticed.
+    """
+
+    path: str
+    entries: int
+    bytes: int
+    damaged: tuple[Damage, ...]
+    unchecked: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return dataclasses.asdict(self)
 
 
 def verify_files(
@@ -50,8 +80,8 @@ def verify_files(
     counter = _Counter(on_progress)
     export = find_export(path)
     if export:
-        counter.total = total_bytes(export[1])
-        return verify_export(*export, counter)
+        counter.total = _total_bytes(export[1])
+        return _verify_export(*export, counter)
     prefix = _bundle_of(as_path(path))
     if prefix is not None:
         with Bundle.open(prefix) as bundle:
@@ -93,10 +123,7 @@ def _verify_bundle(bundle: Bundle, counter: _Counter) -> VerifyReport:
         entries=len(bundle.entries),
         bytes=sum(part.size for part in parts),
         damaged=tuple(damaged_parts(bundle, counter)),
-        unchecked=(
-            *(f"tensor {key!r}: has dtype variant, whose checksum is not supported" for key in unchecked),
-            *_bytes_of_no_tensor(bundle),
-        ),
+        unchecked=(*(f"tensor {key!r}: has dtype variant, whose checksum is not supported" for key in unchecked),),
     )
 
 
@@ -106,21 +133,6 @@ def _damaged_vocabularies(checkpoint: Checkpoint) -> Iterator[Damage]:
             checkpoint.vocabulary(table)
         except CheckpointCorruptError as error:
             yield Damage(f"vocabulary of table {table!r}", checkpoint.path, str(error))
-
-
-def _bytes_of_no_tensor(bundle: Bundle) -> list[str]:
-    """Return sentences about bytes between tensors, which have no checksum. TensorFlow leaves no such bytes."""
-    held: dict[int, int] = {}
-    for entry in bundle.entries.values():
-        for part in entry.parts():
-            held[part.shard] = held.get(part.shard, 0) + part.size
-    paths = {shard: bundle.data_path(shard) for shard in sorted(held)}
-    sizes = [version.size for version in versions(list(paths.values()))]
-    return [
-        f"data file {paths[shard]}: {size - held[shard]} bytes belong to no tensor and have no checksum"
-        for shard, size in zip(paths, sizes, strict=True)
-        if size != held[shard]
-    ]
 
 
 def _verify_archive(path: str, counter: _Counter) -> VerifyReport:
@@ -171,3 +183,120 @@ def _read_table(checkpoint: Checkpoint, info: TableInfo, slot: str | None, count
         piece = buffer[: info.rows - start]
         checkpoint.read_into(info.name, start, piece, slot)
         counter(piece.nbytes)
+
+
+def _verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> VerifyReport:
+    """Read all of `version` and compare it with `manifest`, which lists all files of the export."""
+    stacks = list(_damaged_stacks(version, manifest, on_read))
+    files = list(_damaged_files(version, manifest, on_read))
+    tensors = [] if stacks or files else list(_damaged_tensors(version, manifest))
+    unlisted = sorted(_unlisted_files(version, manifest))
+    free = [name for name in unlisted if name.startswith(f"{_FREE}/")]
+    extra = [Damage(name, str(version / name), "is not part of the export") for name in unlisted if name not in free]
+    return VerifyReport(
+        path=str(version),
+        entries=len(manifest.arrays) + len(manifest.files),
+        bytes=_total_bytes(manifest),
+        damaged=(*stacks, *files, *tensors, *extra),
+        unchecked=(
+            *(f"{name}: did not exist when the export was written" for name in free),
+            *(_other_folder(version, manifest) if not files else ()),
+            f"{MANIFEST_PATH}: has no checksum itself",
+        ),
+    )
+
+
+def _total_bytes(manifest: Manifest) -> int:
+    """Return the number of bytes to read."""
+    return sum(array.size for array in manifest.arrays) + sum(entry.size for entry in manifest.files.values())
+
+
+def _damaged_stacks(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
+    faults = dict(size_faults(version, manifest))
+    for array in manifest.arrays:
+        if reason := faults.get(array.file) or _array_fault(version / array.file, array, on_read):
+            yield Damage(array.name, str(version / array.file), reason)
+
+
+def _array_fault(path: FilePath, array: ArrayEntry, on_read: OnRead) -> str | None:
+    try:
+        actual = file_crc32c(path, on_read, array.offset, array.size)
+    except (OSError, EOFError) as error:
+        return f"cannot be read: {error}"
+    if actual == array.crc32c:
+        return None
+    place = f"bytes [{array.offset}, {array.offset + array.size})"
+    return f"{place} have CRC32C {actual:#010x}, but the manifest has {array.crc32c:#010x}"
+
+
+def _damaged_files(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
+    for name, entry in manifest.files.items():
+        try:
+            reason = _file_fault(version, name, entry, manifest, on_read)
+        except FileNotFoundError:
+            reason = "is missing"
+        except (OSError, ConfigError) as error:
+            reason = f"cannot be read: {error}"
+        if reason:
+            yield Damage(name, str(version / name), reason)
+
+
+def _file_fault(version: FilePath, name: str, entry: FileEntry, manifest: Manifest, on_read: OnRead) -> str | None:
+    path = version / name
+    if name == GRAPH_FILE.as_posix():
+        graph = path.read_bytes()
+        on_read(entry.size)
+        actual = graph_crc32c(graph, manifest)
+        if manifest.layout == "mmap" and len(folders := mapped_folders(graph, manifest)) > 1:
+            return f"maps its tables from several folders: {', '.join(map(repr, sorted(folders)))}"
+    elif (size := versions([path])[0].size) != entry.size:
+        return f"has {size} bytes, but the manifest has {entry.size}"
+    else:
+        actual = file_crc32c(path, on_read)
+    return None if actual == entry.crc32c else f"has CRC32C {actual:#010x}, but the manifest has {entry.crc32c:#010x}"
+
+
+def _other_folder(version: FilePath, manifest: Manifest) -> Iterator[str]:
+    """Yield a sentence if the graph maps its tables from another folder than `version`: `relocate` may change it, so it
+    has no checksum.
+    """
+    if manifest.layout == "mmap":
+        (folder,) = mapped_folders((version / GRAPH_FILE).read_bytes(), manifest)
+        if not isinstance(version, Path) or folder != str(version.absolute()):
+            yield f"{GRAPH_FILE}: the folder that it maps tables from, {folder!r}, has no checksum"
+
+
+def _damaged_tensors(version: FilePath, manifest: Manifest) -> Iterator[Damage]:
+    """Yield stacks for which index and manifest, each intact, differ; and damaged dense tensors."""
+    in_bundle = [array for array in manifest.arrays if array.key]  # the others are files of names
+    arrays = {array.key for array in in_bundle}
+    try:
+        with Bundle.open(version / _VARIABLES) as bundle:
+            for array in in_bundle:
+                if reason := _disagreement(bundle, version, array):
+                    yield Damage(array.name, f"{bundle.prefix}.index", reason)
+            yield from damaged_parts(bundle, lambda _: None, without=arrays)
+    except CheckpointError as error:
+        yield Damage("variables", f"{version / _VARIABLES}.index", str(error))
+
+
+def _disagreement(bundle: Bundle, version: FilePath, array: ArrayEntry) -> str | None:
+    entry = bundle.entries.get(array.key)
+    found = (
+        [(bundle.data_path(part.shard), part.offset, part.size, part.crc32c) for part in entry.parts()] if entry else []
+    )
+    wanted = [(version / array.file, array.offset, array.size, array.crc32c)]
+    return None if found == wanted else f"the index has {_shown(found)}, but the manifest has {_shown(wanted)}"
+
+
+def _shown(parts: Sequence[tuple[object, int, int, int]]) -> str:
+    return (
+        ", ".join(f"bytes [{o}, {o + size}) of {path} with CRC32C {crc:#010x}" for path, o, size, crc in parts)
+        or "none"
+    )
+
+
+def _unlisted_files(version: FilePath, manifest: Manifest) -> Iterator[str]:
+    """Return the files that the manifest does not name."""
+    known: set[str] = {MANIFEST_PATH.as_posix(), *manifest.files, *manifest.table_files()}
+    return (name for name in names_below(version) if name not in known)

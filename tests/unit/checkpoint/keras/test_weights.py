@@ -20,7 +20,7 @@ import tensorflow as tf
 from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
 from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.keras.model_config import layer_configs
+from tpuembed.checkpoint.keras.discovery import layer_configs
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.config import ServingConfig, feature_config_from_dict
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, UnknownTableError

@@ -151,17 +151,6 @@ def test_a_folder_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.Mo
         verify_files(tmp_path)
 
 
-def test_bytes_between_tensors_are_named(tmp_path: Path) -> None:
-    write(tmp_path / "ckpt", {"t": np.ones((2, 2), np.float32)})
-    with open(shard_path(tmp_path / "ckpt", 0, 1), "ab") as file:
-        file.write(b"abc")
-    report = verify_files(tmp_path / "ckpt")
-    assert report.damaged == ()
-    assert report.unchecked == (
-        f"data file {shard_path(tmp_path / 'ckpt', 0, 1)}: 3 bytes belong to no tensor and have no checksum",
-    )
-
-
 def test_variants_are_named(tmp_path: Path) -> None:
     write_index(index_path(tmp_path / "ckpt"), {"iterator": Entry(dtype="variant", shape=(), size=5, crc32c=7)}, 1)
     shard_path(tmp_path / "ckpt", 0, 1).write_bytes(b"12345")
