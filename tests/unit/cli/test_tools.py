@@ -13,7 +13,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from click import Context
 from click.testing import CliRunner
 
 from tests.support.checkpoint.bundles import write
@@ -310,14 +309,3 @@ def _check_all_rows_begin_to_come(prefix: Path, rows: int) -> None:
             process.stdout.close()
             assert process.stderr.read() == b""
         assert process.returncode == 1
-
-
-def test_the_docs_have_every_command_and_option() -> None:
-    docs = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md")) + (ROOT / "README.md").read_text()
-    for name in ("describe", "diff", "head", "verify"):
-        command = cli.get_command(Context(cli), name)
-        assert command is not None
-        assert f"tpuembed {name} " in docs
-        for parameter in command.params:
-            for option in parameter.opts:
-                assert option in docs or not option.startswith("--"), option
