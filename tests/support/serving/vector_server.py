@@ -41,8 +41,7 @@ import json, sys
 from pathlib import Path
 from tpuembed_serving import ModelSettings, ServerSettings, serve
 models = tuple(ModelSettings(name=name, base_path=Path(path)) for name, path in json.loads(sys.argv[1]).items())
-target = json.loads(sys.argv[2])
-serve(ServerSettings(models=models, rest_port=0, grpc_port=0, poll_seconds=0.05, lame_duck_seconds=0, target=target))
+serve(ServerSettings(models=models, rest_port=0, grpc_port=0, poll_seconds=0.05, lame_duck_seconds=0))
 """
 
 
@@ -75,13 +74,13 @@ def with_shapes(value: Any) -> Any:
 
 
 class VectorServer:
-    """A running server, of models that it loads or that the server at `target` has; `with` ends it."""
+    """A running server of `models`; `with` ends it."""
 
-    def __init__(self, models: Mapping[str, Path], log: Path, target: str | None = None) -> None:
+    def __init__(self, models: Mapping[str, Path], log: Path) -> None:
         self._log = log
-        arguments = [json.dumps({name: str(path) for name, path in models.items()}), json.dumps(target)]
+        paths = json.dumps({name: str(path) for name, path in models.items()})
         with log.open("wb") as stderr:
-            self.process = subprocess.Popen([sys.executable, "-c", _SERVE, *arguments], stderr=stderr)
+            self.process = subprocess.Popen([sys.executable, "-c", _SERVE, paths], stderr=stderr)
         names = list(models)
         self._wait_for(lambda: re.search("gRPC at .*\n", self.log))
         self.url = self._announced(f"serving {names[0]} at ").partition("/v1/")[0]
