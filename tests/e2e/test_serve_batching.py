@@ -183,23 +183,6 @@ def to_tensors(call: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: tf.constant(values, specs[name].dtype) for name, values in inputs.items()}
 
 
-@pytest.mark.parametrize("model", ["ids", "ranking"])
-@pytest.mark.sampled(1)
-def test_bad_ids_have_their_own_text_and_fail_nobody_else(server: ServerProcess, model: str) -> None:
-    rng = np.random.default_rng(2)
-    requests = [[draw_ids(rng) for _ in range(REQUESTS)] for _ in range(CLIENTS)]
-    for number, mine in enumerate(requests[:3]):
-        for inputs in mine:
-            inputs["items"][-1] = ROWS["items"] + number
-    answers = ask_all(server, model, requests)
-    assert {status for mine in answers[3:] for status, _ in mine} == {200}
-    for mine, found in zip(requests[:3], answers[:3], strict=True):
-        for inputs, (status, answer) in zip(mine, found, strict=True):
-            row, bad = len(inputs["items"]) - 1, np.max(inputs["items"])
-            wanted = f"feature items: id {bad} of row {row} is not in table items, which has 300 rows; "
-            assert (status, answer["error"]) == (400, wanted + "correct the id or set out_of_vocabulary")
-
-
 def test_rows_that_look_at_each_other_are_told_apart(server: ServerProcess) -> None:
     reason = "output 'y': Mean (Mean): it makes one of several rows"
     text = "centred/1: signature serving_default: requests are not batched"

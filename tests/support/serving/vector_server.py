@@ -8,7 +8,6 @@ REST: `method` (POST), `path`, `headers`, `send` (the body; with `gzip`, compres
   `body`        the body, byte for byte
   `error`       the message of an error, whole
   `error_like`  a regular expression for it
-`ragged`: no tensor has what is sent.
 
 gRPC: `rpc`, `send` (the request in protobuf's JSON form) or `raw` (its bytes, in hexadecimal); `code`, and one of
   `answer`      the response in protobuf's JSON form
@@ -109,10 +108,9 @@ class VectorServer:
         self.process.wait(timeout=60)
 
 
-def ask(client: httpx.Client, vector: dict[str, Any], in_chunks: bool = False) -> httpx.Response:
+def ask(client: httpx.Client, vector: dict[str, Any]) -> httpx.Response:
     body = vector["send"].encode()
     if vector.get("gzip"):
         body = gzip.compress(body)
     url = client.base_url.copy_with(raw_path=vector["path"].encode())
-    content = iter([body]) if in_chunks else body
-    return client.request(vector.get("method", "POST"), url, content=content, headers=vector.get("headers"))
+    return client.request(vector.get("method", "POST"), url, content=body, headers=vector.get("headers"))
