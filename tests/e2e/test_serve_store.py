@@ -116,6 +116,33 @@ def test_versions_come_and_go(
 
 
 @pytest.mark.nightly
+def test_a_restart_downloads_nothing_and_works_without_the_store(
+    proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path
+) -> None:
+    tables = export(tmp_path, 1)
+    publish(store, bucket, tmp_path, 1)
+    with start(bucket, tmp_path) as server:
+        server.wait_for(1)
+        assert server.stop() == 0
+    before = len(proxy.requests)
+    with start(bucket, tmp_path) as server:
+        server.wait_for(1)
+        assert_answers(server, tables)
+        assert server.stop() == 0
+    assert {request.key for request in proxy.requests[before:] if request.method == "GET"} <= {"", "m/", "m/1/"}
+    proxy.fault = lambda _: (403, "ExpiredToken")
+    with start(bucket, tmp_path) as server:
+        server.wait_for(1)
+        assert_answers(server, tables)
+        assert "ExpiredToken" in server.log
+        proxy.fault = lambda _: None
+        tables = export(tmp_path, 2)
+        publish(store, bucket, tmp_path, 2)
+        server.wait_for(2)
+        assert_answers(server, tables)
+
+
+@pytest.mark.nightly
 def test_one_changed_byte_in_the_store(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
     first = export(tmp_path, 1)
     publish(store, bucket, tmp_path, 1)
