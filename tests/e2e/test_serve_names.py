@@ -1,4 +1,4 @@
-"""Whole servers whose features take names: every API, many clients at once, and clients that send anything."""
+"""Whole servers whose features take names: hostile ones and unknown ones, of many clients at once."""
 
 import base64
 import json
