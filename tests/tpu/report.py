@@ -81,7 +81,7 @@ def rendered(results: Mapping[str, Any]) -> str:
     """The page.
 
     Args:
-        results: what `proof` found: "seconds", "cells", "failures", "controls", "no_loop", "broken", "dlrm", "others".
+        results: what `proof` found: "seconds", "cells", "failures", "controls", "no_loop", "broken", "dlrm".
     """
     parts = [
         _HEAD,
@@ -214,15 +214,7 @@ def _broken(results: Mapping[str, Any]) -> str:
         (f"`{name}`", one.breaks, f"`{one.check}`", results["broken"].get(name, "not run"))
         for name, one in BROKEN.items()
     ]
-    text = "## The layer, deliberately broken\n\n" + _table(["variant", "what is wrong", "check", "caught"], rows)
-    others = [(f"`{name}`", breaks, f"`{check}`") for name, breaks, check in results["others"]]
-    if not others:
-        return text
-    return (
-        text
-        + "\nVariants of the numbers' and of V1's checks, each a test:\n\n"
-        + _table(["variant", "what is wrong", "check"], others)
-    )
+    return "## The layer, deliberately broken\n\n" + _table(["variant", "what is wrong", "check", "caught"], rows)
 
 
 def _dlrm(results: Mapping[str, Any]) -> str:

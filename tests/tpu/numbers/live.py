@@ -1,6 +1,6 @@
 """Checks of the SparseCore path with TensorFlow's own host kernels, run by tensorflow-tpu's interpreter.
 
-python -m tests.tpu.numbers.live NAME...     # of CHECKS, or broken:NAME of a variant
+python -m tests.tpu.numbers.live NAME...     # of CHECKS
 
 prints {"outcomes": {name: null, or why it failed}, "calls": {kernel: how often it ran and was compared}} as JSON.
 """
@@ -24,7 +24,6 @@ from tensorflow.python.tpu.ops import gen_xla_ops
 from tests.support.layer.simulated import EXAMPLES, Array, Ids, inputs
 from tests.support.layer.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
 from tests.tpu.numbers import kernels
-from tests.tpu.numbers.broken import BROKEN
 from tpuembed import SGD
 from tpuembed.backends.stack_ids import ids_with_room
 from tpuembed.testing import simulated_tpu, simulation
@@ -267,11 +266,9 @@ CHECKS: Final[Mapping[str, Callable[[], None]]] = {
 
 
 def outcome(name: str) -> str | None:
-    """None where the check holds, else why it does not; of a broken variant, where its check says so."""
-    variants = {f"broken:{variant.name}": variant for variant in BROKEN}
+    """None where the check holds, else why it does not."""
     try:
-        with variants[name].patch() if name in variants else contextlib.nullcontext():
-            CHECKS[variants[name].check if name in variants else name]()
+        CHECKS[name]()
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
