@@ -14,6 +14,7 @@ from tests.support.messages import refused
 from tpuembed import SGD, export_saved_model
 from tpuembed.compat.keras_rs import DistributedEmbedding, FeatureConfig, TableConfig
 from tpuembed.errors import ConfigError, UnknownTableError
+from tpuembed.testing import simulated_tpu
 
 BATCH, DIM = 4, 2
 ROWS = np.arange(20, dtype=np.float32).reshape(10, DIM) + 1
@@ -425,6 +426,29 @@ def test_placements_are_mixed_by_table() -> None:
     (lookup,) = [node for node in nodes if node.op == "XlaSparseDenseMatmulWithStaticBufferSize"]
     assert lookup.attr["input_size"].i == 8
     assert [config.name for config in layer.part("default_device").embedding_tables] == ["tb"]
+
+
+def test_placements_are_mixed_on_simulated_sparse_cores() -> None:
+    with simulated_tpu(replicas=2, sparse_cores=1) as strategy, strategy.scope():
+        batch = 16 * strategy.num_replicas_in_sync
+        places = {
+            "feature1": ("default_device", 16),
+            "feature2": ("sparsecore", 32),
+            "feature3": ("default_device", 64),
+        }
+        configs = {
+            name: FeatureConfig(name, TableConfig(f"{name}_table", 23, dim, placement=place), (batch, 1), (batch, dim))
+            for name, (place, dim) in places.items()
+        }
+        layer = DistributedEmbedding(configs)
+        ids = {name: np.arange(16, dtype=np.int32)[:, None] + row for row, name in enumerate(places)}
+        found = strategy.run(layer, args=(ids,))
+        tables = layer.get_embedding_tables()
+        for name, rows in found.items():
+            for of_replica in strategy.experimental_local_results(rows):
+                truth = tables[f"{name}_table"][ids[name][:, 0]]
+                assert of_replica.shape == (16, places[name][1])
+                np.testing.assert_allclose(of_replica, truth, atol=1e-6)
 
 
 def test_older_tpus_take_ids_as_they_are() -> None:
