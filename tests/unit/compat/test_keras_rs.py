@@ -13,7 +13,7 @@ from tests.support.fake_tpu import fake_tpu
 from tests.support.messages import refused
 from tpuembed import SGD, export_saved_model
 from tpuembed.compat.keras_rs import DistributedEmbedding, FeatureConfig, TableConfig
-from tpuembed.errors import ConfigError, UnknownTableError
+from tpuembed.errors import ConfigError
 from tpuembed.testing import simulated_tpu
 
 BATCH, DIM = 4, 2
@@ -249,20 +249,6 @@ def test_the_layers_optimizer_is_for_tables_without() -> None:
 # ---- tables
 
 
-def test_tables_are_set_by_name() -> None:
-    layer = DistributedEmbedding([feature(table("a")), feature(table("b"))])
-    before = layer.get_embedding_tables()
-    layer.set_embedding_tables({"b": ROWS})
-    after = layer.get_embedding_tables()
-    np.testing.assert_array_equal(after["b"], ROWS)
-    np.testing.assert_array_equal(after["a"], before["a"])
-    with refused(UnknownTableError, match="table 'c'"):
-        layer.set_embedding_tables({"a": ROWS, "c": ROWS})
-    np.testing.assert_array_equal(layer.get_embedding_tables()["a"], before["a"])
-    with refused(ConfigError, match="table 'a'"):
-        layer.set_embedding_tables({"a": ROWS[:3]})
-
-
 # ---- options
 
 
@@ -337,13 +323,6 @@ def test_config_round_trip(optimizer: Any) -> None:
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
     assert again.get_config() == config
     assert set(again.get_embedding_tables()) == {"t", "u"}
-
-
-def test_configs_of_features_round_trip() -> None:
-    config = feature(table(optimizer="sgd"), 3)
-    again = FeatureConfig.from_config(config.get_config())
-    assert again.get_config() == config.get_config()
-    assert dataclasses.replace(again, table=config.table) == config
 
 
 class Tower(keras.Model):

@@ -126,9 +126,6 @@ def test_null_is_what_a_client_leaves_out(app: ServingApp) -> None:
     assert infer(app, {"id": None, "parameters": None, "inputs": inputs, "outputs": None}).status == 200
 
 
-LONG = {**IDS, "shape": [100_000], "data": [1] * 100_000}
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -284,16 +281,6 @@ def test_a_server_that_loads_or_leaves_is_live_and_not_ready(tmp_path: Path) -> 
         app.leaving = True
         assert send(app, "GET", "/v2/health/ready").status == 503
         assert send(app, "GET", "/v2/health/live").status == 200
-
-
-@pytest.mark.parametrize("target", [INFER, "/v2/models/m/versions/7/infer"])
-def test_limits_of_a_body_and_of_its_depth(app: ServingApp, target: str) -> None:
-    reply = infer(app, {"inputs": [LONG, WORDS]}, target=target)
-    assert reply.status == 413
-    said(reply.error)
-    reply = infer(app, b'{"inputs": ' + b"[" * 1001 + b"]" * 1001 + b"}", target=target)
-    assert reply.status == 400
-    said(reply.error)
 
 
 def test_binary_data_counts_for_the_memory_of_requests(tmp_path: Path) -> None:
