@@ -46,8 +46,7 @@ _NOT_PROVEN = """## What is not proven
 - `TPUCopyWithDynamicShape`: the bridge moves it to the hosts; buffers get the size of their bound.
 - That pipelined programs overlap: TensorFlow's pass splits the loop into the programs above, which compile; their order on a TPU,
   and the staleness of what they look up, is TensorFlow's.
-- Minibatches beyond their layout: what divides ids into them on a TPU's host asks the TPU's library. Of those that a test makes,
-  TensorFlow's CSR kernel makes what the simulator makes and what gives the lookup; TensorFlow 2.19's class divides none.
+- Minibatches: what divides ids into them on a TPU's host asks the TPU's library. TensorFlow 2.19's class divides none.
 - The rest of TensorFlow's bridge (the compile and execute ops of the runtime), other versions than those above, several hosts.
 - Speed on hardware. Bytes and counts above are the compiler's.
 """

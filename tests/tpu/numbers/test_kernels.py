@@ -12,13 +12,11 @@ pytestmark = pytest.mark.timeout(600)
 
 CHECKS = [
     "lookups_equal_plain_ones",
-    "minibatches_equal_plain_lookups",
     "a_step_moves_the_rows_that_it_looked_up",
     "limits_hold_to_the_id",
     "room_holds_to_the_id",
     "room_is_refused_where_the_kernel_refuses_it",
     "ids_outside_of_their_table_fail",
-    "statistics_equal_the_limits_that_hold",
 ]
 """Of `live`, which this process cannot import."""
 KERNELS = {
