@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.compact import CompactReport, compact_version
 from tpuembed.export.plan.plan import ExportPlan
@@ -42,6 +41,8 @@ __all__ = [
     "prune_versions",
     "rollback_version",
 ]
+
+_ASKED = ("serving_config", "model", "tables", "features", "output_names", "allow_unused_weights")
 
 
 def export_saved_model(
@@ -85,11 +86,8 @@ def export_saved_model(
     Raises:
         TpuEmbedError: the export failed, and nothing was published.
     """
-    chosen = ExportOptions.of("export_saved_model", options)
-    with (
-        naming_roots(checkpoint, checkpoint_options, model),
-        open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
-    ):
+    chosen = ExportOptions.of("export_saved_model", options, others=_ASKED)
+    with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
         source = source_of(opened)  # before anything is read
         request = make_request(
             opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
@@ -101,28 +99,16 @@ def plan_saved_model(
     checkpoint: str | Path,
     model_dir: str | FilePath | None = None,
     *,
-    serving_config: Any = None,
-    model: Any = None,
-    allow_unused_weights: bool = False,
-    tables: Sequence[str] | None = None,
-    features: Sequence[str] | None = None,
-    output_names: Mapping[str, str] | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
-    **options: Any,
+    **arguments: Any,
 ) -> ExportPlan:
-    """Return the plan of `export_saved_model` with the same arguments, and write nothing.
+    """Return the plan of `export_saved_model` with the same arguments but `on_progress`, and write nothing.
 
     Free disk space is checked only if `model_dir` is given.
     """
-    chosen = ExportOptions.of("plan_saved_model", options)
-    with (
-        naming_roots(checkpoint, checkpoint_options, model),
-        open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
-    ):
-        request = make_request(
-            opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
-        )
+    asked = {name: arguments.pop(name) for name in _ASKED if name in arguments}
+    chosen = ExportOptions.of("plan_saved_model", arguments, others=_ASKED)
+    with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
+        request = make_request(opened, **asked)
         plan = make_plan(opened, request, chosen)
-        if model_dir is not None:
-            plan = check_target(model_dir, plan, request, chosen, source_of(opened))
-    return plan
+        return plan if model_dir is None else check_target(model_dir, plan, request, chosen, source_of(opened))

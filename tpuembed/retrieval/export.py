@@ -15,7 +15,6 @@ from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError, reason
-from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import temporary_staging
@@ -108,7 +107,6 @@ def export_retrieval(
     check_recall(min_recall)
     chosen = ExportOptions.of("export_retrieval", options, without=("base",), others=_OWN_OPTIONS)
     with (
-        naming_roots(checkpoint, checkpoint_options, query),
         open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
         _working_folder(model_dir) as folder,
     ):
@@ -290,7 +288,7 @@ class _Request:
 
         self._checkpoint, self._index = checkpoint, index
         self._sources = StackedTables.of(checkpoint)
-        self._query, self._made = build_model(query, self._sources)
+        self._query = build_model(query, self._sources)
         self._query.compare_vocabularies(checkpoint.path, self._sources.given_names(checkpoint))
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
             checkpoint.layer_config, self._sources.quantization, {}
@@ -306,11 +304,7 @@ class _Request:
 
         def dense() -> list[Any]:
             restore_dense_weights(
-                self._query.model,
-                self._checkpoint,
-                self._sources.required,
-                allow_unused_weights=True,
-                made=self._made,
+                self._query.model, self._checkpoint, self._sources.required, allow_unused_weights=True
             )
             return self._query.state()
 

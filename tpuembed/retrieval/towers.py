@@ -89,9 +89,9 @@ class Tower:
             TpuEmbedError: the model cannot be built, or does not fit the checkpoint.
         """
         tables = _CheckpointTables(checkpoint)
-        self._model, made = build_model(factory, tables)
+        self._model = build_model(factory, tables)
         self._model.compare_vocabularies(checkpoint.path, tables.given_names(checkpoint))
-        restore_dense_weights(self._model.model, checkpoint, tables.required, allow_unused_weights=True, made=made)
+        restore_dense_weights(self._model.model, checkpoint, tables.required, allow_unused_weights=True)
         tables.open(quantization_of(checkpoint.layer_config, tables.quantization))
         self._tables, self._checkpoint = tables, checkpoint
 

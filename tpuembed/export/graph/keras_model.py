@@ -14,7 +14,7 @@ from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line, warn
-from tpuembed.export.graph.dense_weights import raw_variables, recorded
+from tpuembed.export.graph.dense_weights import raw_variables
 from tpuembed.export.graph.from_activations import trace_from_activations
 from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partners
 from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
@@ -75,20 +75,17 @@ def import_factory(name: str) -> Factory:
 
 def build_model(
     factory: str | Factory, tables: StackedTables, output_names: Mapping[str, str] | None = None
-) -> "tuple[KerasModel, list[Any]]":
+) -> "KerasModel":
     """Build the factory's model without tables: its layers look up in `tables`.
-
-    Returns:
-        The model, and the variables that were made with it, in order.
 
     Raises:
         ConfigError: the factory fails, or returns something without named inputs.
     """
-    with deferred_tables(tables), recorded() as made:
+    with deferred_tables(tables):
         model = _call(factory, output_names)
         if tables.were_asked_for or model.may_read_tables():
             model.trace()
-    return model, made
+    return model
 
 
 def _call(factory: str | Factory, output_names: Mapping[str, str] | None) -> "KerasModel":

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
@@ -25,7 +24,7 @@ from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["AnyTables", "StackedTables", "ran_without_rows", "span_of"]
+__all__ = ["StackedTables", "ran_without_rows", "span_of"]
 
 Tensor = Any
 Answer = Callable[[Sequence[Ids], Callable[[], list[Tensor]]], list[Tensor]]
@@ -301,28 +300,6 @@ class StackedTables:
             stored = tf.gather(source, flat, name=f"gather_{stack}")
         rows = codec.decode_in_graph(stored, plan.dim)
         return rows if flat is ids else tf.reshape(rows, _shape_of_rows(ids, plan.dim))
-
-
-class AnyTables(StackedTables):
-    """The tables that a model asks for, whatever they are: to build it without a checkpoint."""
-
-    def __init__(self) -> None:
-        self._any: dict[str, TableInfo] = {}
-        super().__init__(self._any)
-
-    def register(self, table: TableConfig) -> None:
-        """Note that a layer needs `table`."""
-        info = TableInfo(table.name, table.vocabulary_size, table.dim, np.dtype(np.float32))
-        self._any.setdefault(table.name, info)
-        super().register(table)
-
-    def name_arrays(self, table: str, given: Vocabulary | None = None) -> TableNames:  # noqa: ARG002
-        """Return arrays without names."""
-        return stand_in_names()
-
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns by the table's name."""
-        return {name: (info.rows, info.dim) for name, info in self._any.items()}
 
 
 class _WholeTable:

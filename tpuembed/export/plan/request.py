@@ -49,9 +49,9 @@ class ExportRequest(Protocol):
 
 def make_request(
     checkpoint: "Checkpoint",
-    serving_config: Any,
-    model: Any,
-    tables: Sequence[str] | None,
+    serving_config: Any = None,
+    model: Any = None,
+    tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
     output_names: Mapping[str, str] | None = None,
     *,
@@ -164,7 +164,7 @@ class _ModelRequest:
 
         self._checkpoint, self._allow_unused_weights = checkpoint, allow_unused_weights
         self._sources = StackedTables.of(checkpoint)
-        self._model, self._made = build_model(model, self._sources, output_names)
+        self._model = build_model(model, self._sources, output_names)
         self._model.compare_vocabularies(checkpoint.path, self._sources.given_names(checkpoint))
         stated = check_model_config(self._model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
@@ -190,11 +190,7 @@ class _ModelRequest:
 
         def dense() -> list[Any]:
             restore_dense_weights(
-                self._model.model,
-                self._checkpoint,
-                self.tables,
-                allow_unused_weights=self._allow_unused_weights,
-                made=self._made,
+                self._model.model, self._checkpoint, self.tables, allow_unused_weights=self._allow_unused_weights
             )
             return self._model.state()
 
