@@ -16,7 +16,7 @@ import tensorflow as tf
 from tests.support import capi
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.messages import refused
-from tests.support.serving.process import SCRIPT, Fork, run_command
+from tests.support.serving.process import SCRIPT, Fork
 from tpuembed import export_saved_model
 from tpuembed.manifest import Manifest
 
@@ -218,56 +218,6 @@ def test_a_graph_of_another_export_is_refused(checkpoint: Path, copied: Path, tm
     with refused(StatusError) as caught:
         ask_server(copied)
     assert caught.value.code is Code.DATA_LOSS
-
-
-def inodes(version: Path) -> list[int]:
-    """Of the table files."""
-    manifest = Manifest.read(version)
-    assert manifest is not None
-    return [(version / stack.file).stat().st_ino for stack in manifest.stacks]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("storage", ["float32", "int8"])
-def test_layouts_share_one_copy(checkpoint: Path, tables: dict[str, Array], tmp_path: Path, storage: str) -> None:
-    options: dict[str, Any] = {"serving_config": CONFIG, "workers": 1, "storage": storage}
-    reports = [
-        export_saved_model(checkpoint, tmp_path / "m", layout=layout, **options) for layout in ("variables", "mmap")
-    ]
-    assert inodes(reports[0].path) == inodes(reports[1].path)
-    assert [report.bytes_reused for report in reports] == [0, reports[0].bytes_written]
-    assert reports[0].errors == reports[1].errors
-    assert run_command("verify", reports[1].path).returncode == 0
-    shutil.rmtree(reports[0].path)
-    error = 1e-6 if storage == "float32" else 0.05
-    check(capi.predict(reports[1].path, dict.fromkeys(SHAPES, IDS)), tables, error)
-    again = export_saved_model(checkpoint, tmp_path / "m", resume=False, **options)
-    assert again.bytes_reused == 0
-    assert not set(inodes(again.path)) & set(inodes(reports[1].path))
-
-
-@pytest.mark.nightly
-def test_a_damaged_version_is_not_shared(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
-    first = export(checkpoint, tmp_path / "m")
-    path = sorted(first.glob("variables/*.data-*"))[-1]
-    content = bytearray(path.read_bytes())
-    content[5] ^= 1
-    path.write_bytes(content)
-    second = export(checkpoint, tmp_path / "m")
-    assert not set(inodes(first)) & set(inodes(second))
-    check(capi.predict(second, dict.fromkeys(SHAPES, IDS)), tables)
-
-
-@pytest.mark.nightly
-def test_other_tables_are_not_shared(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "ckpt", tables)
-    first = export(tmp_path / "ckpt", tmp_path / "m")
-    changed = {name: table + 1 for name, table in tables.items()}
-    write_checkpoint(tmp_path / "ckpt", changed)
-    second = export(tmp_path / "ckpt", tmp_path / "m")
-    assert not set(inodes(first)) & set(inodes(second))
-    check(capi.predict(second, dict.fromkeys(SHAPES, IDS)), changed)
-    assert not set(inodes(second)) & set(inodes(export(tmp_path / "ckpt", tmp_path / "m", storage="float16")))
 
 
 MEASURE = """

@@ -374,7 +374,6 @@ def _write_front(folder: Path, manifest: Manifest, entry: RowStoreEntry, target:
         row_store=entry,
         base=None,
         stacks=tuple(dataclasses.replace(stack, base_file="") for stack in manifest.stacks),
-        tables_key="",
         names=names,
     )
     graph = (folder / GRAPH_FILE).read_bytes()

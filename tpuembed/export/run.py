@@ -3,13 +3,12 @@
 The graph is saved before the first table byte is read, so that most errors occur early.
 """
 
-import contextlib
 import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ConfigError, warn
@@ -25,16 +24,13 @@ from tpuembed.export.publish.assemble import assemble
 from tpuembed.export.publish.folder import FolderWriter
 from tpuembed.export.publish.layouts import check_layout
 from tpuembed.export.publish.version_writer import VersionWriter, naming_model_dir
-from tpuembed.export.report import ExportReport, StreamReport
+from tpuembed.export.report import ExportReport, SavedGraph, StreamReport
 from tpuembed.export.retention.prune import prune_after
 from tpuembed.export.stream.engines import Engine, check_engine, choose_engine, default_workers
 from tpuembed.export.stream.execute import ErrorBound, stream_tables
 from tpuembed.export.stream.shard import Source, check_unchanged, ignore, peak_rss_bytes
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import HistoryEntry
-
-if TYPE_CHECKING:  # that module imports TensorFlow
-    from tpuembed.export.graph.saved_model import SavedGraph
 
 __all__ = ["Progress", "check_target", "make_plan", "run_export", "source_of"]
 
@@ -135,16 +131,10 @@ def run_export(
         writer = choose_writer(model_dir, plan, options, source)
         writer.check()
         engine = engine or choose_engine(options.engine, plan.workers)
-        with (
-            writer,
-            naming_model_dir(writer.model_dir),
-            contextlib.nullcontext() if writer.is_shared else engine.starting(source, len(plan.shards)),
-        ):
+        with writer, naming_model_dir(writer.model_dir), engine.starting(source, len(plan.shards)):
             _warn_of_unfinished(writer)
             graph = request.save_graph(plan, writer.path)  # while the workers start
-            streamed = writer.share(on_progress)
-            if streamed is None:
-                streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=bound.check_shard)
+            streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=bound.check_shard)
             bound.check(streamed.errors)
             check_unchanged(checkpoint, source)  # dense weights, and candidates, were read here
             done = _Done(assemble(writer, streamed, graph, facts, histories), streamed, graph)
@@ -179,7 +169,7 @@ class _Done:
 
     path: FilePath
     streamed: StreamReport
-    graph: "SavedGraph"
+    graph: SavedGraph
     rows_changed: int | None = None
     rows_compared: int | None = None
 
@@ -231,7 +221,7 @@ def _overlay(
     return None
 
 
-def _warn_of_other_signature(base: BaseVersion, graph: "SavedGraph") -> None:
+def _warn_of_other_signature(base: BaseVersion, graph: SavedGraph) -> None:
     """Warn if clients of the base have to change their requests, or read other answers."""
     before, after = (each["serving_default"] for each in (base.manifest.signatures, graph.signatures))
     for side in ("inputs", "outputs"):

@@ -8,11 +8,12 @@ from typing import Any
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import wrap_model
-from tpuembed.export.graph.saved_model import SavedGraph, save_graph
+from tpuembed.export.graph.saved_model import save_graph
 from tpuembed.export.graph.signature import quantization_of
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.request import ExportRequest, check_model_config, make_request
+from tpuembed.export.report import SavedGraph
 from tpuembed.layer import TPUEmbedding
 from tpuembed.live.tables import LiveCheckpoint, embedding_layers
 from tpuembed.runtime.table_scope import deferred_tables

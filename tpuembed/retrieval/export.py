@@ -19,7 +19,7 @@ from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import temporary_staging
 from tpuembed.export.publish.version_writer import naming_model_dir
-from tpuembed.export.report import ExportReport
+from tpuembed.export.report import ExportReport, SavedGraph
 from tpuembed.export.run import Progress, run_export, source_of
 from tpuembed.export.stream.shard import check_unchanged
 from tpuembed.files import FilePath, as_path
@@ -39,7 +39,6 @@ from tpuembed.retrieval.recall import QUERIES, check_recall, inputs_of, measured
 
 if TYPE_CHECKING:
     from tpuembed.export.graph.keras_model import Factory
-    from tpuembed.export.graph.saved_model import SavedGraph
     from tpuembed.retrieval.towers import Tower
 
 __all__ = ["export_retrieval"]
@@ -297,7 +296,7 @@ class _Request:
         self.tables: Sequence[str] = [*self._sources.required, index.entry.table]
         self.whole_tables: Sequence[str] = self._sources.read_whole
 
-    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+    def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
         from tpuembed.export.graph.dense_weights import restore_dense_weights
         from tpuembed.export.graph.saved_model import save_graph
         from tpuembed.retrieval.graph import RetrievalModel

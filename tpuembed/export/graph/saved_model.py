@@ -7,7 +7,6 @@ bytes are added to the bundle afterwards. A mapped stack is not a variable of th
 
 import abc
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,10 @@ from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.graph.table_names import make_names
 from tpuembed.export.graph.warmup import write_warmup
 from tpuembed.export.plan.plan import ArrayPlan, StackPlan
+from tpuembed.export.report import SavedGraph
 from tpuembed.manifest import (
     FeatureEntry,
     FromActivations,
-    NamesEntry,
     Packing,
     RetrievalEntry,
     TensorSpec,
@@ -37,7 +36,7 @@ from tpuembed.saved_model import GRAPH_FILE, replace_file
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["ExportableModel", "SavedGraph", "save_graph"]
+__all__ = ["ExportableModel", "save_graph"]
 
 Tensor = Any
 
@@ -99,26 +98,6 @@ class ExportableModel(abc.ABC):
     def further_functions(self) -> dict[str, Any]:
         """Return functions for more signatures, by name. Called after `write_index`."""
         return {}
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedGraph:
-    """The saved graph.
-
-    Attributes:
-        array_keys: name of a stack's array -> checkpoint key of its variable.
-        signatures, features, vocabularies, padding, packing, from_activations, names, retrieval: as the manifest lists them.
-    """
-
-    array_keys: Mapping[str, str]
-    signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
-    features: tuple[FeatureEntry, ...]
-    vocabularies: tuple[VocabularyEntry, ...]
-    padding: Mapping[str, int | str]
-    packing: Packing
-    from_activations: FromActivations
-    names: tuple[NamesEntry, ...] = ()
-    retrieval: RetrievalEntry | None = None
 
 
 def save_graph(

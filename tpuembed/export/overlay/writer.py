@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from tpuembed.export.publish.folder import FolderWriter, check_free, lock_folder
 from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.execute import check_source
 from tpuembed.export.stream.shard import ShardResult, Source, open_source
-from tpuembed.files.links import link_or_clone
 from tpuembed.manifest import HistoryEntry
 
 __all__ = ["MAX_SHARE", "OverlayWriter"]
@@ -99,7 +99,7 @@ class OverlayWriter(FolderWriter):
             check_source(again, plan, found.results)
         entries = {stack.name: stack for stack in self.base.manifest.stacks}
         for stack in (stack for stack in found.stacks if stack.name in found.linked):
-            link_or_clone(self.base.path / entries[stack.name].file, folder / stack.file)
+            self._link(self.base.path / entries[stack.name].file, folder / stack.file)
         self.plan = dataclasses.replace(plan, stacks=found.stacks)
         linked = {name: entries[name] for name in found.linked}
         reused = sum(entry.size for entry in linked.values())
@@ -115,6 +115,14 @@ class OverlayWriter(FolderWriter):
             base_files={name: entry.file for name, entry in linked.items()},
             full_crc32c=found.full_crc32c,
         )
+
+    def _link(self, source: Path, target: Path) -> None:
+        try:
+            os.link(source, target)
+        except OSError as error:
+            raise ExportError(
+                f"file {source}: cannot be linked to {target}: {error.strerror}. Leave base out for a full version."
+            ) from None
 
     def too_many(self) -> str:
         """Return why the export is no overlay, as a sentence without its full stop."""

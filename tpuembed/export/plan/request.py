@@ -15,11 +15,11 @@ from tpuembed.export.graph.signature import (
     serving_config_of,
 )
 from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.report import SavedGraph
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint import Checkpoint
     from tpuembed.export.graph.keras_model import KerasModel
-    from tpuembed.export.graph.saved_model import SavedGraph
 
 __all__ = ["ExportRequest", "LookupRequest", "check_model_config", "make_request"]
 
@@ -43,7 +43,7 @@ class ExportRequest(Protocol):
     dropped_features: tuple[str, ...]
     quantization: Mapping[str, QuantizationConfig]
 
-    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+    def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
         """Save the signatures into `folder`, over the stacks of `plan`."""
 
 
@@ -129,7 +129,7 @@ class LookupRequest:
         )
         _check_all_served(tables, self.tables)
 
-    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+    def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
         """See ExportRequest."""
         _require_tensorflow()
         from tpuembed.export.graph.lookup_model import LookupModel
@@ -183,7 +183,7 @@ class _ModelRequest:
                 f"tables: the model also looks up in {', '.join(missing)}. Add them, or leave `tables` out."
             )
 
-    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+    def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
         """See ExportRequest."""
         from tpuembed.export.graph.dense_weights import restore_dense_weights
         from tpuembed.export.graph.saved_model import save_graph

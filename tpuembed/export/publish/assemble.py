@@ -9,14 +9,13 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tpuembed
 from tpuembed.errors import ExportError
 from tpuembed.export.plan.plan import ArrayPlan, Placement, StackPlan
 from tpuembed.export.publish.layouts import BUNDLE, graph_keys
 from tpuembed.export.publish.version_writer import VersionWriter
-from tpuembed.export.report import StreamReport
+from tpuembed.export.report import SavedGraph, StreamReport
 from tpuembed.files import FilePath
 from tpuembed.manifest import (
     ArrayEntry,
@@ -40,16 +39,13 @@ from tpuembed.tensor_bundle import (
     write_index,
 )
 
-if TYPE_CHECKING:  # that module imports TensorFlow
-    from tpuembed.export.graph.saved_model import SavedGraph
-
 __all__ = ["assemble"]
 
 
 def assemble(
     writer: VersionWriter,
     streamed: StreamReport,
-    graph: "SavedGraph",
+    graph: SavedGraph,
     source: Mapping[str, str],
     histories: Mapping[str, HistoryEntry],
 ) -> FilePath:
@@ -94,7 +90,6 @@ def assemble(
         stacks=tuple(_stack_entry(stack, streamed, merged, keys) for stack in plan.stacks),
         signatures=graph.signatures,
         errors={table: dataclasses.asdict(error) for table, error in streamed.errors.items()},
-        tables_key=writer.tables_key if streamed.base is None else "",
         features=graph.features,
         vocabularies=graph.vocabularies,
         padding=graph.padding,

@@ -31,7 +31,6 @@ from tpuembed.export.formatting import format_bytes
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.publish.layouts import Layout, choose_layout
-from tpuembed.export.publish.reuse import SameTables, find_same_tables, share_tables
 from tpuembed.export.publish.version_writer import (
     MAX_VERSION,
     PREFIX,
@@ -40,7 +39,6 @@ from tpuembed.export.publish.version_writer import (
     naming_model_dir,
     versions_among,
 )
-from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.resume_log import Header, Recorder, read_record, start_record
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 from tpuembed.files import FilePath, flush
@@ -75,26 +73,17 @@ class FolderWriter(VersionWriter):
 
     def __init__(self, model_dir: Path, plan: ExportPlan, options: ExportOptions, source: Source) -> None:
         super().__init__(model_dir, plan, options, source)
-        self._same: SameTables | None = None
         self._locks: list[int] = []
 
     def check(self) -> None:
         """See VersionWriter.check."""
         check_free(self.model_dir, self.options.version)
-        if self.options.resume and self.tables_key:
-            self._same = find_same_tables(self.model_dir, self.tables_key, finite=self.plan.require_finite)
-        if self._same is None:
-            ensure_space(self.model_dir, self.plan.table_bytes, self.header, restart=not self.options.resume)
+        ensure_space(self.model_dir, self.plan.table_bytes, self.header, restart=not self.options.resume)
 
     @property
     def layout(self) -> Layout:
         """See VersionWriter.layout."""
         return choose_layout(self.options.layout, self.model_dir, self.options.serving_root)
-
-    @property
-    def is_shared(self) -> bool:
-        """See VersionWriter.is_shared."""
-        return self._same is not None
 
     def reserve(self) -> None:
         """Take over the staging folder that the same export left, or create one. MODEL_DIR is created if it is missing."""
@@ -112,9 +101,6 @@ class FolderWriter(VersionWriter):
                 else:
                     self.folder = found.resumable.folder
                 self._locks = [held.pop(self.folder) if self.folder in held else lock_folder(self.folder)]
-                if self._same is not None:
-                    with contextlib.suppress(FileNotFoundError):  # removed since `check`: `share` finds that out
-                        self._locks.append(lock_folder(self._same.version, fcntl.LOCK_SH))
         self.kept = tuple(str(one) for one in found.kept)
         for one in found.stale:
             shutil.rmtree(one.folder, ignore_errors=True)
@@ -123,15 +109,6 @@ class FolderWriter(VersionWriter):
         self.path, self.tables = self.folder / _VERSION, self.folder / _TABLES
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir()
-
-    def share(self, on_progress: Callable[[int, int], None]) -> StreamReport | None:
-        """See VersionWriter.share. Uses hard links."""
-        if self._same is None:
-            return None
-        shared = share_tables(self._same, self.plan, self.folder / "shared", on_progress)
-        if shared is None:  # the data will be copied, and the space for that was not checked yet
-            ensure_space(self.model_dir, self.plan.table_bytes - _disk_bytes(self.folder), self.header)
-        return shared
 
     def open(self) -> Sequence[ShardTask]:
         """Return all shards, each with its recorded checksum if the record has one.

@@ -13,10 +13,9 @@ from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.export.in_process import exports_in_this_process
 from tests.support.export.writers import version_writer
 from tests.support.messages import refused
-from tpuembed import export_saved_model, list_versions, prune_versions
+from tpuembed import export_saved_model, list_versions, prune_versions, rollback_version
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import ConfigError, ExportError
-from tpuembed.export.publish.folder import FolderWriter
 
 CONFIG = {"features": {"user": {"table": "users", "input": "id"}}}
 
@@ -79,16 +78,17 @@ def test_a_version_that_appears_while_servers_are_asked_removes_none_of_theirs(t
 
 def test_shared_files_are_not_freed_and_stay_whole(exported: Path, tmp_path: Path) -> None:
     model_dir = moved(exported, tmp_path / "rec")
+    rollback_version(model_dir, 2)
     before = {info.version: info for info in list_versions(model_dir)}
-    assert [info.layout for info in before.values()] == ["mmap", "variables", "mmap"]
-    assert {info.bytes_shared for info in before.values()} >= {500 * 8 * 4}
+    assert [info.layout for info in before.values()] == ["mmap", "variables", "mmap", "variables"]
+    assert before[4].bytes_shared >= 500 * 8 * 4
     report = prune_versions(model_dir, keep=1)
-    assert report.removed == (1, 2)
-    assert report.bytes_freed == before[1].bytes_own + before[2].bytes_own
+    assert report.removed == (1, 2, 3)
+    assert report.bytes_freed == sum(before[number].bytes_own for number in (1, 2, 3))
     (left,) = list_versions(model_dir)
     assert left.bytes_shared == 0
-    assert left.bytes_own == before[3].bytes_own + before[3].bytes_shared
-    assert not verify_files(str(model_dir / "3")).damaged
+    assert left.bytes_own == before[4].bytes_own + before[4].bytes_shared
+    assert not verify_files(str(model_dir / "4")).damaged
 
 
 def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
@@ -205,28 +205,6 @@ def test_running_exports_are_left_alone(exported: Path, tmp_path: Path) -> None:
         prune_versions(model_dir, keep=1)
         assert running.publish().name == "4"
     assert names(model_dir) == ["3", "4"]
-
-
-def test_a_version_whose_tables_an_export_shares_stays(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model_dir, reports = moved(exported, tmp_path / "rec"), list[Any]()
-    share = FolderWriter.share
-    write_checkpoint(tmp_path / "other", {"users": random_table(500, 8, seed=1)})
-
-    def pruning(self: FolderWriter, on_progress: Any) -> Any:
-        reports.append(prune_versions(model_dir, keep=1))
-        return share(self, on_progress)
-
-    with exports_in_this_process():
-        export_saved_model(tmp_path / "other", model_dir, serving_config=CONFIG)
-        monkeypatch.setattr(FolderWriter, "share", pruning)
-        source = exported.parent / "ckpt"
-        report = export_saved_model(source, model_dir, serving_config=CONFIG)
-    assert reports[0].kept == {3: "an export reads it now", 4: "newest"}
-    assert report.bytes_reused == report.bytes_written
-    assert not verify_files(str(report.path)).damaged
-    assert prune_versions(model_dir, keep=1).removed == (3, 4)
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
