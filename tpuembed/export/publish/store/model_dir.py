@@ -1,8 +1,7 @@
-"""MODEL_DIR in a bucket: its versions, and the lock that an export holds while it commits one.
+"""MODEL_DIR in a bucket: its versions, and the lock that an export holds while it writes one.
 
-The lock of a version is the object `MODEL_DIR/.staging-<version>`. It is created only if it does not exist, so of two commits
-at once one fails. A commit that is killed leaves its lock. The next export of that version sees the lock when it begins. If it
-is unchanged when that export commits, nobody else is committing any more, and the export takes the lock over.
+The lock of a version is the object `MODEL_DIR/.staging-<version>`. It is created only if it does not exist, so one export writes a
+version. An export that is killed leaves its lock, and the next one takes the next number.
 """
 
 import dataclasses
@@ -12,26 +11,13 @@ from typing import Final
 
 from tpuembed.errors import ExportError
 from tpuembed.export.publish.version_writer import MAX_VERSION, PREFIX, check_version, versions_among
-from tpuembed.files import MissingBucketError, UrlPath
+from tpuembed.files import UrlPath
 from tpuembed.files.bucket import Bucket
 
-__all__ = ["StoreModelDir", "StoreVersions"]
+__all__ = ["StoreModelDir"]
 
 _LOCK: Final = re.compile(re.escape(PREFIX) + r"(\d{1,19})", re.ASCII)
 _PROBE: Final = f"{PREFIX}probe"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoreVersions:
-    """What MODEL_DIR has.
-
-    Attributes:
-        versions: the versions that exist. A commit that was killed, or still runs, has made none.
-        locks: version -> the ETag of its lock.
-    """
-
-    versions: frozenset[int]
-    locks: dict[int, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,32 +35,24 @@ class StoreModelDir:
         """Return the key of the lock of a version."""
         return self.key(f"{PREFIX}{version}")
 
-    def is_version(self, version: int) -> bool:
-        """Returns True if the version is complete."""
-        return self.bucket.head(self.key(f"{version}/saved_model.pb")) is not None
-
-    def versions(self) -> StoreVersions:
-        """List the versions and the locks that exist now."""
-        names = self.bucket.children(f"{self.path.key}/" if self.path.key else "")
-        locks = {}
-        for version in (int(match[1]) for match in map(_LOCK.fullmatch, names) if match):
-            lock = self.bucket.head(self.lock_key(version))
-            if lock is not None:
-                locks[version] = lock.tag
-        # A folder without a lock may be another program's, which is copying a version. It counts, so that nobody writes there.
-        versions = {version for version in versions_among(names) if version not in locks or self.is_version(version)}
-        return StoreVersions(versions=frozenset(versions), locks=locks)
-
-    def choose(self, version: int | None, found: StoreVersions) -> int:
-        """Return `version`, or the next free one for None.
+    def choose(self, version: int | None) -> int:
+        """Return `version`, or the next free one for None. Locked versions are not free.
 
         Raises:
             ConfigError: it is not a positive integer that a server can read.
-            ExportError: it exists, or there is no higher number.
+            ExportError: it exists or is locked, or there is no higher number.
         """
         check_version(version)
-        free = max(found.versions, default=0) + 1
-        if version in found.versions:
+        names = self.bucket.children(f"{self.path.key}/" if self.path.key else "")
+        locked = {int(match[1]) for match in map(_LOCK.fullmatch, names) if match}
+        versions = versions_among(names) | locked
+        free = max(versions, default=0) + 1
+        if version in locked:
+            raise ExportError(
+                f"MODEL_DIR {self.path}: version {version}: an export is writing it, or was killed while it did. If none runs, "
+                f"delete {PREFIX}{version} and what is below {version}/, or choose another version, such as {free}."
+            )
+        if version in versions:
             raise ExportError(f"MODEL_DIR {self.path}: version {version} exists. Choose another one, such as {free}.")
         if version is None and free > MAX_VERSION:
             raise ExportError(
@@ -98,29 +76,17 @@ class StoreModelDir:
             "Export to a disk and copy the version, saved_model.pb last."
         )
 
-    def lock(self, version: int, seen: str | None) -> str:
-        """Lock a version, and return the lock's ETag.
-
-        Args:
-            version: its number.
-            seen: the ETag of the lock when this export began; None if there was none. Such a lock is taken over.
-
-        Raises:
-            ExportError: another export has begun to commit the version since.
-        """
-        try:
+    def lock(self, version: int | None) -> tuple[int, str]:
+        """Lock `version`, or the next free one for None, and return it with the lock's ETag. Raises as `choose`."""
+        while True:
+            number = self.choose(version)
             try:
-                return self.bucket.create(self.lock_key(version), _token())
-            except FileExistsError:
-                if seen is None:
-                    raise
-                return self.bucket.replace(self.lock_key(version), _token(), seen)
-        except MissingBucketError:
-            raise
-        except (FileExistsError, FileNotFoundError):
-            raise ExportError(
-                f"MODEL_DIR {self.path}: version {version}: another export is publishing it now. Export again."
-            ) from None
+                tag = self.bucket.create(self.lock_key(number), _token())
+            except FileExistsError:  # another export was faster; if it wrote this version, `choose` says so
+                continue
+            if not self.bucket.keys(self.key(str(number)) + "/"):
+                return number, tag
+            self.bucket.delete([self.lock_key(number)])  # it was complete before the lock was there
 
     def has_lock(self, version: int, tag: str) -> bool:
         """Returns True if the lock of a version still has the ETag `tag`."""
