@@ -42,7 +42,7 @@ __all__ = [
     "rollback_version",
 ]
 
-_ASKED = ("serving_config", "model", "tables", "features", "output_names", "allow_unused_weights")
+_ASKED = ("serving_config", "model", "tables", "features", "allow_unused_weights")
 
 
 def export_saved_model(
@@ -54,7 +54,6 @@ def export_saved_model(
     allow_unused_weights: bool = False,
     tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
-    output_names: Mapping[str, str] | None = None,
     on_progress: Progress | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
     **options: Any,
@@ -77,7 +76,6 @@ def export_saved_model(
         tables: export only these tables, with the features that look up in them.
         features: export only these features, with the tables that they look up in. Not for a model, which needs its
             inputs.
-        output_names: new names of a model's outputs, by their old names.
         on_progress: called with (bytes done, bytes in total).
         checkpoint_options: further arguments of `open_checkpoint`.
         options: how to write: storage, max_error, layout, serving_root, max_memory_bytes, workers, engine,
@@ -90,7 +88,7 @@ def export_saved_model(
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
         source = source_of(opened)  # before anything is read
         request = make_request(
-            opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
+            opened, serving_config, model, tables, features, allow_unused_weights=allow_unused_weights
         )
         return run_export(opened, request, model_dir, chosen, source=source, on_progress=on_progress)
 

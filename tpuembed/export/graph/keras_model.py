@@ -17,7 +17,7 @@ from tpuembed.errors import ConfigError, TpuEmbedError, one_line, warn
 from tpuembed.export.graph.dense_weights import raw_variables
 from tpuembed.export.graph.from_activations import trace_from_activations
 from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partners
-from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
+from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, symbolic_outputs
 from tpuembed.export.graph.packing import pack_inputs, unpack
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.signature import check_input_names
@@ -73,22 +73,20 @@ def import_factory(name: str) -> Factory:
     return factory
 
 
-def build_model(
-    factory: str | Factory, tables: StackedTables, output_names: Mapping[str, str] | None = None
-) -> "KerasModel":
+def build_model(factory: str | Factory, tables: StackedTables) -> "KerasModel":
     """Build the factory's model without tables: its layers look up in `tables`.
 
     Raises:
         ConfigError: the factory fails, or returns something without named inputs.
     """
     with deferred_tables(tables):
-        model = _call(factory, output_names)
+        model = _call(factory)
         if tables.were_asked_for or model.may_read_tables():
             model.trace()
     return model
 
 
-def _call(factory: str | Factory, output_names: Mapping[str, str] | None) -> "KerasModel":
+def _call(factory: str | Factory) -> "KerasModel":
     if isinstance(factory, keras.Model):
         raise ConfigError("model: pass the function that builds the model, not a model: its tables would be in memory")
     name = factory if isinstance(factory, str) else getattr(factory, "__name__", "factory")
@@ -103,21 +101,19 @@ def _call(factory: str | Factory, output_names: Mapping[str, str] | None) -> "Ke
                 f"model {name!r}: the factory trains or runs the model. It has no rows yet: only build it"
             ) from error
         raise ConfigError(f"model {name!r}: the factory failed: {one_line(error)}") from error
-    return wrap_model(made, name, output_names)
+    return wrap_model(made, name)
 
 
-def wrap_model(made: Any, name: str, output_names: Mapping[str, str] | None = None) -> "KerasModel":
+def wrap_model(made: Any, name: str) -> "KerasModel":
     """A Keras model, or (model, its inputs' specs), with the names of its inputs.
 
     Args:
         made: the model. The specs are one, or a dict or list of them, nested as the model takes its inputs.
         name: of what made it, for messages.
-        output_names: new names of outputs by their old ones.
 
     Raises:
         ConfigError: it is neither, or has no inputs to read.
     """
-    renamed = output_names or {}
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], keras.Model) and isinstance(made[1], _SPECS):
         model, structure = made
         tensors = _named_specs(structure, name)
@@ -132,7 +128,7 @@ def wrap_model(made: Any, name: str, output_names: Mapping[str, str] | None = No
         model, structure = made, made.inputs[0] if isinstance(made, keras.Sequential) else made.input
         tensors = _named_inputs(model, structure)
     check_layers(model)
-    return KerasModel(model, with_partners(forms_of(tensors), model, tensors), structure, renamed)
+    return KerasModel(model, with_partners(forms_of(tensors), model, tensors), structure)
 
 
 def check_layers(model: Any) -> None:
@@ -182,19 +178,16 @@ class KerasModel(ExportableModel):
         forms: of its inputs, by name.
     """
 
-    def __init__(
-        self, model: Any, forms: Mapping[str, InputForm], structure: Any, output_names: Mapping[str, str]
-    ) -> None:
+    def __init__(self, model: Any, forms: Mapping[str, InputForm], structure: Any) -> None:
         """Wrap `model`, which takes its inputs in the nested `structure`. `forms` are in walking order."""
         self.model = model
         self._specs = {name: form.spec for name, form in forms.items()}
-        self.forms, self._structure, self._output_names = forms, structure, output_names
+        self.forms, self._structure = forms, structure
         self._vocabularies: tuple[VocabularyEntry, ...] | None = None
         check_input_names(self._specs)
         made = symbolic_outputs(model)
         if not isinstance(made, list) or made:  # of other models they are known when they are called
-            named = name_outputs(model, made)
-            rename_outputs([output for output, _ in named], output_names)
+            name_outputs(model, made)
 
     def input_specs(self) -> dict[str, tf.TensorSpec]:
         """Return the spec of each input by name."""
@@ -330,9 +323,7 @@ class KerasModel(ExportableModel):
             raise
         except Exception as error:
             raise ConfigError(f"model: its call failed while it was traced: {one_line(error)}") from error
-        named = name_outputs(self.model, outputs)
-        names = rename_outputs([name for name, _ in named], self._output_names)
-        return dense_outputs([(name, value) for name, (_, value) in zip(names, named, strict=True)])
+        return dense_outputs(name_outputs(self.model, outputs))
 
     def check_serving_config(self, config: ServingConfig) -> None:
         """Raise ConfigError where `config` asks for what the model's own inputs and layers decide otherwise."""

@@ -7,10 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpuembed.config.checks import check_name, did_you_mean
 from tpuembed.errors import ConfigError
 
-__all__ = ["dense_outputs", "name_outputs", "rename_outputs", "symbolic_outputs"]
+__all__ = ["dense_outputs", "name_outputs", "symbolic_outputs"]
 
 Tensor = Any
 
@@ -81,26 +80,6 @@ def _numbered(names: Sequence[str]) -> list[str]:
     return numbered
 
 
-def rename_outputs(names: Sequence[str], renamed: Mapping[str, str]) -> list[str]:
-    """Return `names` with those in `renamed` replaced, all at once.
-
-    Raises:
-        ConfigError: `renamed` names an unknown output, or two outputs would have the same name.
-    """
-    for old, new in renamed.items():
-        if old not in names:
-            raise ConfigError(f"output_names: the model has no output {old!r}; {did_you_mean(old, names)}")
-        check_name(f"output_names: {old!r}", new)
-    new_names = [renamed.get(name, name) for name in names]
-    for name, count in Counter(new_names).items():
-        if count > 1:
-            both = [old for old, new in zip(names, new_names, strict=True) if new == name]
-            raise ConfigError(
-                f"output_names: {' and '.join(both)} would both be called {name!r}. Give each its own name."
-            )
-    return new_names
-
-
 def dense_outputs(outputs: Sequence[tuple[str, Any]]) -> dict[str, Tensor]:
     """Return tensors by name: ragged outputs padded, with their lengths as NAME_lengths; float16 and bfloat16 as
     float32.
@@ -121,7 +100,7 @@ def dense_outputs(outputs: Sequence[tuple[str, Any]]) -> dict[str, Tensor]:
             if any(lengths == other for other, _ in outputs):
                 raise ConfigError(
                     f"model: output {name!r} is ragged, and the name of its lengths, {lengths!r}, is already "
-                    "taken. Rename one with output_names."
+                    "taken. Rename one: return a dict of outputs."
                 )
             dense[lengths] = tf.cast(value.row_lengths(), tf.int64)
         else:

@@ -53,7 +53,6 @@ def make_request(
     model: Any = None,
     tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
-    output_names: Mapping[str, str] | None = None,
     *,
     allow_unused_weights: bool = False,
 ) -> ExportRequest:
@@ -68,11 +67,6 @@ def make_request(
     for name in tables or ():
         find_table(name, checkpoint.tables())
     if model is None:
-        if output_names:
-            raise ConfigError(
-                "output_names: they rename the outputs of a model, and outputs of lookups are named like their "
-                "features. Pass a model, or rename the features in the serving_config."
-            )
         if allow_unused_weights:
             raise ConfigError(
                 "allow_unused_weights: supported only for a whole model. Give `model` too, or leave it out."
@@ -83,7 +77,7 @@ def make_request(
             "features: a model needs all of its inputs. Leave `features` out, or leave `model` out to export "
             "lookups only."
         )
-    return _ModelRequest(checkpoint, serving_config, model, tables, output_names, allow_unused_weights)
+    return _ModelRequest(checkpoint, serving_config, model, tables, allow_unused_weights)
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:
@@ -155,7 +149,6 @@ class _ModelRequest:
         serving_config: Any,
         model: Any,
         tables: Sequence[str] | None,
-        output_names: Mapping[str, str] | None,
         allow_unused_weights: bool,
     ) -> None:
         _require_tensorflow()
@@ -164,7 +157,7 @@ class _ModelRequest:
 
         self._checkpoint, self._allow_unused_weights = checkpoint, allow_unused_weights
         self._sources = StackedTables.of(checkpoint)
-        self._model = build_model(model, self._sources, output_names)
+        self._model = build_model(model, self._sources)
         self._model.compare_vocabularies(checkpoint.path, self._sources.given_names(checkpoint))
         stated = check_model_config(self._model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(

@@ -1,6 +1,5 @@
 """Every output of a model is in the signature once, under a name of its own, with the numbers that `predict` gives in its place."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from click.testing import CliRunner
 
 from tests.support.messages import refused
-from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import wrap_model
-from tpuembed.manifest import Manifest
-from tpuembed_cli.main import cli
 from tpuembed_serving.tensorflow import session as runtime
 
 X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
@@ -39,9 +35,9 @@ def two_heads(name: str = "ranker") -> Any:
     return heads(name, lambda x: [dense("click")(x), dense("watch")(x)])
 
 
-def called(model: Any, **names: str) -> dict[str, Any]:
+def called(model: Any) -> dict[str, Any]:
     """The outputs by name, as they are traced for the signature."""
-    wrapped = wrap_model(model, "test", {old.replace("__", "/"): new for old, new in names.items()})
+    wrapped = wrap_model(model, "test")
     spec = wrapped.input_specs()
     function = tf.function(wrapped, input_signature=[spec], autograph=False)
     given = {name: tf.constant(X) for name in spec}
@@ -176,38 +172,6 @@ def outer_named(name: str) -> Any:
     return keras.Model(x, two_heads()(x), name=name)
 
 
-# ---- new names
-
-
-def test_outputs_are_renamed_all_at_once() -> None:
-    model = outer(two_heads())
-    plain = called(model)
-    found = called(model, ranker__click="ranker/watch", ranker__watch="ranker/click")
-    np.testing.assert_array_equal(found["ranker/watch"], plain["ranker/click"])
-    np.testing.assert_array_equal(found["ranker/click"], plain["ranker/watch"])
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        {"ranker__clik": "a"},
-        {"ranker__click": "ranker/watch"},
-        {"ranker__click": ""},
-    ],
-)
-def test_new_names_that_cannot_be(names: dict[str, str]) -> None:
-    with refused(ConfigError):
-        called(outer(two_heads()), **names)
-
-
-def test_new_names_of_lookups_are_refused(tmp_path: Path) -> None:
-    layer = TPUEmbedding({"f": FeatureConfig(TableConfig(5, 2, "t"))}, optimizer="sgd")
-    checkpoint = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
-    for call, source in ((export_model, layer), (export_saved_model, checkpoint)):
-        with refused(ConfigError, match="output_names"):
-            call(source, tmp_path / "m", output_names={"f": "g"})
-
-
 # ---- what a signature can answer
 
 
@@ -269,28 +233,6 @@ def served(path: Path, ids: Any) -> dict[str, Any]:
         return {info.alias: value for info, value in zip(signature.outputs, values, strict=True)}
     finally:
         servable.close()
-
-
-@pytest.mark.nightly
-def test_a_command_and_a_callback_rename(tmp_path: Path) -> None:
-    checkpoint = tf.train.Checkpoint(model=ranker()).write(str(tmp_path / "ckpt"))
-    arguments = ["export", checkpoint, str(tmp_path / "m"), "--model", f"{__name__}:ranker", "--json"]
-    renamed = [*arguments, "--output-name", "ranker/click=click", "--output-name", "ranker/watch=watch=1"]
-    done = CliRunner().invoke(cli, renamed)
-    assert done.exit_code == 0, done.output
-    manifest = Manifest.read(Path(json.loads(done.stdout)["path"]))
-    assert manifest is not None
-    assert manifest.signatures["serving_default"]["outputs"].keys() == {"click", "watch=1"}
-    for bad in (["ranker/click"], ["=click"], ["ranker/click=a", "--output-name", "ranker/click=b"]):
-        assert CliRunner().invoke(cli, [*arguments, "--output-name", *bad]).exit_code == 2
-    refused = CliRunner().invoke(cli, [*arguments, "--dry-run", "--output-name", "clik=click"])
-    assert refused.exit_code == 1
-    assert "the model has no output 'clik'" in refused.stderr
-    model = ranker()
-    model.compile("sgd", "mse")
-    callback = ExportCallback(tmp_path / "live", output_names={"ranker/click": "click"})
-    model.fit(np.arange(4), [np.zeros((4, 2))] * 2, verbose=0, callbacks=[callback])
-    assert served(callback.reports[0].path, np.array([1])).keys() == {"click", "ranker/watch"}
 
 
 @pytest.mark.nightly
