@@ -72,9 +72,6 @@ def test_numbers_of_every_signature(loaded: Any) -> None:
     ]
     np.testing.assert_allclose(call(servable, "serving_default", IDS), truth, rtol=1e-5)
     np.testing.assert_allclose(
-        call(servable, "packed", {"ids": np.stack([IDS[n] for n in NAMES], 1)}), truth, rtol=1e-5
-    )
-    np.testing.assert_allclose(
         call(servable, "serving_examples", {"examples": np.array(examples, object)}), truth, rtol=1e-5
     )
 

@@ -18,13 +18,12 @@ from tpuembed.export.graph.dense_weights import raw_variables
 from tpuembed.export.graph.from_activations import trace_from_activations
 from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partners
 from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, symbolic_outputs
-from tpuembed.export.graph.packing import pack_inputs, unpack
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.signature import check_input_names
 from tpuembed.export.graph.stacked_tables import StackedTables, ran_without_rows
 from tpuembed.export.graph.vocabularies import compare_vocabularies, nodes_below, vocabularies_of
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
-from tpuembed.manifest import FromActivations, Packing, VocabularyEntry
+from tpuembed.manifest import FromActivations, VocabularyEntry
 from tpuembed.runtime.table_scope import deferred_tables
 from tpuembed.vocabulary import Vocabulary
 
@@ -246,14 +245,6 @@ class KerasModel(ExportableModel):
             CheckpointMismatchError: one differs.
         """
         self._vocabularies = compare_vocabularies(self.model, source, given)
-
-    def packing(self) -> Packing:
-        """Return how the signature `packed` takes the inputs."""
-        return pack_inputs(self._specs, [name for name, pad in self.padding().items() if pad == -1])
-
-    def packed(self, ids: Tensor) -> dict[str, Tensor]:
-        """The outputs by name, of all inputs in one matrix."""
-        return self(unpack(ids, self.packing(), self._specs))
 
     def from_activations(self, tables: StackedTables) -> tuple[FromActivations, Any | None]:
         """Return how the signature `from_activations` takes its inputs, and its function. See `trace_from_activations`."""

@@ -18,7 +18,6 @@ from tensorflow.python.ops import resource_variable_ops
 from tpuembed.errors import ExportError, one_line, warn
 from tpuembed.export.graph.examples import parse_examples, unparsable
 from tpuembed.export.graph.mapped_table import MappedTable
-from tpuembed.export.graph.packing import matrix_spec
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.graph.table_names import make_names
 from tpuembed.export.graph.warmup import write_warmup
@@ -77,13 +76,13 @@ class ExportableModel(abc.ABC):
         """Return the vocabularies of its preprocessing layers."""
         return ()
 
-    @abc.abstractmethod
     def packing(self) -> Packing:
-        """Return how the signature `packed` takes the inputs."""
+        """Return how the signature `packed` takes the inputs. Models have none: one matrix makes them no faster (measured)."""
+        return Packing(left_out="a model takes its inputs by name")
 
-    @abc.abstractmethod
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the outputs for `ids`, int64 [batch, columns]. Called only if `packing` leaves nothing out."""
+        raise NotImplementedError
 
     def from_activations(self, tables: StackedTables) -> tuple[FromActivations, Any | None]:  # noqa: ARG002
         """Return the signature `from_activations` for the manifest, and its traced function; None if it is left out."""
@@ -256,12 +255,19 @@ def _functions(model: ExportableModel) -> dict[str, Any]:
         functions["serving_examples"] = serving_examples
     if not packing.left_out:
 
-        @tf.function(input_signature=[matrix_spec(packing)], autograph=False)
+        @tf.function(input_signature=[_matrix_spec(packing)], autograph=False)
         def packed(ids: Tensor) -> dict[str, Tensor]:
             return model.packed(ids)
 
         functions["packed"] = packed
     return {**functions, **model.further_functions()}
+
+
+def _matrix_spec(packing: Packing) -> tf.TensorSpec:
+    """Return the spec int64 [batch, columns]. The width is known if there are no lists."""
+    widths = [packed.columns for packed in packing.inputs]
+    width = None if None in widths else sum(width or 0 for width in widths)
+    return tf.TensorSpec([None, width], tf.int64, name="ids")
 
 
 def _signature_of(function: Any) -> dict[str, dict[str, TensorSpec]]:
