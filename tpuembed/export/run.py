@@ -15,8 +15,7 @@ from tpuembed.errors import ConfigError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.base import BaseVersion, difference, find_base
 from tpuembed.export.overlay.changes import TooManyRowsError
-from tpuembed.export.overlay.full_graph import save_full_graph
-from tpuembed.export.overlay.writer import OverlayWriter
+from tpuembed.export.overlay.writer import OverlayWriter, save_full_graph
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.plan.request import ExportRequest

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.formatting import format_bytes
-from tpuembed.export.overlay.full_graph import FULL_GRAPH, take_full_graph
+from tpuembed.export.overlay.writer import FULL_GRAPH
 from tpuembed.export.plan.plan import ExportPlan, Placement, StackPlan
 from tpuembed.export.publish.assemble import assemble
 from tpuembed.export.publish.folder import check_free, locked, publish_folder, temporary_staging
@@ -21,7 +21,7 @@ from tpuembed.export.retention.listing import is_whole, local_model_dir, version
 from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.shard import ignore
 from tpuembed.files import FilePath
-from tpuembed.manifest import Manifest, StackEntry
+from tpuembed.manifest import NAMES_FOLDER, Manifest, StackEntry
 from tpuembed.saved_model import GRAPH_FILE, file_crc32c, mapped_folders
 from tpuembed.saved_model.stack_rows import StackRows
 from tpuembed.tensor_bundle import crc
@@ -196,7 +196,7 @@ class _FullWriter:
         self.path = staging / "version"
         self._model_dir = model_dir
         self.layout: Layout = choose_layout(manifest.layout, model_dir, _root(source, manifest))
-        take_full_graph(source, self.path)
+        _take_full_graph(source, self.path)
         (self.path / FULL_GRAPH.parent / "tpuembed.json").unlink(missing_ok=True)
 
     def publish(self, settle: Callable[[str], None]) -> Path:
@@ -247,3 +247,15 @@ def _root(source: Path, manifest: Manifest) -> str | None:
             "relocate VERSION ROOT."
         )
     return str(Path(folders.pop()).parent)
+
+
+def _take_full_graph(version: Path, target: Path) -> None:
+    """Copy the graph of `version` as a full version would have it, and its other files, to the new folder `target`."""
+    shutil.copytree(version / FULL_GRAPH, target)
+    if (version / NAMES_FOLDER).is_dir():
+        shutil.copytree(version / NAMES_FOLDER, target / NAMES_FOLDER)
+    shutil.copytree(
+        version / FULL_GRAPH.parent,
+        target / FULL_GRAPH.parent,
+        ignore=lambda place, _: [FULL_GRAPH.name] if Path(place) == version / FULL_GRAPH.parent else [],
+    )

@@ -2,11 +2,13 @@
 
 import dataclasses
 import fcntl
+import filecmp
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ConfigError, ExportError
@@ -19,9 +21,14 @@ from tpuembed.export.publish.folder import FolderWriter, check_free, lock_folder
 from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.execute import check_source
 from tpuembed.export.stream.shard import ShardResult, Source, open_source
-from tpuembed.manifest import HistoryEntry
+from tpuembed.manifest import NAMES_FOLDER, HistoryEntry
+from tpuembed.saved_model import GRAPH_FILE
 
-__all__ = ["MAX_SHARE", "OverlayWriter"]
+__all__ = ["FULL_GRAPH", "MAX_SHARE", "OverlayWriter", "save_full_graph"]
+
+FULL_GRAPH: Final = Path("assets.extra", "full")
+"""The graph that an overlay would have as a full version, so that `compact` needs no model."""
+_REWRITTEN: Final = (GRAPH_FILE.name, "variables.index")
 
 # Each overlay has all rows that changed since its base, so it grows from version to version. Beyond this share of the tables'
 # bytes a full version costs less: the next overlays start small again, and lookups in it need no second gather, which costs a
@@ -128,3 +135,20 @@ class OverlayWriter(FolderWriter):
         """Return why the export is no overlay, as a sentence without its full stop."""
         of_all = f"{MAX_SHARE:.0%} of the {format_bytes(self.plan.table_bytes)}"
         return f"more than {of_all} of tables changed since version {self.base.number}"
+
+
+def save_full_graph(save: Callable[[Path], Any], version: Path) -> None:
+    """Call `save` with the folder for the graph inside `version`. Files that the version has too are hard links.
+
+    But not those that are written again before the version is published.
+    """
+    folder = version / FULL_GRAPH
+    save(folder)
+    for own in ("assets.extra", NAMES_FOLDER):  # warm-up requests and names, which are the version's
+        shutil.rmtree(folder / own, ignore_errors=True)
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            same = version / path.relative_to(folder)
+            if path.name not in _REWRITTEN and same.is_file() and filecmp.cmp(path, same, shallow=False):
+                path.unlink()
+                path.hardlink_to(same)

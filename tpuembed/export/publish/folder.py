@@ -24,7 +24,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from tpuembed.errors import ExportError
 from tpuembed.export.formatting import format_bytes
@@ -39,7 +39,7 @@ from tpuembed.export.publish.version_writer import (
     naming_model_dir,
     versions_among,
 )
-from tpuembed.export.stream.resume_log import Header, Recorder, read_record, start_record
+from tpuembed.export.stream.resume_log import Header, Record, Recorder, read_record, start_record
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 from tpuembed.files import FilePath, flush
 
@@ -273,60 +273,46 @@ def ensure_space(model_dir: Path, size: int, header: Header, *, restart: bool = 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Unfinished:
-    """An export that was killed or failed, as the record of its finished shards describes it.
+    """An export that was killed or failed.
 
     Attributes:
         folder: its staging folder.
-        header: identifies the export; None if the record cannot be read.
-        finished: number of its finished shards.
-        finished_bytes: bytes of them.
+        record: of its finished shards; None if it cannot be read.
         is_published: its version is complete; it was killed between the commit and the end.
-        age_seconds: time since the last addition to the record.
     """
 
     folder: Path
-    header: Header | None
-    finished: int
-    finished_bytes: int
+    record: Record | None
     is_published: bool
-    age_seconds: float
 
     @classmethod
     def of(cls, folder: Path) -> Self:
         """Return what is in a staging folder."""
-        record = read_record(folder / _TABLES)
         links = (file.stat().st_nlink for file in (folder / _TABLES).glob("*.data"))
-        results = record.finished.values() if record else ()
-        return cls(
-            folder=folder,
-            header=record.header if record else None,
-            finished=len(results),
-            finished_bytes=sum(result.bytes for result in results),
-            is_published=not (folder / _VERSION).is_dir() and any(count > 1 for count in links),
-            age_seconds=time.time() - record.written if record else 0,
-        )
+        is_published = not (folder / _VERSION).is_dir() and any(count > 1 for count in links)
+        return cls(folder=folder, record=read_record(folder / _TABLES), is_published=is_published)
 
     def is_resumable(self, header: Header) -> bool:
         """Returns True if the export of `header` may resume it."""
-        return self.header == header and header.lasts and not self.is_published
+        return self.record is not None and self.record.header == header and header.lasts and not self.is_published
 
     def is_stale(self, header: Header) -> bool:
         """Returns True if no later run can resume it, as far as the export of `header` can tell."""
-        its = self.header
-        if its is None or not its.lasts or self.is_published or self.age_seconds > _MAX_AGE_SECONDS:
+        if self.record is None or self.is_published or time.time() - self.record.written > _MAX_AGE_SECONDS:
             return True
-        return its.source == header.source and its.fingerprint != header.fingerprint
+        its = self.record.header
+        return not its.lasts or (its.source == header.source and its.fingerprint != header.fingerprint)
 
     def __str__(self) -> str:
         """Return the name of it in messages."""
-        if self.header is None:
+        if self.record is None:
             return str(self.folder)
-        done, total = format_bytes(self.finished_bytes), format_bytes(self.header.table_bytes)
-        return f"{self.folder} ({done} of {total}, from {self.header.source})"
+        done = format_bytes(sum(result.bytes for result in self.record.finished.values()))
+        header = self.record.header
+        return f"{self.folder} ({done} of {format_bytes(header.table_bytes)}, from {header.source})"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Classified:
+class _Classified(NamedTuple):
     """Unfinished exports that no process writes, by what to do with them.
 
     Attributes:
@@ -336,8 +322,8 @@ class _Classified:
     """
 
     resumable: _Unfinished | None
-    stale: tuple[_Unfinished, ...]
-    kept: tuple[_Unfinished, ...]
+    stale: list[_Unfinished]
+    kept: list[_Unfinished]
 
 
 def _classify(folders: Iterable[Path], header: Header, *, restart: bool) -> _Classified:
@@ -345,13 +331,11 @@ def _classify(folders: Iterable[Path], header: Header, *, restart: bool) -> _Cla
 
     It resumes the one with most shards of its own, with `restart` none. The rest of its own is stale.
     """
-    found = [_Unfinished.of(folder) for folder in folders]
-    mine = sorted((one for one in found if one.is_resumable(header)), key=lambda one: one.finished)
-    others = [one for one in found if one not in mine]
-    resumable = None if restart or not mine else mine.pop()
-    stale = [one for one in others if one.is_stale(header)]
-    kept = tuple(one for one in others if one not in stale)
-    return _Classified(resumable=resumable, stale=(*mine, *stale), kept=kept)
+    mine, stale, kept = list[_Unfinished](), list[_Unfinished](), list[_Unfinished]()
+    for one in map(_Unfinished.of, folders):
+        (mine if one.is_resumable(header) else stale if one.is_stale(header) else kept).append(one)
+    mine.sort(key=lambda one: len(one.record.finished) if one.record else 0)
+    return _Classified(None if restart or not mine else mine.pop(), mine + stale, kept)
 
 
 def _disk_bytes(folder: Path) -> int:

@@ -5,9 +5,9 @@ import dataclasses
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from tpuembed.errors import ConfigError, reason
 from tpuembed.export.publish.version_writer import versions_among
@@ -24,9 +24,6 @@ __all__ = [
     "local_model_dir",
     "version_folders",
 ]
-
-_MOST_LINKS: Final = 40
-"""Linux opens no path with more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,14 +138,16 @@ def _fault_of(version_dir: Path, manifest: Manifest | None) -> str:
 
 
 def bases_of(version_dir: Path) -> set[int]:
-    """Return the versions beside `version_dir` that it reads through symbolic links, or through paths in its graph; and
-    the base of an overlay, because the next overlay is compared with it.
+    """Return the versions beside `version_dir` that it reads through paths in its graph; and the base of an overlay, because
+    the next overlay is compared with it. With symbolic links it may need any of them.
 
     Raises:
         ConfigError: its manifest or graph cannot be read, so this is not known.
     """
     manifest = Manifest.read(version_dir)
-    names = set(_linked(version_dir))
+    names = set[str]()
+    if any(path.is_symlink() for path in (version_dir, *version_dir.rglob("*"))):
+        names |= {path.name for path in version_dir.parent.iterdir()}
     if manifest is not None and manifest.base is not None:
         names.add(str(manifest.base.version))
     if manifest is not None and manifest.layout == "mmap":
@@ -156,29 +155,6 @@ def bases_of(version_dir: Path) -> set[int]:
             graph = (version_dir / GRAPH_FILE).read_bytes()
             names |= {Path(folder).name for folder in mapped_folders(graph, manifest)}
     return versions_among(names) - {int(version_dir.name)}
-
-
-def _linked(version_dir: Path) -> Iterator[str]:
-    """Yield the names in MODEL_DIR that the symbolic links of a version lead to, with all that they pass on their way."""
-    model_dir = version_dir.parent.resolve()
-    for link in (path for path in (version_dir, *version_dir.rglob("*")) if path.is_symlink()):
-        for place in _passed(link.absolute()):
-            if place != model_dir and place.is_relative_to(model_dir):
-                yield place.relative_to(model_dir).parts[0]
-
-
-def _passed(path: Path) -> Iterator[Path]:
-    """Yield every place, without links above it, that the system passes when it opens an absolute path."""
-    place, parts, links = Path(path.anchor), list(reversed(path.parts[1:])), 0
-    while parts and links < _MOST_LINKS:
-        part = parts.pop()
-        place = place.parent if part == ".." else place / part
-        yield place
-        if place.is_symlink():
-            links += 1
-            target = place.readlink()
-            place = Path(target.anchor) if target.is_absolute() else place.parent
-            parts += reversed(target.parts[1:] if target.is_absolute() else target.parts)
 
 
 @dataclasses.dataclass

@@ -21,9 +21,8 @@ import numpy.typing as npt
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.storage.encoders import UnstorableRowError
+from tpuembed.export.storage.encoders import UnstorableRowError, first_not_finite
 from tpuembed.export.storage.error import ErrorSums, sample_step
-from tpuembed.export.storage.finite import first_not_finite
 from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
 from tpuembed.tensor_bundle import crc
 
