@@ -203,7 +203,7 @@ def _overlay(
         with writer, naming_model_dir(folder):
             _warn_of_unfinished(writer)
             try:
-                found, streamed = writer.changes(
+                streamed, compared = writer.changes(
                     checkpoint, source, request.whole_tables, histories, bound.check_shard, on_progress
                 )
             except TooManyRowsError:
@@ -215,7 +215,8 @@ def _overlay(
                 save_full_graph(lambda folder: request.save_graph(plan, folder), writer.path)
                 check_unchanged(checkpoint, source)
                 path = assemble(writer, streamed, graph, facts, histories)
-                return _Done(path, streamed, graph, found.rows, found.rows_compared)
+                rows = sum(stack.overlay.rows for stack in writer.plan.stacks if stack.overlay)
+                return _Done(path, streamed, graph, rows, compared)
     warn(f"base {options.base}: {reason}. Writing a full version.")
     return None
 

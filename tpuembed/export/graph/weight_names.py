@@ -282,12 +282,12 @@ class _Walk:
         confirmed = {name for other in pairs.values() for name in self._chosen(self._saved, other)}
         forms: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
         for child in pairs:
-            form = []
+            own = []
             for weight in self._model.weights(child).values():
                 *scopes, leaf = weight.name.split("/")
                 known = [scope for scope in scopes if self._names.number(scope) is not None or scope in confirmed]
-                form.append((self._names.without_numbers("/".join([*known, leaf])), weight.shape))
-            forms.setdefault(tuple(sorted(form)), []).append(child)
+                own.append((self._names.without_numbers("/".join([*known, leaf])), weight.shape))
+            forms.setdefault(tuple(sorted(own)), []).append(child)
         for form, alike in forms.items():
             if len(alike) == 1:
                 continue

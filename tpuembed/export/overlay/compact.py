@@ -158,9 +158,9 @@ def _write_full(
         names=manifest.names,
     )
     writer: Any = _FullWriter(source, manifest, staging, model_dir)
-    path = assemble(writer, streamed, graph, manifest.source, manifest.histories)
-    assert isinstance(path, Path)
-    return path, total - needed
+    published = assemble(writer, streamed, graph, manifest.source, manifest.histories)
+    assert isinstance(published, Path)
+    return published, total - needed
 
 
 def _merge(source: Path, stack: StackEntry, manifest: Manifest, path: Path, on_written: Callable[[int], None]) -> int:

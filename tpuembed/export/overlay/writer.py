@@ -15,7 +15,7 @@ from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.formatting import format_bytes
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.base import BaseVersion
-from tpuembed.export.overlay.changes import Changes, find_changes, stamped_tables
+from tpuembed.export.overlay.changes import Search, stamped_tables
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import FolderWriter, check_free, lock_folder
 from tpuembed.export.report import StreamReport
@@ -78,50 +78,44 @@ class OverlayWriter(FolderWriter):
         histories: Mapping[str, HistoryEntry],
         on_result: Callable[[ShardResult], None],
         on_progress: Callable[[int, int], None],
-    ) -> tuple[Changes, StreamReport]:
+    ) -> tuple[StreamReport, int]:
         """Write the files of the overlay and link those of the base. `plan` then has the overlays.
+
+        Returns:
+            The report, and the number of rows that were compared with those of the base.
 
         Raises:
             TooManyRowsError: more than MAX_SHARE of the tables differs from the base.
             CheckpointError: the checkpoint cannot be read, or does not have its recorded checksums.
             ExportError: the base cannot be read or linked.
         """
-        started, folder = time.monotonic(), self.folder / "overlay"
+        started, folder, plan = time.monotonic(), self.folder / "overlay", self.plan
         folder.mkdir()
-        plan = self.plan
         stamped = stamped_tables(plan, self.base, whole, histories, self.options.max_error)
-        found = find_changes(
-            checkpoint,
-            source,
-            plan,
-            self.base,
-            folder,
-            whole=whole,
-            stamped=stamped,
-            max_bytes=MAX_SHARE * plan.table_bytes,
-            on_result=on_result,
-            on_progress=on_progress,
-        )
+        search = Search(checkpoint=checkpoint, source=source, plan=plan, base=self.base, whole=whole, stamped=stamped)
+        stacks, crc32c = search.run(folder, MAX_SHARE * plan.table_bytes, on_result, on_progress)
         with open_source(source) as again:  # raises if the source has changed meanwhile
-            check_source(again, plan, found.results)
-        entries = {stack.name: stack for stack in self.base.manifest.stacks}
-        for stack in (stack for stack in found.stacks if stack.name in found.linked):
-            self._link(self.base.path / entries[stack.name].file, folder / stack.file)
-        self.plan = dataclasses.replace(plan, stacks=found.stacks)
-        linked = {name: entries[name] for name in found.linked}
+            check_source(again, plan, search.results)
+        self.plan = dataclasses.replace(plan, stacks=stacks)
+        linked = {entry.name: entry for entry in self.base.manifest.stacks if entry.name not in crc32c}
+        for stack in stacks:
+            if stack.name in linked:
+                self._link(self.base.path / linked[stack.name].file, folder / stack.file)
         reused = sum(entry.size for entry in linked.values())
-        return found, StreamReport(
+        written = sum(array.size for stack in stacks for array in stack.arrays if array.name in crc32c)
+        report = StreamReport(
             folder=folder,
-            crc32c={**found.crc32c, **{name: entry.crc32c for name, entry in linked.items()}},
-            bytes_written=found.bytes_written + reused,
+            crc32c={**crc32c, **{name: entry.crc32c for name, entry in linked.items()}},
+            bytes_written=written + reused,
             bytes_reused=reused,
-            errors=found.errors,
+            errors=search.errors(),
             seconds=time.monotonic() - started,
             worker_peak_rss_bytes=0,
             base=self.base.entry,
             base_files={name: entry.file for name, entry in linked.items()},
-            full_crc32c=found.full_crc32c,
+            full_crc32c=search.full_crc32c(),
         )
+        return report, search.rows_compared()
 
     def _link(self, source: Path, target: Path) -> None:
         try:

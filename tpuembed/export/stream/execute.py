@@ -19,7 +19,7 @@ from tpuembed.export.stream.engines import Engine
 from tpuembed.export.stream.shard import ShardResult, Source, ignore, open_source
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["ErrorBound", "check_source", "stream_tables", "table_errors"]
+__all__ = ["ErrorBound", "check_source", "combined", "stream_tables", "table_errors"]
 
 
 _BETTER: Final = {"int8": "float16, bfloat16 or float32", "bfloat16": "float16 or float32"}
@@ -61,7 +61,7 @@ def stream_tables(
     return StreamReport(
         folder=writer.tables,
         crc32c={
-            stack: _combined((by_index[task.index].crc32c, task.size) for task in tasks)
+            stack: combined((by_index[task.index].crc32c, task.size) for task in tasks)
             for stack, tasks in groupby(plan.shards, key=attrgetter("stack"))
         },
         bytes_written=total,
@@ -96,7 +96,7 @@ def check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int,
                 for key, fields in results[task.index].source_sums.items():
                     sums[key] += PartialChecksum(*fields)
             continue
-        read = _combined((results[task.index].source_crc32c, task.source_size) for task in tasks)
+        read = combined((results[task.index].source_crc32c, task.source_size) for task in tasks)
         if stated != read:
             checkpoint.verify([table])  # raises an error that names the file and the tensor
             raise _misread(
@@ -119,7 +119,7 @@ def _misread(checkpoint: Checkpoint, table: str, what: str) -> CheckpointCorrupt
     )
 
 
-def _combined(parts: Iterable[tuple[int, int]]) -> int:
+def combined(parts: Iterable[tuple[int, int]]) -> int:
     """Return the CRC32C of a concatenation, given (checksum, bytes) of each part. Shards are in the order of their
     bytes.
     """
