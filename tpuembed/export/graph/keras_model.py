@@ -1,9 +1,8 @@
 """The functions of a whole-model export: a Keras model built without tables, its named inputs in, its outputs out."""
 
 import importlib
-import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,8 +32,6 @@ Tensor = Any
 Factory = Callable[[], Any]
 
 _TRACED_BATCH: Final = 3
-_MOST_TRIED: Final = 64
-"""So many requests are tried, to find one with names that the model knows."""
 _SPECS: Final = (Mapping, list, tuple, tf.TypeSpec)
 
 
@@ -201,14 +198,18 @@ class KerasModel(ExportableModel):
         """Return requests for id 0 and numbers 0, which the model answers with rows of zeros in the place of its tables'; or none.
 
         Called in the scope of `StackedTables.rows_of_zeros`. Which input takes names of which table is not known: the first
-        names of the vocabularies are tried.
+        name of a vocabulary is tried.
         """
         if any(spec.shape.rank is None for spec in self._specs.values()):
             return []
         pads = {n: 0 if self.forms[n].partner else pad for n, pad in self.padding().items()}
         widths = {name: form.width for name, form in self.forms.items() if form.width}
         fault = ""
-        for names in itertools.islice(self._names_to_try(vocabularies), _MOST_TRIED):
+        first = [(each.dtype, each.names([each.oov_buckets])[0]) for each in vocabularies.values() if len(each)]
+        known = {
+            name: value for name, spec in self._specs.items() for dtype, value in first if dtype == spec.dtype.name
+        }
+        for names in ({}, known) if known else ({},):
             ids = {**dict.fromkeys(pads, 0), **names}
             requests = [sample_inputs(self._specs, ids, batch, widths, pads) for batch in BATCHES]
             try:
@@ -220,17 +221,6 @@ class KerasModel(ExportableModel):
                 return requests
         warn(f"no requests to warm up: the model fails for zeros: {fault}")
         return []
-
-    def _names_to_try(self, vocabularies: Mapping[str, Vocabulary]) -> Iterator[dict[str, Any]]:
-        """Yield names by input: none, and then each combination of one name of each vocabulary that an input may take."""
-        first = [(each.dtype, each.names([each.oov_buckets])[0]) for each in vocabularies.values() if len(each)]
-        named = {
-            name: [value for dtype, value in first if dtype == spec.dtype.name] for name, spec in self._specs.items()
-        }
-        takers = [name for name, values in named.items() if values]
-        yield {}
-        for values in itertools.product(*(named[name] for name in takers)):
-            yield dict(zip(takers, values, strict=True))
 
     def vocabularies(self) -> tuple[VocabularyEntry, ...]:
         """Return the vocabularies of the preprocessing layers. They are read once."""

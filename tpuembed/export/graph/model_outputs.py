@@ -81,52 +81,25 @@ def _numbered(names: Sequence[str]) -> list[str]:
 
 
 def dense_outputs(outputs: Sequence[tuple[str, Any]]) -> dict[str, Tensor]:
-    """Return tensors by name: ragged outputs padded, with their lengths as NAME_lengths; float16 and bfloat16 as
-    float32.
+    """Return tensors by name, float16 and bfloat16 as float32, because few clients can read them.
 
     Raises:
-        ConfigError: an output is not a tensor, or has several ragged dimensions.
+        ConfigError: an output is not a tensor.
     """
-    dense: dict[str, Tensor] = {}
-    for name, value in outputs:
-        if isinstance(value, tf.RaggedTensor):
-            if value.ragged_rank > 1:
-                raise ConfigError(
-                    f"model: output {name!r} has {value.ragged_rank} ragged dimensions, but only one can be "
-                    "padded. Return a tensor, or a ragged one of rank 2."
-                )
-            dense[name] = _readable(value.to_tensor(_padding(value.dtype)))
-            lengths = f"{name}_lengths"
-            if any(lengths == other for other, _ in outputs):
-                raise ConfigError(
-                    f"model: output {name!r} is ragged, and the name of its lengths, {lengths!r}, is already "
-                    "taken. Rename one: return a dict of outputs."
-                )
-            dense[lengths] = tf.cast(value.row_lengths(), tf.int64)
-        else:
-            dense[name] = _readable(_as_tensor(name, value))
-    return dense
-
-
-def _padding(dtype: tf.DType) -> Any:
-    """Return the padding for `dtype`: -1 if the type has it, as for inputs."""
-    if dtype == tf.string:
-        return ""
-    return tf.constant(-1 if dtype.is_integer and not dtype.is_unsigned else 0, dtype)
-
-
-def _readable(value: Tensor) -> Tensor:
-    """Return float16 and bfloat16 values as float32, because few clients can read them."""
-    return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
+    dense = {name: _as_tensor(name, value) for name, value in outputs}
+    return {
+        name: tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
+        for name, value in dense.items()
+    }
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
-    if value is not None and not isinstance(value, tf.SparseTensor):
+    if value is not None and not isinstance(value, tf.SparseTensor | tf.RaggedTensor):
         try:
             return tf.convert_to_tensor(value)
         except (TypeError, ValueError):
             pass
     raise ConfigError(
         f"model: output {name!r} is {'None' if value is None else 'a ' + type(value).__name__}, but a signature "
-        "can only return tensors. Return a tensor, or leave it out."
+        "can only return tensors. Return a tensor, such as value.to_tensor() of a ragged one, or leave it out."
     )

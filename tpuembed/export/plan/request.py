@@ -72,12 +72,13 @@ def make_request(
                 "allow_unused_weights: supported only for a whole model. Give `model` too, or leave it out."
             )
         return LookupRequest(checkpoint, serving_config, tables, features)
-    if features is not None:
-        raise ConfigError(
-            "features: a model needs all of its inputs. Leave `features` out, or leave `model` out to export "
-            "lookups only."
-        )
-    return _ModelRequest(checkpoint, serving_config, model, tables, allow_unused_weights)
+    for what, names in (("tables", tables), ("features", features)):
+        if names is not None:
+            raise ConfigError(
+                f"{what}: a model needs all of its tables and inputs. Leave `{what}` out, or leave `model` out to export "
+                "lookups only."
+            )
+    return _ModelRequest(checkpoint, serving_config, model, allow_unused_weights)
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:
@@ -143,14 +144,7 @@ class _ModelRequest:
     index_tables: Sequence[str] = ()
     dropped_features: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        checkpoint: "Checkpoint",
-        serving_config: Any,
-        model: Any,
-        tables: Sequence[str] | None,
-        allow_unused_weights: bool,
-    ) -> None:
+    def __init__(self, checkpoint: "Checkpoint", serving_config: Any, model: Any, allow_unused_weights: bool) -> None:
         _require_tensorflow()
         from tpuembed.export.graph.keras_model import build_model
         from tpuembed.export.graph.stacked_tables import StackedTables
@@ -169,12 +163,6 @@ class _ModelRequest:
             )
         self.tables: Sequence[str] = list(self._sources.required)
         self.whole_tables: Sequence[str] = self._sources.read_whole
-        _check_all_served(tables, self.tables)
-        if tables is not None and set(tables) != set(self.tables):
-            missing = sorted(set(self.tables) - set(tables))
-            raise ConfigError(
-                f"tables: the model also looks up in {', '.join(missing)}. Add them, or leave `tables` out."
-            )
 
     def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
         """See ExportRequest."""

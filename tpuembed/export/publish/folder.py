@@ -47,7 +47,6 @@ __all__ = [
     "FolderWriter",
     "abandoned",
     "check_free",
-    "ensure_space",
     "lock_folder",
     "locked",
     "next_version",
@@ -78,7 +77,7 @@ class FolderWriter(VersionWriter):
     def check(self) -> None:
         """See VersionWriter.check."""
         check_free(self.model_dir, self.options.version)
-        ensure_space(self.model_dir, self.plan.table_bytes, self.header, restart=not self.options.resume)
+        _check_room(self.model_dir, self.plan.table_bytes)
 
     @property
     def layout(self) -> Layout:
@@ -140,11 +139,6 @@ class FolderWriter(VersionWriter):
     def target(self, batch: Batch) -> Target:  # noqa: ARG002 - all batches have one
         """See VersionWriter.target."""
         return Target(kind="folder", place=str(self.tables))
-
-    @property
-    def hint(self) -> str:
-        """See VersionWriter.hint."""
-        return f"Every node of the cluster must see {self.model_dir} under this path."
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[ShardResult], None]]:
@@ -248,26 +242,18 @@ def check_free(model_dir: Path, version: int | None) -> None:
         )
 
 
-def ensure_space(model_dir: Path, size: int, header: Header, *, restart: bool = False) -> None:
+def _check_room(model_dir: Path, size: int) -> None:
     """Raise ExportError unless `size` bytes fit on the disk of `model_dir`, which may not exist yet.
 
-    Data that the export of `header` can reuse, and stale data that it will remove, count as free.
+    An unfinished export may have some of the bytes, or is removed. Then the reservation of the files' blocks finds out.
     """
-    place = next(path for path in (model_dir, *model_dir.absolute().parents) if path.exists())
-    held = dict[Path, int]()
-    if model_dir.is_dir():
-        with naming_model_dir(model_dir), locked(model_dir):
-            held = dict(abandoned(model_dir))
-            for lock in held.values():
-                os.close(lock)
-    found = _classify(held, header, restart=restart)
-    reused = [] if found.resumable is None else [found.resumable]
-    free = shutil.disk_usage(place).free + sum(_disk_bytes(one.folder) for one in (*reused, *found.stale))
+    if model_dir.is_dir() and any(model_dir.glob(f"{PREFIX}*")):
+        return
+    free = shutil.disk_usage(next(path for path in (model_dir, *model_dir.absolute().parents) if path.exists())).free
     if free < size:
-        kept = "".join(f" An unfinished export uses {unfinished}." for unfinished in found.kept)
         raise ExportError(
             f"MODEL_DIR {model_dir}: the export needs {format_bytes(size)} ({size} bytes), but its disk has "
-            f"{format_bytes(free)} ({free} bytes) free. Free space, or export fewer tables.{kept}"
+            f"{format_bytes(free)} ({free} bytes) free. Free space, or export fewer tables."
         )
 
 
@@ -336,11 +322,6 @@ def _classify(folders: Iterable[Path], header: Header, *, restart: bool) -> _Cla
         (mine if one.is_resumable(header) else stale if one.is_stale(header) else kept).append(one)
     mine.sort(key=lambda one: len(one.record.finished) if one.record else 0)
     return _Classified(None if restart or not mine else mine.pop(), mine + stale, kept)
-
-
-def _disk_bytes(folder: Path) -> int:
-    """Return the disk space that the tables in a staging folder use."""
-    return sum(file.stat().st_blocks * 512 for file in (folder / _TABLES).glob("*.data"))
 
 
 def _versions(model_dir: Path) -> set[int]:

@@ -101,11 +101,6 @@ class VersionWriter(abc.ABC):
     def target(self, batch: Batch) -> Target:
         """Return the target of a batch for its worker. Call it when the batch is assigned, because signed URLs expire."""
 
-    @property
-    def hint(self) -> str:
-        """Return advice for a worker that does not find its target; empty if none is needed."""
-        return ""
-
     def recording(self) -> contextlib.AbstractContextManager[Callable[[ShardResult], None]]:
         """Return a context with a function that records a finished shard. At its end, the record is durable.
 

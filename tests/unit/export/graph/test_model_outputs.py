@@ -175,31 +175,10 @@ def outer_named(name: str) -> Any:
 # ---- what a signature can answer
 
 
-def ragged(x: Any, dtype: Any) -> Any:
-    return tf.RaggedTensor.from_row_lengths(tf.cast(tf.range(3), dtype) + tf.cast(1, dtype), [2, 0, 1])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "pad"), [(tf.int64, -1), (tf.int32, -1), (tf.float32, 0), (tf.uint8, 0), (tf.float16, 0)]
-)
-def test_a_ragged_output_is_padded_and_has_its_lengths(dtype: Any, pad: int) -> None:
-    found = called(subclassed(lambda x: {"r": ragged(x, dtype)}))
-    np.testing.assert_array_equal(found["r"], np.array([[1, 2], [pad, pad], [3, pad]]))
-    np.testing.assert_array_equal(found["r_lengths"], [2, 0, 1])
-    assert found["r_lengths"].dtype == np.int64
-    assert found["r"].dtype == (np.float32 if dtype == tf.float16 else dtype.as_numpy_dtype)
-
-
-def test_ragged_text() -> None:
-    found = called(subclassed(lambda _: {"r": tf.RaggedTensor.from_row_lengths(["a", "b", "c"], [2, 0, 1])}))
-    assert found["r"].tolist() == [[b"a", b"b"], [b"", b""], [b"c", b""]]
-
-
 @pytest.mark.parametrize(
     "structure",
     [
-        lambda x: {"r": tf.RaggedTensor.from_row_lengths(ragged(x, tf.int64), [3])},
-        lambda x: {"r": ragged(x, tf.int64), "r_lengths": x},
+        lambda x: {"r": tf.RaggedTensor.from_row_lengths(x, [2, 0, 1])},
         lambda x: {"r": tf.sparse.from_dense(x)},
         lambda x: {"r": x, "s": None},
     ],
@@ -235,31 +214,14 @@ def served(path: Path, ids: Any) -> dict[str, Any]:
         servable.close()
 
 
-@pytest.mark.nightly
-def test_a_ragged_input_that_is_an_output(tmp_path: Path) -> None:
-    words = keras.Input((None,), dtype="string", ragged=True, name="words")
-    ids = keras.layers.StringLookup(vocabulary=["a", "b"], name="ids")(words)
-    rows = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t")), optimizer="sgd")(ids)
-    report = export_model(keras.Model(words, [words, ids, rows]), tmp_path / "m")
-    found = served(report.path, np.array([[b"b", b""], [b"a", b"a"]], object))
-    assert found["words"].tolist() == [[b"b", b""], [b"a", b"a"]]
-    assert found["ids"].tolist() == [[2, -1], [1, 1]]
-    assert found["ids_lengths"].tolist() == found["words_lengths"].tolist() == [1, 2]
-
-
-def test_ragged_and_half_outputs_are_served(tmp_path: Path) -> None:
+def test_half_outputs_are_served(tmp_path: Path) -> None:
     class Model(keras.Model):
         def __init__(self) -> None:
             super().__init__(name="m")
             self.embedding = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t")), optimizer="sgd")
 
         def call(self, ids: Any) -> Any:
-            rows = self.embedding(ids)
-            return {"rows": tf.cast(rows, tf.bfloat16), "upto": tf.ragged.range(ids)}
+            return {"rows": tf.cast(self.embedding(ids), tf.bfloat16)}
 
-    spec = tf.TensorSpec([None], tf.int64)
-    report = export_model((Model(), spec), tmp_path / "m")
-    found = served(report.path, np.array([2, 0, 1]))
-    assert found["rows"].dtype == np.float32
-    assert found["upto"].tolist() == [[0, 1], [-1, -1], [0, -1]]
-    assert found["upto_lengths"].tolist() == [2, 0, 1]
+    report = export_model((Model(), tf.TensorSpec([None], tf.int64)), tmp_path / "m")
+    assert served(report.path, np.array([2, 0, 1]))["rows"].dtype == np.float32

@@ -62,7 +62,7 @@ def check_sizes(plan: ExportPlan) -> None:
         if stack.size > MAX_OBJECT_BYTES:
             raise ExportError(
                 f"stack {stack.name!r} has {format_bytes(stack.size)}, but an object can have "
-                f"{format_bytes(MAX_OBJECT_BYTES)} at most. Export its tables apart with --table or --rows, store "
+                f"{format_bytes(MAX_OBJECT_BYTES)} at most. Export its tables apart with --table, store "
                 "them as int8, or export to a disk."
             )
 

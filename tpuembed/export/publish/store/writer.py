@@ -1,6 +1,6 @@
 """Writes versions into an object store.
 
-The version is locked first: see `model_dir`. TensorFlow's files are small and go to a temporary folder of this machine. Table data
+The version is locked first. TensorFlow's files are small and go to a temporary folder of this machine. Table data
 goes directly to uploads, which no listing shows. The commit completes the uploads and writes the other files. It writes
 `saved_model.pb` last, and only if that object does not exist yet. During the commit, servers see a folder without it, which
 they cannot load.
@@ -8,25 +8,116 @@ they cannot load.
 Nothing is resumed. A killed export leaves its lock, its uploads, and if it was committing, some objects without `saved_model.pb`.
 """
 
+import dataclasses
 import functools
+import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from tpuembed.errors import ConfigError, ExportError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.publish.layouts import Layout, choose_layout, data_file_names
-from tpuembed.export.publish.store.model_dir import StoreModelDir
 from tpuembed.export.publish.store.parts import StackPart, check_sizes, parts_of
-from tpuembed.export.publish.version_writer import PREFIX, VersionWriter, naming_model_dir
+from tpuembed.export.publish.version_writer import (
+    MAX_VERSION,
+    PREFIX,
+    VersionWriter,
+    check_version,
+    naming_model_dir,
+    versions_among,
+)
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 from tpuembed.files import UrlPath, in_parallel
 from tpuembed.files.bucket import Bucket, md5
 from tpuembed.saved_model import GRAPH_FILE
 
 __all__ = ["StoreWriter"]
+
+_LOCK: Final = re.compile(re.escape(PREFIX) + r"(\d{1,19})", re.ASCII)
+_PROBE: Final = f"{PREFIX}probe"
+
+
+@dataclasses.dataclass(frozen=True)
+class _ModelDir:
+    """MODEL_DIR in a bucket: its versions, and the lock that an export holds while it writes one.
+
+    The lock of a version is the object `MODEL_DIR/.staging-<version>`. It is created only if it does not exist, so one export
+    writes a version. An export that is killed leaves its lock, and the next one takes the next number.
+    """
+
+    path: UrlPath
+    bucket: Bucket
+
+    def key(self, name: str) -> str:
+        """Return the key of the object `name` below it."""
+        return (self.path / name).key
+
+    def lock_key(self, version: int) -> str:
+        """Return the key of the lock of a version."""
+        return self.key(f"{PREFIX}{version}")
+
+    def choose(self, version: int | None) -> int:
+        """Return `version`, or the next free one for None. Locked versions are not free.
+
+        Raises:
+            ConfigError: it is not a positive integer that a server can read.
+            ExportError: it exists or is locked, or there is no higher number.
+        """
+        check_version(version)
+        names = self.bucket.children(f"{self.path.key}/" if self.path.key else "")
+        locked = {int(match[1]) for match in map(_LOCK.fullmatch, names) if match}
+        versions = versions_among(names) | locked
+        free = max(versions, default=0) + 1
+        if version in locked:
+            raise ExportError(
+                f"MODEL_DIR {self.path}: version {version}: an export is writing it, or was killed while it did. If none runs, "
+                f"delete {PREFIX}{version} and what is below {version}/, or choose another version, such as {free}."
+            )
+        if version in versions:
+            raise ExportError(f"MODEL_DIR {self.path}: version {version} exists. Choose another one, such as {free}.")
+        if version is None and free > MAX_VERSION:
+            raise ExportError(
+                f"MODEL_DIR {self.path}: it has version {MAX_VERSION}, the highest possible one. Export to another "
+                "MODEL_DIR."
+            )
+        return version or free
+
+    def check_conditions(self) -> None:
+        """Raise ExportError if the store ignores the condition not to replace an object. Then a lock would lock nothing."""
+        key = self.key(_PROBE)
+        try:
+            for _ in range(3):  # a third time, because another export may remove the object between two of them
+                self.bucket.create(key, _token())
+        except FileExistsError:
+            return
+        finally:
+            self.bucket.delete([key])
+        raise ExportError(
+            f"MODEL_DIR {self.path}: the store ignores If-None-Match, so two exports could write the same version. "
+            "Export to a disk and copy the version, saved_model.pb last."
+        )
+
+    def lock(self, version: int | None) -> tuple[int, str]:
+        """Lock `version`, or the next free one for None, and return it with the lock's ETag. Raises as `choose`."""
+        while True:
+            number = self.choose(version)
+            try:
+                tag = self.bucket.create(self.lock_key(number), _token())
+            except FileExistsError:  # another export was faster; if it wrote this version, `choose` says so
+                continue
+            if not self.bucket.keys(self.key(str(number)) + "/"):
+                return number, tag
+            self.bucket.delete([self.lock_key(number)])  # it was complete before the lock was there
+
+    def has_lock(self, version: int, tag: str) -> bool:
+        """Returns True if the lock of a version still has the ETag `tag`."""
+        lock = self.bucket.head(self.lock_key(version))
+        return lock is not None and lock.tag == tag
 
 
 class StoreWriter(VersionWriter):
@@ -43,9 +134,9 @@ class StoreWriter(VersionWriter):
         self._is_committing = self._is_visible = False
 
     @functools.cached_property
-    def _root(self) -> StoreModelDir:
+    def _root(self) -> _ModelDir:
         with naming_model_dir(self.model_dir):
-            return StoreModelDir(self.model_dir, Bucket(self.model_dir.bucket))
+            return _ModelDir(self.model_dir, Bucket(self.model_dir.bucket))
 
     def check(self) -> None:
         """See VersionWriter.check. A store has no limit on space."""
@@ -210,3 +301,8 @@ def _is_object(bucket: Bucket, key: str, tags: Sequence[str], size: int) -> bool
     except ValueError:
         return False
     return found.tag.strip('"') == f"{md5(digests).hexdigest()}-{len(tags)}"
+
+
+def _token() -> bytes:
+    """Return bytes that no other export writes, so that each lock has an ETag of its own."""
+    return secrets.token_hex(16).encode()

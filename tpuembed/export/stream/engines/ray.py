@@ -92,21 +92,20 @@ def _results(
     try:
         while running:
             (reference,), _ = ray.wait(list(running), num_returns=1)
-            yield from _result(ray, reference, running.pop(reference), writer.hint)
+            yield from _result(ray, reference, running.pop(reference))
             running |= submit(1)
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
 
 
-def _result(ray: Any, reference: Any, task: Batch, hint: str) -> list[ShardResult]:
+def _result(ray: Any, reference: Any, task: Batch) -> list[ShardResult]:
     """Return the results of the task behind `reference`.
 
     Args:
         ray: the module.
         reference: of what `_run` returned.
         task: begins the messages of errors.
-        hint: ends the message about a file that a node cannot find; may be empty.
 
     Raises:
         WorkerError: Ray lost the task's workers too often.
@@ -123,8 +122,8 @@ def _result(ray: Any, reference: Any, task: Batch, hint: str) -> list[ShardResul
         ) from None
     if "failure" in reply:
         failed = Failure(**reply["failure"]).error(task)
-        if hint and isinstance(failed, ExportError) and "No such file" in str(failed):
-            failed.args = (f"{str(failed).removesuffix('.')}. {hint}",)
+        if isinstance(failed, ExportError) and "No such file" in str(failed):
+            failed.args = (f"{failed} Every node of the cluster must see MODEL_DIR under this path.",)
         raise failed
     return [ShardResult(**result) for result in reply["results"]]
 
