@@ -290,13 +290,6 @@ def test_damage_to_names_is_found(tmp_path: Path) -> None:
     assert verify_files(version).damaged
 
 
-def test_a_change_of_types_is_warned_of(tmp_path: Path) -> None:
-    values = random_table(ROWS, DIM)
-    export(tmp_path, values, ServingConfig(features={"one": ServingFeature(table="users", input="id")}))
-    with pytest.warns(UserWarning, match="its input 'one' is int64, and that of the new version is string"):
-        export(tmp_path, values, only_one(names_of(50)), base="latest")
-
-
 def test_a_manifest_with_names_is_checked(tmp_path: Path) -> None:
     version = export(tmp_path, random_table(ROWS, DIM), only_one(names_of(50)), layout="mmap")
     manifest = _manifest(version)

@@ -24,7 +24,6 @@ from tests.support.export.overlays import (
     assert_same,
     changed,
     every_row,
-    grown,
     overlays_of_any_size,
     tables,
 )
@@ -60,7 +59,6 @@ OTHERS = [("mmap", "bfloat16"), ("variables", "float16")]
 )
 @overlays_of_any_size()
 def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: str, deltas: int) -> None:
-    """Rows change and are added in the first delta, and change in the others."""
     random = np.random.default_rng(len(layout) * len(storage))
     values = tables()
     options: dict[str, Any] = {"layout": layout, "storage": storage, "serving_config": CONFIG}
@@ -68,7 +66,6 @@ def test_overlays_answer_as_full_exports(tmp_path: Path, layout: str, storage: s
     assert export_saved_model(tmp_path / "ckpt", tmp_path / "m", **options).base is None
     for delta in range(deltas):
         values = changed(values, random, 0.3 * (delta + 1))
-        values = grown(values, random) if delta == 0 else values
         write_checkpoint(tmp_path / "ckpt", values)
         overlay = export_saved_model(tmp_path / "ckpt", tmp_path / "m", base="latest", **options)
         full = export_saved_model(tmp_path / "ckpt", tmp_path / "full", resume=False, **options)
@@ -301,7 +298,7 @@ def test_compact_makes_the_full_version(tmp_path: Path, layout: str, storage: st
     random, values = np.random.default_rng(5), tables()
     options: dict[str, Any] = {"layout": layout, "storage": storage, "config": config}
     write(tmp_path, values, **options)
-    values = grown(changed(values, random, 0.1), random)
+    values = changed(values, random, 0.1)
     overlay = write(tmp_path, values, base=1, **options)
     full = write(tmp_path, values, to="full", **options)
     report = compact_version(tmp_path / "m")

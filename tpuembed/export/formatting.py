@@ -1,6 +1,6 @@
-"""Formats byte counts and times for people."""
+"""Formats byte counts for people."""
 
-__all__ = ["format_bytes", "format_seconds"]
+__all__ = ["format_bytes"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -13,10 +13,3 @@ def format_bytes(count: int) -> str:
             break
         size /= 1000
     return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format `seconds` with two significant digits, in the best unit, and at least 0.1 s: 0.3 s, 45 s, 12 min, 5.6 h."""
-    if seconds < 99.5:
-        return f"{max(seconds, 0.1):.2g} s"
-    return f"{seconds / 60:.2g} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.3g} h"

@@ -24,7 +24,7 @@ from tpuembed.errors import ConfigError, ExportError, reason
 from tpuembed.export.publish.folder import locked, publish_folder, temporary_staging
 from tpuembed.export.publish.layouts import BUNDLE
 from tpuembed.export.publish.version_writer import naming_model_dir
-from tpuembed.export.retention.listing import local_model_dir, version_folders
+from tpuembed.export.retention.listing import find_version, local_model_dir, version_folders
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import (
     NAMES_FOLDER,
@@ -127,12 +127,7 @@ def publish_rows(
 
 
 def _find(model_dir: Path, version: int | None) -> tuple[Path, Manifest]:
-    paths = dict(version_folders(model_dir))
-    number = max(paths) if version is None else version
-    if number not in paths:
-        has = ", ".join(map(str, sorted(paths)))
-        raise ConfigError(f"MODEL_DIR {model_dir}: has no version {number}. It has {has}. Choose one of these.")
-    folder = paths[number].absolute()
+    folder = find_version(model_dir, version).absolute()
     manifest = Manifest.read(folder)
     if manifest is None:
         raise ConfigError(f"version {folder}: tpuembed did not export it. Choose another version.")

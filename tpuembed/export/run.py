@@ -25,9 +25,10 @@ from tpuembed.export.publish.layouts import check_layout
 from tpuembed.export.publish.version_writer import VersionWriter, naming_model_dir
 from tpuembed.export.report import ExportReport, SavedGraph, StreamReport
 from tpuembed.export.retention.prune import prune_after
+from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.engines import Engine, check_engine, choose_engine, default_workers
-from tpuembed.export.stream.execute import ErrorBound, stream_tables
-from tpuembed.export.stream.shard import Source, check_unchanged, ignore, peak_rss_bytes
+from tpuembed.export.stream.execute import check_errors, stream_tables
+from tpuembed.export.stream.shard import ShardResult, Source, check_unchanged, ignore, peak_rss_bytes
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import HistoryEntry
 
@@ -119,13 +120,20 @@ def run_export(
     plan = make_plan(checkpoint, request, options)
     source = source or source_of(checkpoint)
     _warn_of_slow_reads(checkpoint, plan)
-    bound = ErrorBound(plan.shards, options.max_error)
+
+    def check_shard(result: ShardResult) -> None:  # so that a long export fails early
+        task = plan.shards[result.index]
+        max_abs = result.errors.get("max_abs", 0.0)
+        check_errors({task.table: TableError(storage=task.storage, max_abs=max_abs)}, options.max_error)
+
     on_progress = on_progress or ignore
     facts = {"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint}
     histories = _histories(checkpoint, plan)
     done = None
     if options.base is not None:
-        done = _overlay(checkpoint, request, plan, model_dir, options, source, bound, facts, histories, on_progress)
+        done = _overlay(
+            checkpoint, request, plan, model_dir, options, source, check_shard, facts, histories, on_progress
+        )
     if done is None:
         writer = choose_writer(model_dir, plan, options, source)
         writer.check()
@@ -133,8 +141,8 @@ def run_export(
         with writer, naming_model_dir(writer.model_dir), engine.starting(source, len(plan.shards)):
             _warn_of_unfinished(writer)
             graph = request.save_graph(plan, writer.path)  # while the workers start
-            streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=bound.check_shard)
-            bound.check(streamed.errors)
+            streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=check_shard)
+            check_errors(streamed.errors, options.max_error)
             check_unchanged(checkpoint, source)  # dense weights, and candidates, were read here
             done = _Done(assemble(writer, streamed, graph, facts, histories), streamed, graph)
     path, streamed, removed = done.path, done.streamed, tuple[int, ...]()
@@ -180,7 +188,7 @@ def _overlay(
     model_dir: str | FilePath,
     options: ExportOptions,
     source: Source,
-    bound: ErrorBound,
+    on_result: Callable[[ShardResult], None],
     facts: Mapping[str, str],
     histories: Mapping[str, HistoryEntry],
     on_progress: Progress,
@@ -204,39 +212,20 @@ def _overlay(
             _warn_of_unfinished(writer)
             try:
                 streamed, compared = writer.changes(
-                    checkpoint, source, request.whole_tables, histories, bound.check_shard, on_progress
+                    checkpoint, source, request.whole_tables, histories, on_result, on_progress
                 )
             except TooManyRowsError:
                 reason = writer.too_many()
             else:
-                bound.check(streamed.errors)
+                check_errors(streamed.errors, options.max_error)
                 graph = request.save_graph(writer.plan, writer.path)
-                _warn_of_other_signature(base, graph)
                 save_full_graph(lambda folder: request.save_graph(plan, folder), writer.path)
                 check_unchanged(checkpoint, source)
                 path = assemble(writer, streamed, graph, facts, histories)
-                rows = sum(stack.overlay.rows for stack in writer.plan.stacks if stack.overlay)
+                rows = sum(stack.overlay_rows or 0 for stack in writer.plan.stacks)
                 return _Done(path, streamed, graph, rows, compared)
     warn(f"base {options.base}: {reason}. Writing a full version.")
     return None
-
-
-def _warn_of_other_signature(base: BaseVersion, graph: SavedGraph) -> None:
-    """Warn if clients of the base have to change their requests, or read other answers."""
-    before, after = (each["serving_default"] for each in (base.manifest.signatures, graph.signatures))
-    for side in ("inputs", "outputs"):
-        if before[side].keys() != after[side].keys():
-            warn(
-                f"base {base.number}: its {side} are {', '.join(sorted(before[side]))}, and those of the new version are "
-                f"{', '.join(sorted(after[side]))}. Change the clients, or export the same signature."
-            )
-    for name in sorted(before["inputs"].keys() & after["inputs"].keys()):
-        old, new = (side["inputs"][name].dtype for side in (before, after))
-        if old != new:
-            warn(
-                f"base {base.number}: its input {name!r} is {old}, and that of the new version is {new}. Change the clients, or "
-                "export the same signature."
-            )
 
 
 def check_target(

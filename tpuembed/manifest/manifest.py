@@ -355,8 +355,6 @@ def _check_filled(stack: StackEntry, tables: Iterable[TableEntry]) -> None:
             raise ConfigError(
                 f"table {table.name!r} starts at row {table.row_offset} of {stack.name!r}, not at {rows}."
             )
-        if stack.overlay and table.base_row_offset + table.base_rows > stack.file_rows:
-            raise ConfigError(f"table {table.name!r} has rows after the {stack.file_rows} rows of {stack.file}.")
         rows += table.rows
     if rows != stack.rows:
         raise ConfigError(f"stack {stack.name!r} has {stack.rows} rows, but its tables have {rows}.")

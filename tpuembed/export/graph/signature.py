@@ -131,7 +131,7 @@ def served_features(
     check_tables(config, tables)
     combiners = {name: fields.get("combiner") for name, fields in (own or {}).get("tables", {}).items()}
     combiners |= {name: stated.combiner for name, stated in config.tables.items() if stated.combiner}
-    policies = _Policies(own)
+    policies = _policies(own)
     resolved = [_resolve(name, spec, tables, combiners, policies) for name, spec in config.features.items()]
     features = _with_names(resolved, saved, trained_with_rows(own))
     check_input_names([*config.features, *(feature.weights_name for feature in features if feature.spec.weighted)])
@@ -155,10 +155,10 @@ def _resolve(
     spec: ServingFeature,
     tables: Mapping[str, "TableInfo"],
     combiners: Mapping[str, str | None],
-    policies: "_Policies",
+    policies: Callable[[str, ServingFeature], str | int],
 ) -> ServedFeature:
     table = find_table(spec.table, tables)
-    policy = policies.of(name, spec)
+    policy = policies(name, spec)
     if not isinstance(policy, str) and policy >= table.rows:
         raise ConfigError(
             f"feature {name!r}: out_of_vocabulary row {policy} is outside table {spec.table!r} of {table.rows} rows. "
@@ -169,28 +169,26 @@ def _resolve(
     return ServedFeature(name=name, table=spec.table, rows=table.rows, dim=table.dim, spec=spec)
 
 
-class _Policies:
-    """The out_of_vocabulary policies of the layer that wrote a checkpoint."""
+def _policies(own: Mapping[str, Any] | None) -> Callable[[str, ServingFeature], str | int]:
+    """Return a function of a feature's name and spec: the policy of the spec, else that of the layer's feature of that name
+    and table, else the table's, else "error".
 
-    def __init__(self, own: Mapping[str, Any] | None) -> None:
-        """Read the policies in the checkpoint's `layer_config`, `own`, if it has one."""
-        self._of_features: dict[tuple[str, str], str | int | None] = {}
-        self._of_tables: dict[str, str | int] = {}
-        if own is None or '"out_of_vocabulary"' not in json.dumps(own):  # for example a config of another library
-            return
+    Args:
+        own: the `layer_config` of the checkpoint, which has the policies of the layer that wrote it, or None.
+    """
+    by_feature: dict[tuple[str, str], str | int | None] = {}
+    by_table: dict[str, str | int] = {}
+    if own is not None and '"out_of_vocabulary"' in json.dumps(own):  # it is none of another library
         features = feature_config_from_dict(own)
         served = ServingConfig.from_features(features).features
-        self._of_features = {(name, spec.table): spec.out_of_vocabulary for name, spec in served.items()}
-        self._of_tables = {leaf.table.name: leaf.table.out_of_vocabulary for _, leaf in flatten(features)}
+        by_feature = {(name, spec.table): spec.out_of_vocabulary for name, spec in served.items()}
+        by_table = {leaf.table.name: leaf.table.out_of_vocabulary for _, leaf in flatten(features)}
 
-    def of(self, name: str, spec: ServingFeature) -> str | int:
-        """Return the policy of `spec`, else that of the layer's feature of that name and table, else the table's, else
-        "error".
-        """
-        if spec.out_of_vocabulary is not None:
-            return spec.out_of_vocabulary
-        found = self._of_features.get((name, spec.table))
-        return self._of_tables.get(spec.table, "error") if found is None else found
+    def of(name: str, spec: ServingFeature) -> str | int:
+        given = by_feature.get((name, spec.table)) if spec.out_of_vocabulary is None else spec.out_of_vocabulary
+        return by_table.get(spec.table, "error") if given is None else given
+
+    return of
 
 
 def quantization_of(

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
@@ -14,7 +13,7 @@ from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
 from tpuembed.export.graph.signature import Saved, find_table, trained_with_rows, vocabulary_of
 from tpuembed.export.graph.table_names import TableNames, constant_names, stand_in_names
-from tpuembed.export.plan.plan import OverlayPlan, Placement, StackPlan
+from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.formats import STORAGES
 from tpuembed.id_messages import Span
 from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
@@ -291,8 +290,8 @@ class StackedTables:
         if self._are_zeros:
             return tf.zeros(tf.concat([tf.shape(ids), [plan.dim]], 0))
         codec = STORAGES[plan.storage]
-        flat = ids if codec.columns(plan.dim) == plan.dim and plan.overlay is None else tf.reshape(ids, [-1])
-        if plan.overlay is not None:
+        flat = ids if codec.columns(plan.dim) == plan.dim and plan.overlay_rows is None else tf.reshape(ids, [-1])
+        if plan.overlay_rows is not None:
             stored = _gather_overlaid(plan, self._variables, flat)
         else:
             source = self._variables[stack].read_value() if stack in self._whole else self._variables[stack]
@@ -428,29 +427,16 @@ def _gather_overlaid(stack: StackPlan, variables: Mapping[str, Any], ids: Tensor
         variables: the arrays of the stack, by name.
         ids: inside the stack.
     """
-    assert stack.overlay is not None
     base, rows, words = (variables[array.name] for array in stack.arrays)
     word = tf.gather(words, tf.bitwise.right_shift(ids, 5))
     up_to_own = tf.bitwise.left_shift(word, 63 - tf.bitwise.bitwise_and(ids, 31))  # the bit of the row is the sign
     hit = up_to_own < 0
     hits = tf.where(hit)
-    found = tf.gather(base, _base_rows(stack, stack.overlay, ids, hit), name=f"gather_{stack.name}")
+    found = tf.gather(base, ids, name=f"gather_{stack.name}")
     count = tf.cast(tf.raw_ops.PopulationCount(x=tf.gather_nd(up_to_own, hits)), tf.int64)
     place = tf.bitwise.right_shift(tf.gather_nd(word, hits), 32) + count
     # In place, because `TensorScatterUpdate` copies all rows. Nothing else reads the tensor, which is a copy of the base's rows.
     return tf.raw_ops.InplaceUpdate(x=found, i=tf.cast(tf.squeeze(hits, 1), tf.int32), v=tf.gather(rows, place))
-
-
-def _base_rows(stack: StackPlan, overlay: OverlayPlan, ids: Tensor, hit: Tensor) -> Tensor:
-    """Return the rows of the base's stack for `ids`: any row for a hit."""
-    moved = np.array([table.row_offset - overlay.base_tables[table.table][0] for table in stack.tables], np.int64)
-    if moved.any():
-        ends = tf.constant([[table.row_offset + table.rows for table in stack.tables]], tf.int64)
-        table = tf.raw_ops.UpperBound(sorted_inputs=ends, values=ids[None, :], out_type=tf.int64)
-        ids -= tf.gather(tf.constant(moved), tf.reshape(table, [-1]))
-    elif overlay.base_rows == stack.rows:
-        return ids
-    return tf.where(hit, tf.constant(0, tf.int64), ids)
 
 
 def ran_without_rows(error: BaseException) -> bool:

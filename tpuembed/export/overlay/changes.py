@@ -23,12 +23,12 @@ import numpy.typing as npt
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ExportError, reason, warn
 from tpuembed.export.overlay.base import BaseVersion
-from tpuembed.export.plan.plan import ExportPlan, OverlayPlan, Placement, ShardTask, StackPlan
+from tpuembed.export.plan.plan import ExportPlan, ShardTask, StackPlan
 from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.execute import combined, table_errors
 from tpuembed.export.stream.shard import ShardResult, Source, write_shard
 from tpuembed.files import open_bytes
-from tpuembed.manifest import HistoryEntry, Manifest
+from tpuembed.manifest import HistoryEntry
 from tpuembed.row_history import RowHistory
 from tpuembed.saved_model import file_crc32c
 
@@ -105,7 +105,7 @@ class Search:
         full, made, crc32c = self.full_crc32c(), [], dict[str, int]()
         for stack in plan.stacks:
             files, is_whole = found[stack.name], self._is_whole(stack)
-            overlay, own = files.finish(self.base.manifest, full.get(stack.name), is_whole=is_whole)
+            overlay, own = files.finish(full.get(stack.name), is_whole=is_whole)
             made.append(overlay)
             crc32c |= own
         if sum(array.size for stack in made for array in stack.arrays if array.name in crc32c) > max_bytes:
@@ -126,12 +126,10 @@ class Search:
         stack = next(stack for stack in self.plan.stacks if stack.name == task.stack)
         place = next(place for place in stack.tables if place.table == task.table)
         entry = next(entry for entry in self.base.manifest.stacks if entry.name == task.stack)
-        before = next(table for table in self.base.manifest.tables if table.name == task.table)
-        in_base = before.row_offset, before.rows
-        rows = _ChangedRows(stack, place, self.base.path / entry.file, in_base, keep_all=self._is_whole(stack))
+        rows = _ChangedRows(stack, self.base.path / entry.file, keep_all=self._is_whole(stack))
         numbers, write = None, rows.compare
         if task.table in self.stamped:
-            touched = _touched_rows(self.checkpoint, task, self.stamped[task.table], before.rows)
+            touched = _touched_rows(self.checkpoint, task, self.stamped[task.table])
             rows.chosen, write = touched + place.row_offset, rows.choose
             if self.checkpoint.is_in_memory:
                 numbers, write = touched, rows.append
@@ -156,12 +154,7 @@ class Search:
 
     def rows_compared(self) -> int:
         """Return how many rows were compared with those of the base."""
-        stops = {table.name: table.rows for table in self.base.manifest.tables}
-        return sum(
-            max(0, min(task.stop, stops[task.table]) - task.start)
-            for task in self.plan.shards
-            if task.table not in self.stamped
-        )
+        return sum(task.stop - task.start for task in self.plan.shards if task.table not in self.stamped)
 
 
 def stamped_tables(
@@ -201,15 +194,13 @@ def stamped_tables(
     return found
 
 
-def _touched_rows(checkpoint: Checkpoint, task: ShardTask, since: int, base_stop: int) -> npt.NDArray[np.int64]:
-    """Return the rows of the shard, by their numbers in the table, with stamps above `since`, or from `base_stop` on."""
+def _touched_rows(checkpoint: Checkpoint, task: ShardTask, since: int) -> npt.NDArray[np.int64]:
+    """Return the rows of the shard, by their numbers in the table, with stamps above `since`."""
     found = []
     for start in range(task.start, task.stop, _STAMPS_AT_ONCE):
         stamps = np.empty(min(_STAMPS_AT_ONCE, task.stop - start), np.int32)
         checkpoint.read_stamps(task.table, start, stamps)
-        is_touched = stamps > since
-        is_touched[max(0, base_stop - start) :] = True
-        found.append(np.flatnonzero(is_touched) + start)
+        found.append(np.flatnonzero(stamps > since) + start)
     return np.concatenate(found)
 
 
@@ -245,15 +236,9 @@ class _ChangedRows:
     has_changes = False
     chosen: npt.NDArray[np.int64]
 
-    def __init__(
-        self, stack: StackPlan, place: Placement, path: Path, in_base: tuple[int, int], *, keep_all: bool
-    ) -> None:
-        """Compare with rows of the file `path`: `in_base` are the first row of the table there, and their number.
-
-        `keep_all` keeps the rows that do not differ too.
-        """
-        self._row_bytes, self._place, self._keep_all = stack.row_bytes, place, keep_all
-        self._path, (self._base_offset, self._base_rows) = path, in_base
+    def __init__(self, stack: StackPlan, path: Path, *, keep_all: bool) -> None:
+        """Compare with rows of the base's file `path`. `keep_all` keeps the rows that do not differ too."""
+        self._row_bytes, self._path, self._keep_all = stack.row_bytes, path, keep_all
         self._numbers: list[npt.NDArray[np.int64]] = []
         self.rows: list[_Bytes] = []
 
@@ -278,12 +263,7 @@ class _ChangedRows:
     def compare(self, data: _Bytes, offset: int) -> None:
         """Keep those of the stored rows `data` that differ. They are at `offset` of the stack's file in a full export."""
         stored, first = data.reshape(-1, self._row_bytes), offset // self._row_bytes
-        in_table = first - self._place.row_offset
-        count = max(0, min(len(stored), self._base_rows - in_table))
-        differs = np.ones(len(stored), bool)
-        if count:
-            before = self._read_base((self._base_offset + in_table) * self._row_bytes, count)
-            differs[:count] = _differ(stored[:count], before)
+        differs = _differ(stored, self._read_base(offset, len(stored)))
         self.has_changes = self.has_changes or bool(differs.any())
         places = np.flatnonzero(differs | self._keep_all)
         if len(places):
@@ -343,7 +323,7 @@ class _StackFiles:
         _set_bits(self._bits, numbers)
         self._rows += len(numbers)
 
-    def finish(self, base: Manifest, crc32c: int | None, *, is_whole: bool) -> tuple[StackPlan, dict[str, int]]:
+    def finish(self, crc32c: int | None, *, is_whole: bool) -> tuple[StackPlan, dict[str, int]]:
         """Write the other files. Return the stack with its overlay, and the checksum of every file that is not the base's."""
         stack = self._stack
         if not self._has_changes:
@@ -355,10 +335,7 @@ class _StackFiles:
             return stack, {stack.name: crc32c}
         if self._rows > _MOST_ROWS:
             raise TooManyRowsError
-        rows = next(entry.rows for entry in base.stacks if entry.name == stack.name)
-        tables = {table.name: (table.row_offset, table.rows) for table in base.tables if table.stack == stack.name}
-        overlay = OverlayPlan(rows=self._rows, base_rows=rows, base_tables=tables)
-        overlaid = dataclasses.replace(stack, overlay=overlay)
+        overlaid = dataclasses.replace(stack, overlay_rows=self._rows)
         _, own, words = overlaid.arrays
         (self._folder / words.file).write_bytes(_words(self._bits).data)
         return overlaid, {array.name: file_crc32c(self._folder / array.file) for array in (own, words)}

@@ -17,7 +17,7 @@ from tpuembed.export.publish.folder import check_free, locked, publish_folder, t
 from tpuembed.export.publish.layouts import Layout, choose_layout
 from tpuembed.export.publish.version_writer import naming_model_dir
 from tpuembed.export.report import SavedGraph, StreamReport
-from tpuembed.export.retention.listing import is_whole, local_model_dir, version_folders
+from tpuembed.export.retention.listing import find_version, is_whole, local_model_dir
 from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.shard import ignore
 from tpuembed.files import FilePath
@@ -76,12 +76,7 @@ def compact_version(
         ExportError: a file is damaged, or `model_dir` has no room or cannot be written. Nothing was published.
     """
     folder = local_model_dir(model_dir, "compact")
-    paths = dict(version_folders(folder))
-    number = max(paths) if version is None else version
-    if number not in paths:
-        has = ", ".join(map(str, sorted(paths)))
-        raise ConfigError(f"MODEL_DIR {folder}: has no version {number}. It has {has}. Choose one of these.")
-    source = paths[number]
+    source = find_version(folder, version)
     manifest = Manifest.read(source)
     if manifest is None or manifest.base is None:
         raise ConfigError(f"version {source}: is no overlay, so there is nothing to compact. Choose an overlay.")
@@ -89,14 +84,14 @@ def compact_version(
         raise ConfigError(f"version {source}: is incomplete. Choose another version.")
     with (
         naming_model_dir(folder),
-        temporary_staging(folder, "compact", str(number)) as staging,
+        temporary_staging(folder, "compact", source.name) as staging,
         locked(source, fcntl.LOCK_SH),
     ):
         path, reused = _write_full(source, manifest, staging, folder, on_progress)
     return CompactReport(
         path=path,
         version=int(path.name),
-        source=number,
+        source=int(source.name),
         bytes_written=sum(stack.rows * stack.row_bytes for stack in manifest.stacks),
         bytes_reused=reused,
     )
@@ -137,7 +132,7 @@ def _write_full(
             _check(source, path.name, file_crc32c(path, count), stack.crc32c)
             crc32c[stack.name] = stack.crc32c
         else:
-            crc32c[stack.name] = _merge(source, stack, manifest, path, count)
+            crc32c[stack.name] = _merge(source, stack, path, count)
     streamed = StreamReport(
         folder=tables,
         crc32c=crc32c,
@@ -163,13 +158,13 @@ def _write_full(
     return published, total - needed
 
 
-def _merge(source: Path, stack: StackEntry, manifest: Manifest, path: Path, on_written: Callable[[int], None]) -> int:
+def _merge(source: Path, stack: StackEntry, path: Path, on_written: Callable[[int], None]) -> int:
     """Write the rows of a stack into the file `path`, those of its overlay in their places, and return its CRC32C."""
     assert stack.overlay is not None
     if stack.overlay.crc32c is None:  # the rows were found by stamps, so nobody has read all of them
         for array in stack.arrays:
             _check(source, array.file, file_crc32c(source / array.file), array.crc32c)
-    rows, merged, step = StackRows(source, manifest, stack), 0, max(1, _CHUNK_BYTES // stack.row_bytes)
+    rows, merged, step = StackRows(source, stack), 0, max(1, _CHUNK_BYTES // stack.row_bytes)
     with open(path, "xb") as file:
         for first in range(0, stack.rows, step):
             piece = rows.read(first, min(step, stack.rows - first)).reshape(-1)

@@ -167,8 +167,6 @@ def _table_entry(stack: StackPlan, table: Placement) -> TableEntry:
         stack=stack.name,
         row_offset=table.row_offset,
         quantization=None if table.quantization is None else QuantizationEntry(**table.quantization),
-        base_row_offset=stack.overlay.base_tables[table.table][0] if stack.overlay else 0,
-        base_rows=stack.overlay.base_tables[table.table][1] if stack.overlay else 0,
     )
 
 
@@ -185,10 +183,9 @@ def _stack_entry(stack: StackPlan, streamed: StreamReport, merged: BundleIndex, 
         for array in stack.arrays
     )
     overlay = None
-    if stack.overlay is not None:
+    if stack.overlay_rows is not None:
         rows, words = more
         overlay = OverlayEntry(
-            base_rows=stack.overlay.base_rows,
             rows=rows,
             words=words,
             crc32c=streamed.full_crc32c.get(stack.name),

@@ -19,6 +19,8 @@ __all__ = [
     "VersionInfo",
     "bases_of",
     "bytes_only_in",
+    "find_version",
+    "is_loadable",
     "is_whole",
     "list_versions",
     "local_model_dir",
@@ -120,6 +122,16 @@ def version_folders(model_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.name), path) for path in folders)
 
 
+def find_version(model_dir: Path, version: int | None) -> Path:
+    """Return the folder of `version`; None for the highest. Raises ConfigError if there is none."""
+    paths = dict(version_folders(model_dir))
+    number = max(paths) if version is None else version
+    if number not in paths:
+        has = ", ".join(map(str, sorted(paths)))
+        raise ConfigError(f"MODEL_DIR {model_dir}: has no version {number}. It has {has}. Choose one of these.")
+    return paths[number]
+
+
 def is_whole(version_dir: Path) -> bool:
     """Returns True if a server would load the version, as far as the sizes of its files tell.
 
@@ -127,6 +139,14 @@ def is_whole(version_dir: Path) -> bool:
         ConfigError: its manifest cannot be read.
     """
     return not _fault_of(version_dir, Manifest.read(version_dir))
+
+
+def is_loadable(version_dir: Path) -> bool:
+    """Returns True if a server would load the version, and its manifest can be read."""
+    try:
+        return is_whole(version_dir)
+    except ConfigError:
+        return False
 
 
 def _fault_of(version_dir: Path, manifest: Manifest | None) -> str:

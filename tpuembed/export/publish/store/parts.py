@@ -45,16 +45,6 @@ class StackPart:
     number: int
     batch: Batch
 
-    @property
-    def offset(self) -> int:
-        """Return the offset of the part's first byte in the file."""
-        return self.batch.shards[0].file_offset
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of the part."""
-        return sum(shard.size for shard in self.batch.shards)
-
 
 def check_sizes(plan: ExportPlan) -> None:
     """Raise ExportError if a data file is larger than an object can be."""
