@@ -13,15 +13,9 @@ from tpuembed.export.overlay.compact import CompactReport, compact_version
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.request import make_request
 from tpuembed.export.report import ExportReport
-from tpuembed.export.retention import (
-    InUse,
-    PruneReport,
-    RollbackReport,
-    VersionInfo,
-    list_versions,
-    prune_versions,
-    rollback_version,
-)
+from tpuembed.export.retention.listing import VersionInfo, list_versions
+from tpuembed.export.retention.prune import InUse, PruneReport, prune_versions
+from tpuembed.export.retention.rollback import RollbackReport, rollback_version
 from tpuembed.export.run import Progress, check_target, make_plan, run_export, source_of
 from tpuembed.files import FilePath
 

@@ -14,8 +14,7 @@ from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.graph.dense_weights import restore_dense_weights
 from tpuembed.export.graph.keras_model import Factory, build_model
 from tpuembed.export.graph.signature import quantization_of, trained_with_rows
-from tpuembed.export.graph.stacked_tables import StackedTables
-from tpuembed.export.graph.table_names import TableNames, constant_names
+from tpuembed.export.graph.stacked_tables import StackedTables, TableNames, constant_names
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.encoders import quantize
 from tpuembed.vocabulary import Vocabulary

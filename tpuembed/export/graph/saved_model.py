@@ -18,8 +18,7 @@ from tensorflow.python.ops import resource_variable_ops
 from tpuembed.errors import ExportError, one_line, warn
 from tpuembed.export.graph.examples import parse_examples, unparsable
 from tpuembed.export.graph.mapped_table import MappedTable
-from tpuembed.export.graph.stacked_tables import StackedTables
-from tpuembed.export.graph.table_names import make_names
+from tpuembed.export.graph.stacked_tables import StackedTables, make_names
 from tpuembed.export.graph.warmup import write_warmup
 from tpuembed.export.plan.plan import ArrayPlan, StackPlan
 from tpuembed.export.report import SavedGraph

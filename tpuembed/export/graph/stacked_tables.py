@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import tensorflow as tf
@@ -11,8 +12,8 @@ from tensorflow.python.ops import resource_variable_ops
 from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
+from tpuembed.export.graph.mapped_table import store_array
 from tpuembed.export.graph.signature import Saved, find_table, trained_with_rows, vocabulary_of
-from tpuembed.export.graph.table_names import TableNames, constant_names, stand_in_names
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.formats import STORAGES
 from tpuembed.id_messages import Span
@@ -20,9 +21,10 @@ from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
-from tpuembed.vocabulary import Vocabulary
+from tpuembed.manifest import NAMES_FOLDER, NamesEntry
+from tpuembed.vocabulary import WAYS, Vocabulary, salt_text
 
-__all__ = ["StackedTables", "ran_without_rows", "span_of"]
+__all__ = ["StackedTables", "TableNames", "constant_names", "make_names", "ran_without_rows", "span_of"]
 
 Tensor = Any
 Answer = Callable[[Sequence[Ids], Callable[[], list[Tensor]]], list[Tensor]]
@@ -30,6 +32,16 @@ Answer = Callable[[Sequence[Ids], Callable[[], list[Tensor]]], list[Tensor]]
 _MAX_ZERO_BYTES: Final = 64 << 20
 _UNBOUND: Final = "tpuembed_table_without_rows"
 """The scope of lookups in tables without a value: TensorFlow's error has its name if such a lookup runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TableNames:
+    """The index of a vocabulary in a graph; see `tpuembed.lookup.names.NameArrays`."""
+
+    keys: Any
+    numbers: Any
+    buckets: Any
+    salt: bytes
 
 
 class StackedTables:
@@ -157,7 +169,7 @@ class StackedTables:
                 self._constants[table] = constant_names(vocabulary)
             return self._constants[table]
         if self._names is None or self._answer is not None:
-            return stand_in_names()
+            return _stand_in_names()
         if table not in self._names:
             raise ExportError(f"table {table!r}: its names were not written before the graph that finds them was made.")
         return self._names[table]
@@ -437,6 +449,44 @@ def _gather_overlaid(stack: StackPlan, variables: Mapping[str, Any], ids: Tensor
     place = tf.bitwise.right_shift(tf.gather_nd(word, hits), 32) + count
     # In place, because `TensorScatterUpdate` copies all rows. Nothing else reads the tensor, which is a copy of the base's rows.
     return tf.raw_ops.InplaceUpdate(x=found, i=tf.cast(tf.squeeze(hits, 1), tf.int32), v=tf.gather(rows, place))
+
+
+def make_names(
+    vocabularies: Mapping[str, Vocabulary], folder: Path, layout: str
+) -> tuple[dict[str, TableNames], tuple[NamesEntry, ...]]:
+    """Return the names of each table for the graph and for the manifest. With layout mmap, write their files into `folder`."""
+    arrays: dict[str, TableNames] = {}
+    entries = []
+    for number, (table, vocabulary) in enumerate(sorted(vocabularies.items())):
+        salt, of_index, numbers_of_index = vocabulary.snapshot()
+        stored = [
+            store_array(value, f"names_{number}_{what}", folder, f"{NAMES_FOLDER}/{number}.{what}", layout)
+            for what, value in (("keys", of_index), ("numbers", numbers_of_index.reshape(-1)))
+        ]
+        (keys, _), (numbers, _) = stored
+        arrays[table] = TableNames(keys, numbers, len(of_index), salt_text(salt))
+        entries.append(
+            NamesEntry(
+                table=table,
+                dtype=vocabulary.dtype,
+                count=len(vocabulary),
+                oov_buckets=vocabulary.oov_buckets,
+                salt=salt_text(salt).decode(),
+                arrays=tuple(entry for _, entry in stored if entry is not None),
+            )
+        )
+    return arrays, tuple(entries)
+
+
+def constant_names(vocabulary: Vocabulary) -> TableNames:
+    """Return the names as constants, for a model that runs while it is exported."""
+    salt, keys, numbers = vocabulary.snapshot()
+    return TableNames(tf.constant(keys), tf.constant(numbers.reshape(-1)), len(keys), salt_text(salt))
+
+
+def _stand_in_names() -> TableNames:
+    """Return arrays without names, for a trace that is thrown away."""
+    return TableNames(tf.zeros([1, WAYS], tf.int64), tf.fill([WAYS], -1), 1, b"")
 
 
 def ran_without_rows(error: BaseException) -> bool:
