@@ -377,7 +377,8 @@ def _write_front(folder: Path, manifest: Manifest, entry: RowStoreEntry, target:
     (target / GRAPH_FILE).write_bytes(graph)
     _write_index(folder, {array.key for array in left}, target)
     entries = {file: manifest.files[file] for file in kept - made if file in manifest.files}
-    entries |= {file: _file_entry(target / file) for file in made}
+    for file in made:
+        entries[file] = FileEntry(size=(target / file).stat().st_size, crc32c=file_crc32c(target / file))
     front = dataclasses.replace(front, files=dict(sorted(entries.items())))
     front.write(target)
     return front
@@ -412,10 +413,6 @@ def _names_in_files(folder: Path, manifest: Manifest, number: int, target: Path)
             checksum = file_crc32c(target / file)
             arrays.append(ArrayEntry(name=name, key="", rows=len(value), file=file, size=value.nbytes, crc32c=checksum))
     return dataclasses.replace(entry, arrays=tuple(arrays))
-
-
-def _file_entry(path: Path) -> FileEntry:
-    return FileEntry(size=path.stat().st_size, crc32c=file_crc32c(path))
 
 
 def _settle(version: Path, front: Manifest, target: Path) -> None:

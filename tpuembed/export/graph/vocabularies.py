@@ -123,7 +123,11 @@ def compare_vocabularies(
     if given:
         check_names(given, config, saved, source, "factory")
     pairs, left = _pairs(mine, saved, source)
-    equal = {one for one, other in pairs if other.entries is not None and not _is_unclear(one, saved)}
+    # Models inside of the model may have layers of one name.
+    unclear = {one for one in mine if any(one.layer == other.layer and not _is_same(one, other) for other in saved)}
+    equal = {
+        one for one, other in pairs if other.entries is not None and (one.number is not None or one not in unclear)
+    }
     paired, known = {one for one, _ in pairs}, [other for other in left if other.entries is not None]
     if known:  # of a layer that was renamed, if it can be no other
         equal |= {one for one in mine if one not in paired and all(_is_same(one, other) for other in known)}
@@ -149,11 +153,6 @@ def _is_same(mine: LayerVocabulary, saved: LayerVocabulary) -> bool:
     if saved.entries is not None and mine.described.sha256 != saved.described.sha256:
         return False
     return None in (mine.hashing, saved.hashing) or mine.hashing == saved.hashing
-
-
-def _is_unclear(mine: LayerVocabulary, saved: Sequence[LayerVocabulary]) -> bool:
-    """Returns True if the file has another vocabulary of a layer of that name too, in a model inside of the model."""
-    return mine.number is None and any(one.layer == mine.layer and not _is_same(mine, one) for one in saved)
 
 
 def _pairs(
