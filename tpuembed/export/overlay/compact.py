@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import ConfigError, ExportError
-from tpuembed.export.formatting import format_bytes
 from tpuembed.export.overlay.writer import FULL_GRAPH
-from tpuembed.export.plan.plan import ExportPlan, Placement, StackPlan
+from tpuembed.export.plan.plan import ExportPlan, Placement, StackPlan, format_bytes
 from tpuembed.export.publish.assemble import assemble
 from tpuembed.export.publish.folder import check_free, locked, publish_folder, temporary_staging
 from tpuembed.export.publish.layouts import Layout, choose_layout

@@ -12,11 +12,10 @@ from typing import Any, Final
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ConfigError, ExportError
-from tpuembed.export.formatting import format_bytes
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.base import BaseVersion
 from tpuembed.export.overlay.changes import Search, stamped_tables
-from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.plan.plan import ExportPlan, format_bytes
 from tpuembed.export.publish.folder import FolderWriter, check_free, lock_folder
 from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.execute import check_source

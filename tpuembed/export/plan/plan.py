@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tpuembed.export.formatting import format_bytes
 from tpuembed.export.storage.formats import STORAGES, RowFormat
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
@@ -21,7 +20,21 @@ __all__ = [
     "Placement",
     "ShardTask",
     "StackPlan",
+    "format_bytes",
 ]
+
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def format_bytes(count: int) -> str:
+    """Format `count` bytes in decimal units with three significant digits: 999 B, 1.5 kB, 10 TB."""
+    size = float(count)
+    for unit in _UNITS:
+        if size < 999.5 or unit == _UNITS[-1]:
+            break
+        size /= 1000
+    return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from tpuembed.errors import ExportError
-from tpuembed.export.formatting import format_bytes
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan.plan import ExportPlan, ShardTask
+from tpuembed.export.plan.plan import ExportPlan, ShardTask, format_bytes
 from tpuembed.export.publish.layouts import Layout, choose_layout
 from tpuembed.export.publish.version_writer import (
     MAX_VERSION,

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import ExportError
-from tpuembed.export.formatting import format_bytes
-from tpuembed.export.plan.plan import ExportPlan, ShardTask
+from tpuembed.export.plan.plan import ExportPlan, ShardTask, format_bytes
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target, ignore, write_shard
 from tpuembed.files.bucket import content_md5, md5
 from tpuembed.files.put import put_file
