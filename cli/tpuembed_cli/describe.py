@@ -73,7 +73,7 @@ def _vocabulary(header: dict[str, Any] | None) -> str:
 
 
 def _export_tables(found: dict[str, Any]) -> list["Table"]:
-    hidden = () if found["base"] else ("base_row_offset", "base_rows", "base_file", "overlay")
+    hidden = () if found["base"] else ("base_file", "overlay")
     rows = [
         {**table, "quantization": _levels(table["quantization"]), "bytes": with_unit(table["bytes"])}
         for table in found["tables"]

@@ -13,7 +13,6 @@ from tpuembed_cli.options import (
     PATH,
     SIZE,
     checkpoint_options,
-    output_names_option,
     storage_option,
     verbosity_options,
 )
@@ -30,7 +29,6 @@ _SECTIONS = {
         "--allow-unused-weights",
         "--table",
         "--feature",
-        "--output-name",
         "--require-finite",
         "--checkpoint-option",
     ],
@@ -95,7 +93,6 @@ _SECTIONS = {
 @click.option(
     "--feature", "features", metavar="NAME", multiple=True, help="Export only this feature and its table. Repeatable."
 )
-@output_names_option
 @click.option("--require-finite", is_flag=True, help="Fail at a NaN or an infinity in a table or a dense weight.")
 @storage_option
 @click.option(

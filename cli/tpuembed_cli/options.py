@@ -19,7 +19,6 @@ __all__ = [
     "complete_tables",
     "option_group",
     "options_of",
-    "output_names_option",
     "storage_option",
     "verbosity_options",
 ]
@@ -144,29 +143,6 @@ storage_option = click.option(
     help=f"How rows are stored: {', '.join(STORAGE_TYPES)}. For all tables, or for TABLE. Repeatable. Default: float32.",
 )
 """The `storage` of `export_saved_model`."""
-
-
-def _as_output_names(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
-    names: dict[str, str] = {}
-    for value in values:
-        old, equals, new = value.partition("=")
-        if not (equals and old and new):
-            raise click.BadParameter(f"{value!r}: write OLD=NEW, such as ranker/click=click")
-        if old in names:
-            raise click.BadParameter(f"{value!r}: output {old!r} already has a new name")
-        names[old] = new
-    return names or None
-
-
-output_names_option = click.option(
-    "--output-name",
-    "output_names",
-    metavar="OLD=NEW",
-    multiple=True,
-    callback=_as_output_names,
-    help="Call the output OLD of the model NEW. Repeatable.",
-)
-"""The `output_names` of `export_saved_model`."""
 
 
 def option_group(options: Sequence[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

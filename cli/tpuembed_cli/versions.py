@@ -182,8 +182,8 @@ def rollback(model_dir: str, version: int | None, as_json: bool) -> None:
 def compact(model_dir: str, version: int | None, quiet: bool, as_json: bool) -> None:
     """Publish the overlay VERSION again as a full version, under the next number. Default: the newest version.
 
-    Its rows are streamed, and compared with the checksums of the export. A run that was interrupted is resumed. Later
-    exports with --base latest build on the new version.
+    Its rows are streamed, and compared with the checksums of the export. Later exports with --base latest build on the
+    new version.
     """
     from tpuembed.export import compact_version
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from tests.support import capi
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.messages import refused
 from tpuembed import export_saved_model
@@ -187,37 +186,6 @@ def test_a_graph_of_another_export_is_refused(checkpoint: Path, copied: Path, tm
     with refused(StatusError) as caught:
         ask_server(copied)
     assert caught.value.code is Code.DATA_LOSS
-
-
-def inodes(version: Path) -> list[int]:
-    """Of the table files."""
-    manifest = Manifest.read(version)
-    assert manifest is not None
-    return [(version / stack.file).stat().st_ino for stack in manifest.stacks]
-
-
-@pytest.mark.nightly
-def test_a_damaged_version_is_not_shared(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
-    first = export(checkpoint, tmp_path / "m")
-    path = sorted(first.glob("variables/*.data-*"))[-1]
-    content = bytearray(path.read_bytes())
-    content[5] ^= 1
-    path.write_bytes(content)
-    second = export(checkpoint, tmp_path / "m")
-    assert not set(inodes(first)) & set(inodes(second))
-    check(capi.predict(second, dict.fromkeys(SHAPES, IDS)), tables)
-
-
-@pytest.mark.nightly
-def test_other_tables_are_not_shared(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "ckpt", tables)
-    first = export(tmp_path / "ckpt", tmp_path / "m")
-    changed = {name: table + 1 for name, table in tables.items()}
-    write_checkpoint(tmp_path / "ckpt", changed)
-    second = export(tmp_path / "ckpt", tmp_path / "m")
-    assert not set(inodes(first)) & set(inodes(second))
-    check(capi.predict(second, dict.fromkeys(SHAPES, IDS)), changed)
-    assert not set(inodes(second)) & set(inodes(export(tmp_path / "ckpt", tmp_path / "m", storage="float16")))
 
 
 MEASURE = """

@@ -264,23 +264,6 @@ def test_damage_to_names_is_found(tmp_path: Path) -> None:
     assert verify_files(version).damaged
 
 
-def test_shared_tables_have_other_names(tmp_path: Path) -> None:
-    """A second export of the same checkpoint links the tables' files, and has the names that it is given."""
-    values = random_table(ROWS, DIM)
-    write_checkpoint(tmp_path / "ckpt", {"users": values})
-    for names in (names_of(50), names_of(60)[::-1]):
-        report = export_saved_model(tmp_path / "ckpt", tmp_path / "m", serving_config=only_one(names), layout="mmap")
-        np.testing.assert_array_equal(answers(report.path, names), values[: len(names)])
-    assert report.bytes_reused
-
-
-def test_a_change_of_types_is_warned_of(tmp_path: Path) -> None:
-    values = random_table(ROWS, DIM)
-    export(tmp_path, values, ServingConfig(features={"one": ServingFeature(table="users", input="id")}))
-    with pytest.warns(UserWarning, match="its input 'one' is int64, and that of the new version is string"):
-        export(tmp_path, values, only_one(names_of(50)), base="latest")
-
-
 def test_a_manifest_with_names_is_checked(tmp_path: Path) -> None:
     version = export(tmp_path, random_table(ROWS, DIM), only_one(names_of(50)), layout="mmap")
     manifest = _manifest(version)

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 
-from tests.support import capi
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.manifest import Manifest, Packing
 
@@ -120,39 +119,11 @@ def _model() -> Any:
     return keras.Model(inputs, outputs)
 
 
-@pytest.mark.nightly
-def test_a_models_integer_inputs_are_packed(checkpoint: Any, tmp_path: Path) -> None:
-    path = export_saved_model(checkpoint[0], tmp_path / "m", model=_model).path
-    packing = _packing(path)
-    assert {packed.name: packed.columns for packed in packing.inputs} == {
-        "one": 1,
-        "two": 2,
-        "ragged": None,
-        "sparse": None,
-    }
-    inputs = {
-        "one": np.array([4, 29], np.int32),
-        "two": np.array([[1, 2], [3, 4]]),
-        "ragged": np.array([[5, 6, -1], [-1, -1, -1]]),
-        "sparse": np.array([[39, -1, -1], [0, 1, 2]]),
-    }
-    matrix = _pack(packing, {name: ids.astype(np.int64) for name, ids in inputs.items()})
-    found = capi.predict(path, {"ids": matrix}, "packed")
-    rows = checkpoint[1]
-    np.testing.assert_array_equal(found["one"], rows["b"][inputs["one"]])
-    np.testing.assert_array_equal(found["two"], rows["b"][inputs["two"]])
-    np.testing.assert_allclose(found["ragged"], _truth(rows["a"], inputs["ragged"], "mean"), atol=1e-6)
-    np.testing.assert_allclose(found["sparse"], _truth(rows["a"], inputs["sparse"], "mean"), atol=1e-6)
-    matrix[0, [packed.name for packed in packing.inputs].index("one")] += 2**32
-    with pytest.raises(capi.TensorFlowError, match="Input one must be int32, got values from"):
-        capi.predict(path, {"ids": matrix}, "packed")
-
-
-def test_floats_of_a_model_are_no_integers(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_model_takes_its_inputs_by_name(checkpoint: Any, tmp_path: Path) -> None:
     def model() -> Any:
         layer = TPUEmbedding({"x": FeatureConfig(TableConfig(*SIZES["a"], "a"))}, optimizer="sgd")
         inputs = {"x": keras.Input((), dtype="int64", name="x"), "price": keras.Input((3,), name="price")}
         return keras.Model(inputs, keras.ops.concatenate([layer({"x": inputs["x"]})["x"], inputs["price"]], -1))
 
     path = export_saved_model(checkpoint[0], tmp_path / "m", model=model).path
-    assert _packing(path).left_out == "input 'price', float32 (None, 3), is not a fixed number of integers"
+    assert _packing(path).left_out == "a model takes its inputs by name"

@@ -1,28 +1,23 @@
 """Full disks, sources that fail and workers that die while an export streams: what is said, what is left, what goes on."""
 
-import errno
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.support import capi
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.export.full_disk import CONFIG
 from tests.support.export.killed_export import SHARD_BYTES, slow_down
 from tests.support.export.processes import children
-from tests.support.messages import refused
 from tpuembed import export_saved_model
-from tpuembed.errors import CheckpointError, ExportError, TpuEmbedError
+from tpuembed.errors import CheckpointError, TpuEmbedError
 from tpuembed.export.stream.engines import local
 from tpuembed.export.stream.resume_log import read_record
 from tpuembed.tensor_bundle import shard_path
@@ -35,25 +30,6 @@ LARGE = random_table(12 * SHARD_BYTES // 32, 8)
 
 def export(checkpoint: Path, model_dir: Path, **options: Any) -> Any:
     return export_saved_model(checkpoint, model_dir, serving_config=CONFIG, workers=1, **options)
-
-
-def _no_links(*_: object) -> NoReturn:
-    """As on file systems without hard links."""
-    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-
-def test_a_copy_of_shared_tables_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path / "ckpt", {"t": TABLE})
-    export(tmp_path / "ckpt", tmp_path / "m")
-    monkeypatch.setattr(Path, "hardlink_to", _no_links)
-    with monkeypatch.context() as full:
-        full.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100))
-        with refused(ExportError):
-            export(tmp_path / "ckpt", tmp_path / "m")
-    assert [path.name for path in (tmp_path / "m").iterdir()] == ["1"]
-    report = export(tmp_path / "ckpt", tmp_path / "m")
-    assert (report.version, report.bytes_reused) == (2, 0)
-    np.testing.assert_array_equal(capi.predict(report.path, {"x": np.arange(400)})["x"], TABLE)
 
 
 class Trouble:

@@ -90,5 +90,5 @@ def check(version: Path, truth: dict[str, Any]) -> None:
     manifest = Manifest.read(version)
     assert manifest
     (stack,) = manifest.stacks
-    rows = StackRows(version, manifest, stack).read(0, stack.rows).view(np.float32)
+    rows = StackRows(version, stack).read(0, stack.rows).view(np.float32)
     np.testing.assert_array_equal(rows, np.concatenate([truth["a"], truth["b"]]))

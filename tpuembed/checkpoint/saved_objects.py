@@ -72,13 +72,11 @@ class Objects:
         nodes: by number.
         is_named: False where the source has lost the names of layers.
         root_is_model: whether the root is the model itself, and not a holder of it.
-        made: in which order objects that stand in lists were made, where that is known and the list could be in another one.
     """
 
     nodes: tuple[SavedObject, ...]
     is_named: bool = True
     root_is_model: bool = False
-    made: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def below(self, number: int) -> list[int]:
         """The numbers of an object and of all below it, in the order in which they are met."""

@@ -8,21 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.compact import CompactReport, compact_version
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.request import make_request
 from tpuembed.export.report import ExportReport
-from tpuembed.export.retention import (
-    InUse,
-    PruneReport,
-    RollbackReport,
-    VersionInfo,
-    list_versions,
-    prune_versions,
-    rollback_version,
-)
+from tpuembed.export.retention.listing import VersionInfo, list_versions
+from tpuembed.export.retention.prune import InUse, PruneReport, prune_versions
+from tpuembed.export.retention.rollback import RollbackReport, rollback_version
 from tpuembed.export.run import Progress, check_target, make_plan, run_export, source_of
 from tpuembed.files import FilePath
 
@@ -43,6 +36,8 @@ __all__ = [
     "rollback_version",
 ]
 
+_ASKED = ("serving_config", "model", "tables", "features", "allow_unused_weights")
+
 
 def export_saved_model(
     checkpoint: str | Path,
@@ -53,7 +48,6 @@ def export_saved_model(
     allow_unused_weights: bool = False,
     tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
-    output_names: Mapping[str, str] | None = None,
     on_progress: Progress | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
     **options: Any,
@@ -76,7 +70,6 @@ def export_saved_model(
         tables: export only these tables, with the features that look up in them.
         features: export only these features, with the tables that they look up in. Not for a model, which needs its
             inputs.
-        output_names: new names of a model's outputs, by their old names.
         on_progress: called with (bytes done, bytes in total).
         checkpoint_options: further arguments of `open_checkpoint`.
         options: how to write: storage, max_error, layout, serving_root, max_memory_bytes, workers, engine,
@@ -85,14 +78,11 @@ def export_saved_model(
     Raises:
         TpuEmbedError: the export failed, and nothing was published.
     """
-    chosen = ExportOptions.of("export_saved_model", options)
-    with (
-        naming_roots(checkpoint, checkpoint_options, model),
-        open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
-    ):
+    chosen = ExportOptions.of("export_saved_model", options, others=_ASKED)
+    with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
         source = source_of(opened)  # before anything is read
         request = make_request(
-            opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
+            opened, serving_config, model, tables, features, allow_unused_weights=allow_unused_weights
         )
         return run_export(opened, request, model_dir, chosen, source=source, on_progress=on_progress)
 
@@ -101,28 +91,16 @@ def plan_saved_model(
     checkpoint: str | Path,
     model_dir: str | FilePath | None = None,
     *,
-    serving_config: Any = None,
-    model: Any = None,
-    allow_unused_weights: bool = False,
-    tables: Sequence[str] | None = None,
-    features: Sequence[str] | None = None,
-    output_names: Mapping[str, str] | None = None,
     checkpoint_options: Mapping[str, Any] | None = None,
-    **options: Any,
+    **arguments: Any,
 ) -> ExportPlan:
-    """Return the plan of `export_saved_model` with the same arguments, and write nothing.
+    """Return the plan of `export_saved_model` with the same arguments but `on_progress`, and write nothing.
 
     Free disk space is checked only if `model_dir` is given.
     """
-    chosen = ExportOptions.of("plan_saved_model", options)
-    with (
-        naming_roots(checkpoint, checkpoint_options, model),
-        open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
-    ):
-        request = make_request(
-            opened, serving_config, model, tables, features, output_names, allow_unused_weights=allow_unused_weights
-        )
+    asked = {name: arguments.pop(name) for name in _ASKED if name in arguments}
+    chosen = ExportOptions.of("plan_saved_model", arguments, others=_ASKED)
+    with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
+        request = make_request(opened, **asked)
         plan = make_plan(opened, request, chosen)
-        if model_dir is not None:
-            plan = check_target(model_dir, plan, request, chosen, source_of(opened))
-    return plan
+        return plan if model_dir is None else check_target(model_dir, plan, request, chosen, source_of(opened))

@@ -63,7 +63,10 @@ class ExportOptions:
         if self.keep is not None:
             check_count("keep", self.keep)
         if self.base is not None:
-            _check_base(self.base)
+            if isinstance(self.base, str) and self.base != LATEST:
+                raise ConfigError(f'base must be "latest" or the number of a version, got {self.base!r}.')
+            if self.base != LATEST:
+                check_count("base", self.base)
             if self.engine != "local":
                 raise ConfigError(
                     f"base {self.base}: rows are compared on this machine, and the engine is {self.engine!r}. Leave "
@@ -83,10 +86,3 @@ class ExportOptions:
         known = {field.name for field in dataclasses.fields(cls)} - set(without)
         check_keys(where, given, {*known, *others})
         return cls(**given)
-
-
-def _check_base(base: object) -> None:
-    if isinstance(base, str) and base != LATEST:
-        raise ConfigError(f'base must be "latest" or the number of a version, got {base!r}.')
-    if base != LATEST:
-        check_count("base", base)

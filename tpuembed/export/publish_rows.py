@@ -24,7 +24,7 @@ from tpuembed.errors import ConfigError, ExportError, reason
 from tpuembed.export.publish.folder import locked, publish_folder, temporary_staging
 from tpuembed.export.publish.layouts import BUNDLE
 from tpuembed.export.publish.version_writer import naming_model_dir
-from tpuembed.export.retention.listing import local_model_dir, version_folders
+from tpuembed.export.retention.listing import find_version, local_model_dir, version_folders
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import (
     NAMES_FOLDER,
@@ -127,12 +127,7 @@ def publish_rows(
 
 
 def _find(model_dir: Path, version: int | None) -> tuple[Path, Manifest]:
-    paths = dict(version_folders(model_dir))
-    number = max(paths) if version is None else version
-    if number not in paths:
-        has = ", ".join(map(str, sorted(paths)))
-        raise ConfigError(f"MODEL_DIR {model_dir}: has no version {number}. It has {has}. Choose one of these.")
-    folder = paths[number].absolute()
+    folder = find_version(model_dir, version).absolute()
     manifest = Manifest.read(folder)
     if manifest is None:
         raise ConfigError(f"version {folder}: tpuembed did not export it. Choose another version.")
@@ -374,7 +369,6 @@ def _write_front(folder: Path, manifest: Manifest, entry: RowStoreEntry, target:
         row_store=entry,
         base=None,
         stacks=tuple(dataclasses.replace(stack, base_file="") for stack in manifest.stacks),
-        tables_key="",
         names=names,
     )
     graph = (folder / GRAPH_FILE).read_bytes()
@@ -383,7 +377,8 @@ def _write_front(folder: Path, manifest: Manifest, entry: RowStoreEntry, target:
     (target / GRAPH_FILE).write_bytes(graph)
     _write_index(folder, {array.key for array in left}, target)
     entries = {file: manifest.files[file] for file in kept - made if file in manifest.files}
-    entries |= {file: _file_entry(target / file) for file in made}
+    for file in made:
+        entries[file] = FileEntry(size=(target / file).stat().st_size, crc32c=file_crc32c(target / file))
     front = dataclasses.replace(front, files=dict(sorted(entries.items())))
     front.write(target)
     return front
@@ -418,10 +413,6 @@ def _names_in_files(folder: Path, manifest: Manifest, number: int, target: Path)
             checksum = file_crc32c(target / file)
             arrays.append(ArrayEntry(name=name, key="", rows=len(value), file=file, size=value.nbytes, crc32c=checksum))
     return dataclasses.replace(entry, arrays=tuple(arrays))
-
-
-def _file_entry(path: Path) -> FileEntry:
-    return FileEntry(size=path.stat().st_size, crc32c=file_crc32c(path))
 
 
 def _settle(version: Path, front: Manifest, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""The reports of an export and of its tables."""
+"""The reports of an export, of its tables and of its graph."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,9 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from tpuembed.export.storage.error import TableError
-from tpuembed.manifest import BaseEntry, RetrievalEntry, VocabularyEntry
+from tpuembed.manifest import (
+    BaseEntry,
+    FeatureEntry,
+    FromActivations,
+    NamesEntry,
+    Packing,
+    RetrievalEntry,
+    TensorSpec,
+    VocabularyEntry,
+)
 
-__all__ = ["ExportReport", "StreamReport"]
+__all__ = ["ExportReport", "SavedGraph", "StreamReport"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +49,26 @@ class StreamReport:
     full_crc32c: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class SavedGraph:
+    """The saved graph.
+
+    Attributes:
+        array_keys: name of a stack's array -> checkpoint key of its variable.
+        signatures, features, vocabularies, padding, packing, from_activations, names, retrieval: as the manifest lists them.
+    """
+
+    array_keys: Mapping[str, str]
+    signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
+    features: tuple[FeatureEntry, ...]
+    vocabularies: tuple[VocabularyEntry, ...]
+    padding: Mapping[str, int | str]
+    packing: Packing
+    from_activations: FromActivations
+    names: tuple[NamesEntry, ...] = ()
+    retrieval: RetrievalEntry | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportReport:
     """One finished export.
@@ -54,7 +83,7 @@ class ExportReport:
         vocabularies: vocabularies of a whole model's preprocessing layers, sorted by layer.
         bytes_written: bytes of table data.
         bytes_reused: the part of them that an interrupted export had written, or that is shared with another version in
-            MODEL_DIR.
+            MODEL_DIR as its base.
         base: the version that this one is an overlay of; None for a full version.
         rows_changed: number of rows in the overlay; None for a full version.
         rows_compared: number of rows that were compared with those of the base; stamps told about the others. None for

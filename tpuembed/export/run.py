@@ -3,21 +3,19 @@
 The graph is saved before the first table byte is read, so that most errors occur early.
 """
 
-import contextlib
 import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ConfigError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.base import BaseVersion, difference, find_base
 from tpuembed.export.overlay.changes import TooManyRowsError
-from tpuembed.export.overlay.full_graph import save_full_graph
-from tpuembed.export.overlay.writer import OverlayWriter
+from tpuembed.export.overlay.writer import OverlayWriter, save_full_graph
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.plan.request import ExportRequest
@@ -25,16 +23,14 @@ from tpuembed.export.publish.assemble import assemble
 from tpuembed.export.publish.folder import FolderWriter
 from tpuembed.export.publish.layouts import check_layout
 from tpuembed.export.publish.version_writer import VersionWriter, naming_model_dir
-from tpuembed.export.report import ExportReport, StreamReport
+from tpuembed.export.report import ExportReport, SavedGraph, StreamReport
 from tpuembed.export.retention.prune import prune_after
+from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.engines import Engine, check_engine, choose_engine, default_workers
-from tpuembed.export.stream.execute import ErrorBound, stream_tables
-from tpuembed.export.stream.shard import Source, check_unchanged, ignore, peak_rss_bytes
+from tpuembed.export.stream.execute import check_errors, stream_tables
+from tpuembed.export.stream.shard import ShardResult, Source, check_unchanged, ignore, peak_rss_bytes
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import HistoryEntry
-
-if TYPE_CHECKING:  # that module imports TensorFlow
-    from tpuembed.export.graph.saved_model import SavedGraph
 
 __all__ = ["Progress", "check_target", "make_plan", "run_export", "source_of"]
 
@@ -123,28 +119,29 @@ def run_export(
     started = time.monotonic()
     plan = make_plan(checkpoint, request, options)
     source = source or source_of(checkpoint)
-    bound = ErrorBound(plan.shards, options.max_error)
+
+    def check_shard(result: ShardResult) -> None:  # so that a long export fails early
+        task = plan.shards[result.index]
+        max_abs = result.errors.get("max_abs", 0.0)
+        check_errors({task.table: TableError(storage=task.storage, max_abs=max_abs)}, options.max_error)
+
     on_progress = on_progress or ignore
     facts = {"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint}
     histories = _histories(checkpoint, plan)
     done = None
     if options.base is not None:
-        done = _overlay(checkpoint, request, plan, model_dir, options, source, bound, facts, histories, on_progress)
+        done = _overlay(
+            checkpoint, request, plan, model_dir, options, source, check_shard, facts, histories, on_progress
+        )
     if done is None:
         writer = choose_writer(model_dir, plan, options, source)
         writer.check()
         engine = engine or choose_engine(options.engine, plan.workers)
-        with (
-            writer,
-            naming_model_dir(writer.model_dir),
-            contextlib.nullcontext() if writer.is_shared else engine.starting(source, len(plan.shards)),
-        ):
+        with writer, naming_model_dir(writer.model_dir), engine.starting(source, len(plan.shards)):
             _warn_of_unfinished(writer)
             graph = request.save_graph(plan, writer.path)  # while the workers start
-            streamed = writer.share(on_progress)
-            if streamed is None:
-                streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=bound.check_shard)
-            bound.check(streamed.errors)
+            streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=check_shard)
+            check_errors(streamed.errors, options.max_error)
             check_unchanged(checkpoint, source)  # dense weights, and candidates, were read here
             done = _Done(assemble(writer, streamed, graph, facts, histories), streamed, graph)
     path, streamed, removed = done.path, done.streamed, tuple[int, ...]()
@@ -178,7 +175,7 @@ class _Done:
 
     path: FilePath
     streamed: StreamReport
-    graph: "SavedGraph"
+    graph: SavedGraph
     rows_changed: int | None = None
     rows_compared: int | None = None
 
@@ -190,7 +187,7 @@ def _overlay(
     model_dir: str | FilePath,
     options: ExportOptions,
     source: Source,
-    bound: ErrorBound,
+    on_result: Callable[[ShardResult], None],
     facts: Mapping[str, str],
     histories: Mapping[str, HistoryEntry],
     on_progress: Progress,
@@ -213,39 +210,21 @@ def _overlay(
         with writer, naming_model_dir(folder):
             _warn_of_unfinished(writer)
             try:
-                found, streamed = writer.changes(
-                    checkpoint, source, request.whole_tables, histories, bound.check_shard, on_progress
+                streamed, compared = writer.changes(
+                    checkpoint, source, request.whole_tables, histories, on_result, on_progress
                 )
             except TooManyRowsError:
                 reason = writer.too_many()
             else:
-                bound.check(streamed.errors)
+                check_errors(streamed.errors, options.max_error)
                 graph = request.save_graph(writer.plan, writer.path)
-                _warn_of_other_signature(base, graph)
                 save_full_graph(lambda folder: request.save_graph(plan, folder), writer.path)
                 check_unchanged(checkpoint, source)
                 path = assemble(writer, streamed, graph, facts, histories)
-                return _Done(path, streamed, graph, found.rows, found.rows_compared)
+                rows = sum(stack.overlay_rows or 0 for stack in writer.plan.stacks)
+                return _Done(path, streamed, graph, rows, compared)
     warn(f"base {options.base}: {reason}. Writing a full version.")
     return None
-
-
-def _warn_of_other_signature(base: BaseVersion, graph: "SavedGraph") -> None:
-    """Warn if clients of the base have to change their requests, or read other answers."""
-    before, after = (each["serving_default"] for each in (base.manifest.signatures, graph.signatures))
-    for side in ("inputs", "outputs"):
-        if before[side].keys() != after[side].keys():
-            warn(
-                f"base {base.number}: its {side} are {', '.join(sorted(before[side]))}, and those of the new version are "
-                f"{', '.join(sorted(after[side]))}. Change the clients, or export the same signature."
-            )
-    for name in sorted(before["inputs"].keys() & after["inputs"].keys()):
-        old, new = (side["inputs"][name].dtype for side in (before, after))
-        if old != new:
-            warn(
-                f"base {base.number}: its input {name!r} is {old}, and that of the new version is {new}. Change the clients, or "
-                "export the same signature."
-            )
 
 
 def check_target(

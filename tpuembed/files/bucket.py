@@ -76,15 +76,6 @@ class Bucket:
         """Write a new object and return its ETag. Raises FileExistsError if the object exists."""
         return self._put(key, data, IfNoneMatch="*")
 
-    def replace(self, key: str, data: bytes, tag: str) -> str:
-        """Replace the object that has the ETag `tag`, and return the new ETag.
-
-        Raises:
-            FileExistsError: the object has changed.
-            FileNotFoundError: the object is gone; MissingBucketError if the bucket does not exist.
-        """
-        return self._put(key, data, IfMatch=tag)
-
     def put(self, key: str, path: Path) -> None:
         """Write the bytes of a file."""
         if path.stat().st_size > _MAX_PUT_BYTES:
@@ -146,13 +137,6 @@ class Bucket:
         """
         with self._failing(key):
             return str(self._client.create_multipart_upload(Bucket=self.name, Key=key)["UploadId"])
-
-    def uploads(self, prefix: str) -> list[tuple[str, str]]:
-        """Return (key, id) of the unfinished uploads whose keys start with `prefix`."""
-        with self._failing(prefix):
-            pages = self._pages("list_multipart_uploads", Prefix=prefix)
-            found = [(entry["Key"], entry["UploadId"]) for page in pages for entry in page.get("Uploads", ())]
-        return [(key, upload) for key, upload in found if key.startswith(prefix)]
 
     def sign_part(self, key: str, upload: str, number: int) -> str:
         """Return a URL that accepts a PUT of the part from anyone, for some hours."""

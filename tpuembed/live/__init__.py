@@ -3,7 +3,7 @@
 The tables look like a checkpoint to the exporter, and threads of this process write the shards.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tpuembed.export.options import ExportOptions
@@ -24,7 +24,6 @@ def export_model(
     serving_config: Any = None,
     tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
-    output_names: Mapping[str, str] | None = None,
     on_progress: Progress | None = None,
     **options: Any,
 ) -> ExportReport:
@@ -43,7 +42,6 @@ def export_model(
             layer's own. For a model, it must agree with the signature.
         tables, features: for a layer: export only these tables and features, with the features of these tables and the
             tables of these features.
-        output_names: for a model: new names of its outputs by their old ones.
         on_progress: called with (bytes done, bytes in all).
         options: storage, layout, max_memory_bytes, workers, version and others, as `export_saved_model` takes them.
             There is no `engine` option, because the tables are in this process.
@@ -53,6 +51,6 @@ def export_model(
     """
     chosen = ExportOptions.of("export_model", options, without=("engine",))
     with live_checkpoint(model) as checkpoint, registered(checkpoint) as source:
-        request = request_of(checkpoint, model, serving_config, tables, features, output_names)
+        request = request_of(checkpoint, model, serving_config, tables, features)
         engine = ThreadEngine(checkpoint, chosen.workers)
         return run_export(checkpoint, request, model_dir, chosen, source=source, engine=engine, on_progress=on_progress)

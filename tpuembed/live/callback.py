@@ -116,5 +116,5 @@ class ExportCallback(keras.callbacks.Callback):
 
 def _export_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `options` without the arguments of `export_model` that are not export options."""
-    beside = ("serving_config", "on_progress", "output_names")
+    beside = ("serving_config", "on_progress")
     return {name: value for name, value in options.items() if name not in beside}

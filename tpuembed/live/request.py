@@ -8,11 +8,12 @@ from typing import Any
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import wrap_model
-from tpuembed.export.graph.saved_model import SavedGraph, save_graph
+from tpuembed.export.graph.saved_model import save_graph
 from tpuembed.export.graph.signature import quantization_of
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.request import ExportRequest, check_model_config, make_request
+from tpuembed.export.report import SavedGraph
 from tpuembed.layer import TPUEmbedding
 from tpuembed.live.tables import LiveCheckpoint, embedding_layers
 from tpuembed.runtime.table_scope import deferred_tables
@@ -26,7 +27,6 @@ def request_of(
     serving_config: Any,
     tables: Sequence[str] | None,
     features: Sequence[str] | None,
-    output_names: Mapping[str, str] | None = None,
 ) -> ExportRequest:
     """Return the export request of a layer's lookups, or of a whole model.
 
@@ -34,12 +34,12 @@ def request_of(
         ConfigError, CheckpointMismatchError, UnknownTableError: the request is invalid. The message says why.
     """
     if isinstance(model, TPUEmbedding):
-        return make_request(checkpoint, serving_config, None, tables, features, output_names)
+        return make_request(checkpoint, serving_config, None, tables, features)
     if tables is not None or features is not None:
         raise ConfigError(
             "export_model: tables and features select from a layer. A model uses all of its tables. Pass its TPUEmbedding layer."
         )
-    return _LiveModelRequest(checkpoint, model, serving_config, output_names)
+    return _LiveModelRequest(checkpoint, model, serving_config)
 
 
 class _LiveModelRequest:
@@ -49,10 +49,8 @@ class _LiveModelRequest:
     index_tables: Sequence[str] = ()
     dropped_features: tuple[str, ...] = ()
 
-    def __init__(
-        self, checkpoint: LiveCheckpoint, model: Any, serving_config: Any, output_names: Mapping[str, str] | None
-    ) -> None:
-        self._model = wrap_model(model, "export_model", output_names)
+    def __init__(self, checkpoint: LiveCheckpoint, model: Any, serving_config: Any) -> None:
+        self._model = wrap_model(model, "export_model")
         self._layers = embedding_layers(self._model.model)
         tables = checkpoint.tables()
         self._sources = StackedTables(tables, checkpoint.vocabulary, with_rows=None)

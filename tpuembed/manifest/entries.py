@@ -209,8 +209,6 @@ class TableEntry:
 
     Attributes:
         quantization: applied to its values before they were stored; None if there was none.
-        base_row_offset, base_rows: in a stack with an overlay: its rows [0, base_rows) are rows [base_row_offset,
-            base_row_offset + base_rows) of the stack's file. The rows from `base_rows` on are all in the overlay.
     """
 
     name: str
@@ -220,11 +218,9 @@ class TableEntry:
     stack: str
     row_offset: int
     quantization: QuantizationEntry | None = None
-    base_row_offset: int = 0
-    base_rows: int = 0
 
     def __post_init__(self) -> None:
-        check_integers(self, rows=1, dim=1, row_offset=0, base_row_offset=0, base_rows=0)
+        check_integers(self, rows=1, dim=1, row_offset=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -360,20 +356,15 @@ class OverlayEntry:
     """The rows of a stack that are not those of its base.
 
     Attributes:
-        base_rows: rows of the stack's own file, which is the base's.
         rows: stored rows, sorted by their number in the stack.
         words: int64; bit n % 32 of word n // 32 is set if row n is in `rows`. The upper half of a word, an int32, is one
             less than the number of bits that are set in all earlier words.
         crc32c: of all rows of the stack, in the bytes of a full export; None if it is not known.
     """
 
-    base_rows: int
     rows: ArrayEntry
     words: ArrayEntry
     crc32c: int | None = None
-
-    def __post_init__(self) -> None:
-        check_integers(self, base_rows=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -439,9 +430,7 @@ class StackEntry:
             check_inside(self.base_file)
         if self.storage not in _ROW_BYTES:
             raise ConfigError(f"stack {self.name!r}: unknown storage {self.storage!r}.")
-        check_size(
-            self.name, f"{self.storage} [{self.file_rows}, {self.dim}]", self.file_rows * self.row_bytes, self.size
-        )
+        check_size(self.name, f"{self.storage} [{self.rows}, {self.dim}]", self.rows * self.row_bytes, self.size)
         if self.overlay is not None:
             rows, words, count = self.overlay.rows, self.overlay.words, -(-self.rows // 32)
             check_size(rows.name, f"{self.storage} [{rows.rows}, {self.dim}]", rows.rows * self.row_bytes, rows.size)
@@ -454,17 +443,12 @@ class StackEntry:
         return self.dim * element + more
 
     @property
-    def file_rows(self) -> int:
-        """Return the number of rows in `file`."""
-        return self.rows if self.overlay is None else self.overlay.base_rows
-
-    @property
     def arrays(self) -> tuple[ArrayEntry, ...]:
         """Return the arrays of the graph that hold its rows: that of `file` first."""
         own = ArrayEntry(
             name=self.name,
             key=self.key,
-            rows=self.file_rows,
+            rows=self.rows,
             file=self.file,
             offset=self.offset,
             size=self.size,

@@ -76,7 +76,6 @@ class Manifest:
         files: all other files except this manifest, by their path inside the version directory. saved_model.pb is
             recorded with mapped paths relative to that directory, because the real ones depend on the server.
         errors: of the storage against float32, by table, as in the export's report.
-        tables_key: equal for versions whose stacks are the same bytes in files of their own.
         features: of a lookup-only export.
         vocabularies: of a whole model, sorted by layer.
         padding: of a whole model: its list inputs, by name, with their padding: -1, "" or "NaN".
@@ -98,7 +97,6 @@ class Manifest:
     signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
     files: Mapping[str, FileEntry] = dataclasses.field(default_factory=dict)
     errors: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    tables_key: str = ""
     features: tuple[FeatureEntry, ...] = ()
     vocabularies: tuple[VocabularyEntry, ...] = ()
     padding: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
@@ -357,8 +355,6 @@ def _check_filled(stack: StackEntry, tables: Iterable[TableEntry]) -> None:
             raise ConfigError(
                 f"table {table.name!r} starts at row {table.row_offset} of {stack.name!r}, not at {rows}."
             )
-        if stack.overlay and table.base_row_offset + table.base_rows > stack.file_rows:
-            raise ConfigError(f"table {table.name!r} has rows after the {stack.file_rows} rows of {stack.file}.")
         rows += table.rows
     if rows != stack.rows:
         raise ConfigError(f"stack {stack.name!r} has {stack.rows} rows, but its tables have {rows}.")

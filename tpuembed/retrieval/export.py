@@ -15,12 +15,11 @@ from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError, reason
-from tpuembed.export.graph.roots import naming_roots
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import temporary_staging
 from tpuembed.export.publish.version_writer import naming_model_dir
-from tpuembed.export.report import ExportReport
+from tpuembed.export.report import ExportReport, SavedGraph
 from tpuembed.export.run import Progress, run_export, source_of
 from tpuembed.export.stream.shard import check_unchanged
 from tpuembed.files import FilePath, as_path
@@ -40,7 +39,6 @@ from tpuembed.retrieval.recall import QUERIES, check_recall, inputs_of, measured
 
 if TYPE_CHECKING:
     from tpuembed.export.graph.keras_model import Factory
-    from tpuembed.export.graph.saved_model import SavedGraph
     from tpuembed.retrieval.towers import Tower
 
 __all__ = ["export_retrieval"]
@@ -108,7 +106,6 @@ def export_retrieval(
     check_recall(min_recall)
     chosen = ExportOptions.of("export_retrieval", options, without=("base",), others=_OWN_OPTIONS)
     with (
-        naming_roots(checkpoint, checkpoint_options, query),
         open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened,
         _working_folder(model_dir) as folder,
     ):
@@ -290,7 +287,7 @@ class _Request:
 
         self._checkpoint, self._index = checkpoint, index
         self._sources = StackedTables.of(checkpoint)
-        self._query, self._made = build_model(query, self._sources)
+        self._query = build_model(query, self._sources)
         self._query.compare_vocabularies(checkpoint.path, self._sources.given_names(checkpoint))
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
             checkpoint.layer_config, self._sources.quantization, {}
@@ -299,18 +296,14 @@ class _Request:
         self.tables: Sequence[str] = [*self._sources.required, index.entry.table]
         self.whole_tables: Sequence[str] = self._sources.read_whole
 
-    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+    def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
         from tpuembed.export.graph.dense_weights import restore_dense_weights
         from tpuembed.export.graph.saved_model import save_graph
         from tpuembed.retrieval.graph import RetrievalModel
 
         def dense() -> list[Any]:
             restore_dense_weights(
-                self._query.model,
-                self._checkpoint,
-                self._sources.required,
-                allow_unused_weights=True,
-                made=self._made,
+                self._query.model, self._checkpoint, self._sources.required, allow_unused_weights=True
             )
             return self._query.state()
 

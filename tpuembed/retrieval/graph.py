@@ -15,7 +15,7 @@ from tpuembed.export.graph.mapped_table import store_array
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.storage.formats import STORAGES
-from tpuembed.manifest import ArrayEntry, Packing, RetrievalEntry, VocabularyEntry
+from tpuembed.manifest import ArrayEntry, RetrievalEntry, VocabularyEntry
 from tpuembed.native_search import EXCLUDE, REQUIRE
 from tpuembed.retrieval.partitions import BLOCK_ROWS
 from tpuembed.retrieval.recall import check_width
@@ -68,14 +68,6 @@ class RetrievalModel(ExportableModel):
     def vocabularies(self) -> tuple[VocabularyEntry, ...]:
         """Return those of the query's preprocessing layers."""
         return self._query.vocabularies()
-
-    def packing(self) -> Packing:
-        """Return how the signature `packed` takes the query's inputs."""
-        return self._query.packing()
-
-    def packed(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return the best candidates for all inputs in one matrix."""
-        return self._find(only_output(self._query.packed(ids)))
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `ids` and `scores`, [batch, k], the best first."""

@@ -14,8 +14,7 @@ from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.graph.dense_weights import restore_dense_weights
 from tpuembed.export.graph.keras_model import Factory, build_model
 from tpuembed.export.graph.signature import quantization_of, trained_with_rows
-from tpuembed.export.graph.stacked_tables import StackedTables
-from tpuembed.export.graph.table_names import TableNames, constant_names
+from tpuembed.export.graph.stacked_tables import StackedTables, TableNames, constant_names
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.encoders import quantize
 from tpuembed.vocabulary import Vocabulary
@@ -89,9 +88,9 @@ class Tower:
             TpuEmbedError: the model cannot be built, or does not fit the checkpoint.
         """
         tables = _CheckpointTables(checkpoint)
-        self._model, made = build_model(factory, tables)
+        self._model = build_model(factory, tables)
         self._model.compare_vocabularies(checkpoint.path, tables.given_names(checkpoint))
-        restore_dense_weights(self._model.model, checkpoint, tables.required, allow_unused_weights=True, made=made)
+        restore_dense_weights(self._model.model, checkpoint, tables.required, allow_unused_weights=True)
         tables.open(quantization_of(checkpoint.layer_config, tables.quantization))
         self._tables, self._checkpoint = tables, checkpoint
 

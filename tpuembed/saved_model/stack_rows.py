@@ -1,13 +1,12 @@
 """Reads the stored rows of a stack of an export. Rows of an overlay replace those of its base."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tpuembed.files import FilePath, open_bytes
-from tpuembed.manifest import ArrayEntry, Manifest, OverlayEntry, StackEntry, TableEntry
+from tpuembed.manifest import ArrayEntry, OverlayEntry, StackEntry
 
 __all__ = ["PARAMETER_BYTES", "StackRows", "decode_int8"]
 
@@ -17,10 +16,8 @@ _Bytes = npt.NDArray[np.uint8]
 class StackRows:
     """The rows of one stack, in any pieces. A read uses the memory of its rows."""
 
-    def __init__(self, version: FilePath, manifest: Manifest, stack: StackEntry) -> None:
+    def __init__(self, version: FilePath, stack: StackEntry) -> None:
         self._version, self._stack = version, stack
-        tables = [table for table in manifest.tables if table.stack == stack.name]
-        self._tables: Sequence[TableEntry] = sorted(tables, key=lambda table: table.row_offset)
 
     def read(self, first: int, count: int) -> _Bytes:
         """Return the bytes [count, row_bytes] of the stack's rows from `first` on.
@@ -29,16 +26,9 @@ class StackRows:
             OSError: a file cannot be read. EOFError: it is too short.
         """
         out = np.empty((count, self._stack.row_bytes), np.uint8)
-        own, overlay = self._stack.arrays[0], self._stack.overlay
-        if overlay is None:
-            self._fill(own, first, out)
-            return out
-        for table in self._tables:
-            start = max(first, table.row_offset)
-            stop = min(first + count, table.row_offset + table.base_rows)
-            if start < stop:
-                self._fill(own, table.base_row_offset + start - table.row_offset, out[start - first : stop - first])
-        self._replace(overlay, first, out)
+        self._fill(self._stack.arrays[0], first, out)
+        if self._stack.overlay is not None:
+            self._replace(self._stack.overlay, first, out)
         return out
 
     def _replace(self, overlay: OverlayEntry, first: int, out: _Bytes) -> None:

@@ -351,12 +351,8 @@ class _StoredTable:
             self._words = mapped_array(version_dir, stack.overlay.words).view("<i4").reshape(-1, 2)
 
     def places(self, rows: _Rows) -> tuple[list[tuple[str, _Rows]], _Rows]:
-        """Return the rows of arrays that `rows` of the table are, and int64 [n]: the place in `rows` of each of these.
-
-        Raises:
-            RowStoreDataError: the index of an overlay contradicts itself.
-        """
-        entry, stacked = self.entry, rows + self.entry.row_offset
+        """Return the rows of arrays that `rows` of the table are, and int64 [n]: the place in `rows` of each of these."""
+        stacked = rows + self.entry.row_offset
         if self._words is None:
             return [(self._own, stacked)], np.arange(len(rows))
         bits, ranks = self._words[stacked // 32].T
@@ -364,12 +360,8 @@ class _StoredTable:
         is_new = (word & bit) != 0
         before = _BITS_SET[(word & (bit - np.uint32(1))).view(np.uint8).reshape(-1, 4)].sum(axis=1)
         new, old = np.flatnonzero(is_new), np.flatnonzero(~is_new)
-        if len(old) and rows[old].max() >= entry.base_rows:
-            raise RowStoreDataError(
-                f"table {entry.name}: row {rows[old].max()} is neither in the base nor in the overlay. Export again."
-            )
         places = [
-            (self._own, rows[old] + entry.base_row_offset),
+            (self._own, stacked[old]),
             (self._overlay, ranks[new].astype(np.int64) + 1 + before[new]),
         ]
         return places, np.concatenate([old, new])

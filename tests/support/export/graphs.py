@@ -6,8 +6,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
-from tpuembed.export.graph.saved_model import SavedGraph
 from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.report import SavedGraph
 from tpuembed.manifest import FromActivations, Packing
 
 

@@ -60,10 +60,10 @@ class Case:
         return len(self.rows[self.features[feature]["table"]])
 
 
-def random_tables(storage: str, seed: int, *, grown: int = 0) -> dict[str, Array]:
+def random_tables(storage: str, seed: int) -> dict[str, Array]:
     """Return tables of normal numbers; NaN, infinities and zeros too, where `storage` holds them."""
     random = np.random.default_rng(seed)
-    found = {name: random.normal(size=(rows + grown, dim)).astype(np.float32) for name, (rows, dim) in SIZES.items()}
+    found = {name: random.normal(size=(rows, dim)).astype(np.float32) for name, (rows, dim) in SIZES.items()}
     for values in found.values():
         values[:: len(values) // 3] *= 1000
         values[11] = 0
@@ -78,7 +78,7 @@ def random_tables(storage: str, seed: int, *, grown: int = 0) -> dict[str, Array
 def write(
     folder: Path, storage: str, *, weighted: bool, overlay: bool = False, tables: Collection[str] = SIZES
 ) -> Case:
-    """Write an export of layout mmap, perhaps with an `overlay` of whole tables that changed and grew."""
+    """Write an export of layout mmap, perhaps with an `overlay` of rows that changed."""
     of_all = features(weighted=weighted, tables=tables)
     options: dict[str, Any] = {"serving_config": {"features": of_all}, "storage": storage, "layout": "mmap"}
     values = random_tables(storage, 1)
@@ -86,12 +86,9 @@ def write(
     report = export_saved_model(folder / "ckpt", folder / "m", **options)
     if overlay:
         other = random_tables(storage, 2)
-        values = random_tables(storage, 1, grown=9)
         for name, table in values.items():
             changed = np.random.default_rng(3).random(len(table)) < 0.3
-            table[: SIZES[name][0]] = random_tables(storage, 1)[name]
-            changed[SIZES[name][0] :] = False
-            table[changed] = other[name][changed[: SIZES[name][0]]]
+            table[changed] = other[name][changed]
         write_checkpoint(folder / "ckpt", values)
         report = export_saved_model(folder / "ckpt", folder / "m", base="latest", **options)
         assert report.base is not None

@@ -58,15 +58,6 @@ def changed(values: Mapping[str, Array], random: np.random.Generator, share: flo
     return found
 
 
-def grown(values: Mapping[str, Array], random: np.random.Generator) -> dict[str, Array]:
-    return {
-        name: np.concatenate(
-            [rows, random.normal(size=(int(random.integers(1, 90)), rows.shape[1])).astype(np.float32)]
-        )
-        for name, rows in values.items()
-    }
-
-
 def all_ids(values: Mapping[str, Array], random: np.random.Generator) -> dict[str, Array]:
     """Return inputs that look every row of every table up."""
     batch = max(map(len, values.values()))

@@ -67,7 +67,7 @@ def touched(case: Case, native: NativeLookups, inputs: Mapping[str, Array]) -> s
             ranks = np.cumsum(bits, dtype=np.int64) - bits  # rows of the overlay before each row
             changed = bits[words].astype(bool)
             spans.append((arrays[1].ctypes.data + ranks[words[changed]] * stack.row_bytes, stack.row_bytes))
-            own = table.base_row_offset + rows[~changed]
+            own = table.row_offset + rows[~changed]
         else:
             own = table.row_offset + rows
         spans.append((arrays[0].ctypes.data + own * stack.row_bytes, stack.row_bytes))

@@ -59,7 +59,6 @@ class LayerVocabulary:
         kind: its class, in snake case.
         entries: gives them as UTF-8, in the order of their numbers; None where they are not known. They are not, if the file has
             another number of them than the layer had, or one ends with NUL: Keras looks that up without it.
-        entries_of: of a layer of the factory: the entries that it would have if it were given a list.
         hashing: how an unknown word gets one of several entries, "" if there are not several; None where it is not known. It has
             the salt, which no message shows.
         buckets: how many entries of unknown words it begins with; -1 if a mask is before them; None where it is not known.
@@ -68,7 +67,6 @@ class LayerVocabulary:
     layer: str
     kind: str
     entries: Callable[[], Iterable[bytes]] | None
-    entries_of: Callable[[list[Any]], list[bytes]] | None = None
     hashing: str | None = None
     buckets: int | None = None
 

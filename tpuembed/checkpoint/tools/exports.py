@@ -145,7 +145,7 @@ class _ExportTables:
         self._stacks = {stack.name: stack for stack in manifest.stacks}
         if manifest.row_store is not None:
             raise ConfigError(f"export {version}: its rows are in Redis. Name the version that it was published from.")
-        self._rows = {stack.name: StackRows(version, manifest, stack) for stack in manifest.stacks}
+        self._rows = {stack.name: StackRows(version, stack) for stack in manifest.stacks}
 
     def tables(self) -> dict[str, TableInfo]:
         """Return the tables by name."""

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import keras
@@ -20,12 +20,12 @@ from tpuembed.checkpoint.keras.layers import layer_policies
 from tpuembed.checkpoint.keras.trained_vocabularies import snake_case
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.errors import CheckpointMismatchError
-from tpuembed.export.graph.layer_graphs import find_contradiction, is_graph, read_graph
 from tpuembed.export.graph.weight_names import Candidate, Mismatch, Names, find_candidates, match_by_name
+from tpuembed.export.graph.wiring import find_contradiction
 from tpuembed.row_stamps import RowStamps
 from tpuembed.runtime.weight_files import holds_tables
 
-__all__ = ["find_weights", "raw_variables", "recorded", "restore_dense_weights"]
+__all__ = ["raw_variables", "restore_dense_weights"]
 
 _SHOWN: Final = 40
 _LOOKUPS: Final = (keras.layers.StringLookup, keras.layers.IntegerLookup)
@@ -40,7 +40,6 @@ def restore_dense_weights(
     tables: Collection[str] = (),
     *,
     allow_unused_weights: bool = False,
-    made: Sequence[Any] = (),
 ) -> None:
     """Assign the weights of `model` (a Keras model without tables) from `checkpoint`.
 
@@ -49,7 +48,6 @@ def restore_dense_weights(
         checkpoint: a `tpuembed.checkpoint.Checkpoint`.
         tables: of the checkpoint that the model looks up in; they are no weights.
         allow_unused_weights: whether the saved model may have weights that this one has no place for.
-        made: the variables in the order in which they were made; see `recorded`.
 
     Raises:
         CheckpointMismatchError: a weight finds no value that is proven to be its own, or a saved one is left over.
@@ -57,7 +55,16 @@ def restore_dense_weights(
     if not model.weights and not raw_variables(model):
         return
     where = f"checkpoint {checkpoint.path}"
-    wanted, saved, found = _prove(where, model, checkpoint, tables, made)
+    saved = checkpoint.objects(tables)
+    if saved is None:
+        raise CheckpointMismatchError(f"{where}: it has no object graph to find the model's weights in")
+    wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model)
+    wanted.check_complete(where, model)
+    names = Names(_stems(model))
+    found = _find(where, names, wanted, saved)
+    _check_config(where, names, model, wanted, saved, found, checkpoint.model_config())
+    _check_dtypes(where, wanted, found)
+    _check_policies(where, model, layer_policies(checkpoint.model_config()))
     left = [weight for weight in found.left_over if weight.key not in _of_metrics(saved)]
     if left and not allow_unused_weights:
         raise CheckpointMismatchError(
@@ -71,46 +78,6 @@ def restore_dense_weights(
             node.finalize_state()
         elif isinstance(node, _LOOKUPS) and node.output_mode == "tf_idf":
             node.idf_weights_const = node.idf_weights.value()
-
-
-def find_weights(model: Any, checkpoint: Checkpoint, tables: Collection[str], *, made: Sequence[Any]) -> None:
-    """Prove that every weight of `model` has its value in `checkpoint`, and read none; see `restore_dense_weights`.
-
-    Raises:
-        CheckpointMismatchError: a weight has none.
-    """
-    if model.weights or raw_variables(model):
-        _prove(f"checkpoint {checkpoint.path}", model, checkpoint, tables, made)
-
-
-def _prove(
-    where: str, model: Any, checkpoint: Checkpoint, tables: Collection[str], made: Sequence[Any]
-) -> tuple["_Wanted", Objects, Candidate]:
-    """Returns the model's objects, the saved ones, and their correspondence; saved weights may be left over."""
-    saved = checkpoint.objects(tables)
-    if saved is None:
-        raise CheckpointMismatchError(f"{where}: it has no object graph to find the model's weights in")
-    wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model, made)
-    wanted.check_complete(where, model)
-    names = Names(_stems(model))
-    found = _find(where, names, wanted, saved)
-    _check_config(where, names, wanted, saved, found, checkpoint.model_config())
-    _check_dtypes(where, wanted, found)
-    _check_policies(where, model, layer_policies(checkpoint.model_config()))
-    return wanted, saved, found
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Any]]:
-    """A list of the variables that are made inside, in order."""
-    made: list[Any] = []
-
-    def create(next_creator: Callable[..., Any], **options: Any) -> Any:
-        made.append(next_creator(**options))
-        return made[-1]
-
-    with tf.variable_creator_scope(create):
-        yield made
 
 
 def raw_variables(model: Any) -> list[Any]:
@@ -186,26 +153,27 @@ def _of_metrics(saved: Objects) -> set[str]:
 
 
 def _check_config(
-    where: str, names: Names, wanted: "_Wanted", saved: Objects, found: Candidate, config: Mapping[str, Any] | None
+    where: str, names: Names, model: Any, wanted: "_Wanted", saved: Objects, found: Candidate, config: Any
 ) -> None:
     """Raise CheckpointMismatchError where the saved config says that layers of one form were confused."""
-    if config is None or not is_graph(config):
+    if config is None:
         return
-    mine = wanted.objects.nodes
     try:
-        graph = read_graph(names, wanted.objects, wanted.configs())
-        theirs = read_graph(names, saved, {0: config})
-    except (LookupError, TypeError, ValueError, RecursionError):
+        with warnings.catch_warnings(action="ignore"):
+            mine = keras.saving.serialize_keras_object(model)
+    except Exception:  # whatever a get_config does
         return
-    pairs = [(number, other) for number, other in found.layers.items() if mine[number].weights]
-    wrong = find_contradiction(graph, theirs, pairs)
+    layers = [(wanted.objects.nodes[number].name, saved.nodes[other]) for number, other in found.layers.items()]
+    paths = {node.name: node.path for node in saved.nodes}
+    wrong = find_contradiction(
+        names, mine, config, [(name, layer.name) for name, layer in layers if name and layer.name]
+    )
     if wrong is not None:
-        number, other, like = wrong
+        name, other, like = wrong
         raise CheckpointMismatchError(
-            f"{where}: the model's layer {mine[number].name!r} has no name of its own. By its place it is "
-            f"{saved.nodes[other].name!r} ({saved.nodes[other].path}), but by the config in the file "
-            f"{saved.nodes[like].name!r} ({saved.nodes[like].path}). Build and return layers in the order of training, or give "
-            "them names."
+            f"{where}: the model's layer {name!r} has no name of its own. By its place it is {other!r} ({paths[other]}), but by "
+            f"the config in the file {like!r} ({paths.get(like)}). Build and return layers in "
+            "the order of training, or give them names."
         )
 
 
@@ -253,12 +221,8 @@ class _Tracked:
         for key, weight in found.pairs.items():
             self.variables[key].assign(checkpoint.read_weight(weight))
 
-    def configs(self) -> dict[int, Mapping[str, Any]]:
-        """Number of an object -> its config, of the outermost functional models and Sequentials that have one."""
-        return {}
 
-
-def _tracked_objects(model: Any, made: Sequence[Any]) -> _Tracked:
+def _tracked_objects(model: Any) -> _Tracked:
     tree = tf.train.TrackableView(model)
     numbers, pending, variables, nodes = {id(model): 0}, [model], {}, []
     for trackable in pending:  # grows while it is walked
@@ -277,26 +241,7 @@ def _tracked_objects(model: Any, made: Sequence[Any]) -> _Tracked:
         tables = frozenset(trackable.table_names) if isinstance(trackable, TablesNode) else frozenset()
         is_list = bool(children) and all(name.isdigit() for name in children)
         nodes.append(SavedObject("", None, children, weights, tables, is_list))
-    objects = Objects(tuple(nodes))
-    order = {id(variable): index for index, variable in enumerate(made)}
-    first = {
-        key: order.get(id(getattr(variable, "value", variable)), order.get(id(variable), 0))
-        for key, variable in variables.items()
-    }
-    by_key = {  # functional models with a dict of outputs
-        numbers[id(trackable)]
-        for trackable in pending
-        if hasattr(trackable, "operations") and isinstance(getattr(trackable, "output", None), Mapping)
-    }
-    ranks = {
-        child: min((first[key] for key in objects.weights(child)), default=0)
-        for number, node in enumerate(nodes)
-        if number not in by_key
-        for place in node.children.values()
-        if nodes[place].is_list
-        for child in nodes[place].children.values()
-    }
-    return _Tracked(dataclasses.replace(objects, made=ranks), variables)
+    return _Tracked(Objects(tuple(nodes)), variables)
 
 
 def _weight(variable: Any) -> Weight:
@@ -329,20 +274,6 @@ class _Saveable:
             if weights:
                 values = {name: checkpoint.read_weight(found.pairs[weight.key]) for name, weight in weights.items()}
                 self.layers[wanted].load_own_variables(values)
-
-    def configs(self) -> dict[int, Mapping[str, Any]]:
-        found: dict[int, Mapping[str, Any]] = {}
-        inside: set[int] = set()
-        for number in self.objects.below(0):
-            if number in inside or not isinstance(self.layers.get(number), keras.Model):
-                continue
-            config: Any = None
-            with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):  # whatever a get_config does
-                config = keras.saving.serialize_keras_object(self.layers[number])
-            if isinstance(config, Mapping) and is_graph(config):
-                found[number] = config
-                inside.update(self.objects.below(number))
-        return found
 
 
 def _keras_objects(model: Any) -> _Saveable:

@@ -1,9 +1,8 @@
 """The functions of a whole-model export: a Keras model built without tables, its named inputs in, its outputs out."""
 
 import importlib
-import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,17 +13,16 @@ from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line, warn
-from tpuembed.export.graph.dense_weights import raw_variables, recorded
+from tpuembed.export.graph.dense_weights import raw_variables
 from tpuembed.export.graph.from_activations import trace_from_activations
 from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partners
-from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, rename_outputs, symbolic_outputs
-from tpuembed.export.graph.packing import pack_inputs, unpack
+from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, symbolic_outputs
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.signature import check_input_names
 from tpuembed.export.graph.stacked_tables import StackedTables, ran_without_rows
 from tpuembed.export.graph.vocabularies import compare_vocabularies, nodes_below, vocabularies_of
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
-from tpuembed.manifest import FromActivations, Packing, VocabularyEntry
+from tpuembed.manifest import FromActivations, VocabularyEntry
 from tpuembed.runtime.table_scope import deferred_tables
 from tpuembed.vocabulary import Vocabulary
 
@@ -34,8 +32,6 @@ Tensor = Any
 Factory = Callable[[], Any]
 
 _TRACED_BATCH: Final = 3
-_MOST_TRIED: Final = 64
-"""So many requests are tried, to find one with names that the model knows."""
 _SPECS: Final = (Mapping, list, tuple, tf.TypeSpec)
 
 
@@ -73,25 +69,20 @@ def import_factory(name: str) -> Factory:
     return factory
 
 
-def build_model(
-    factory: str | Factory, tables: StackedTables, output_names: Mapping[str, str] | None = None
-) -> "tuple[KerasModel, list[Any]]":
+def build_model(factory: str | Factory, tables: StackedTables) -> "KerasModel":
     """Build the factory's model without tables: its layers look up in `tables`.
-
-    Returns:
-        The model, and the variables that were made with it, in order.
 
     Raises:
         ConfigError: the factory fails, or returns something without named inputs.
     """
-    with deferred_tables(tables), recorded() as made:
-        model = _call(factory, output_names)
+    with deferred_tables(tables):
+        model = _call(factory)
         if tables.were_asked_for or model.may_read_tables():
             model.trace()
-    return model, made
+    return model
 
 
-def _call(factory: str | Factory, output_names: Mapping[str, str] | None) -> "KerasModel":
+def _call(factory: str | Factory) -> "KerasModel":
     if isinstance(factory, keras.Model):
         raise ConfigError("model: pass the function that builds the model, not a model: its tables would be in memory")
     name = factory if isinstance(factory, str) else getattr(factory, "__name__", "factory")
@@ -106,21 +97,19 @@ def _call(factory: str | Factory, output_names: Mapping[str, str] | None) -> "Ke
                 f"model {name!r}: the factory trains or runs the model. It has no rows yet: only build it"
             ) from error
         raise ConfigError(f"model {name!r}: the factory failed: {one_line(error)}") from error
-    return wrap_model(made, name, output_names)
+    return wrap_model(made, name)
 
 
-def wrap_model(made: Any, name: str, output_names: Mapping[str, str] | None = None) -> "KerasModel":
+def wrap_model(made: Any, name: str) -> "KerasModel":
     """A Keras model, or (model, its inputs' specs), with the names of its inputs.
 
     Args:
         made: the model. The specs are one, or a dict or list of them, nested as the model takes its inputs.
         name: of what made it, for messages.
-        output_names: new names of outputs by their old ones.
 
     Raises:
         ConfigError: it is neither, or has no inputs to read.
     """
-    renamed = output_names or {}
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], keras.Model) and isinstance(made[1], _SPECS):
         model, structure = made
         tensors = _named_specs(structure, name)
@@ -135,7 +124,7 @@ def wrap_model(made: Any, name: str, output_names: Mapping[str, str] | None = No
         model, structure = made, made.inputs[0] if isinstance(made, keras.Sequential) else made.input
         tensors = _named_inputs(model, structure)
     check_layers(model)
-    return KerasModel(model, with_partners(forms_of(tensors), model, tensors), structure, renamed)
+    return KerasModel(model, with_partners(forms_of(tensors), model, tensors), structure)
 
 
 def check_layers(model: Any) -> None:
@@ -185,19 +174,16 @@ class KerasModel(ExportableModel):
         forms: of its inputs, by name.
     """
 
-    def __init__(
-        self, model: Any, forms: Mapping[str, InputForm], structure: Any, output_names: Mapping[str, str]
-    ) -> None:
+    def __init__(self, model: Any, forms: Mapping[str, InputForm], structure: Any) -> None:
         """Wrap `model`, which takes its inputs in the nested `structure`. `forms` are in walking order."""
         self.model = model
         self._specs = {name: form.spec for name, form in forms.items()}
-        self.forms, self._structure, self._output_names = forms, structure, output_names
+        self.forms, self._structure = forms, structure
         self._vocabularies: tuple[VocabularyEntry, ...] | None = None
         check_input_names(self._specs)
         made = symbolic_outputs(model)
         if not isinstance(made, list) or made:  # of other models they are known when they are called
-            named = name_outputs(model, made)
-            rename_outputs([output for output, _ in named], output_names)
+            name_outputs(model, made)
 
     def input_specs(self) -> dict[str, tf.TensorSpec]:
         """Return the spec of each input by name."""
@@ -212,14 +198,18 @@ class KerasModel(ExportableModel):
         """Return requests for id 0 and numbers 0, which the model answers with rows of zeros in the place of its tables'; or none.
 
         Called in the scope of `StackedTables.rows_of_zeros`. Which input takes names of which table is not known: the first
-        names of the vocabularies are tried.
+        name of a vocabulary is tried.
         """
         if any(spec.shape.rank is None for spec in self._specs.values()):
             return []
         pads = {n: 0 if self.forms[n].partner else pad for n, pad in self.padding().items()}
         widths = {name: form.width for name, form in self.forms.items() if form.width}
         fault = ""
-        for names in itertools.islice(self._names_to_try(vocabularies), _MOST_TRIED):
+        first = [(each.dtype, each.names([each.oov_buckets])[0]) for each in vocabularies.values() if len(each)]
+        known = {
+            name: value for name, spec in self._specs.items() for dtype, value in first if dtype == spec.dtype.name
+        }
+        for names in ({}, known) if known else ({},):
             ids = {**dict.fromkeys(pads, 0), **names}
             requests = [sample_inputs(self._specs, ids, batch, widths, pads) for batch in BATCHES]
             try:
@@ -231,17 +221,6 @@ class KerasModel(ExportableModel):
                 return requests
         warn(f"no requests to warm up: the model fails for zeros: {fault}")
         return []
-
-    def _names_to_try(self, vocabularies: Mapping[str, Vocabulary]) -> Iterator[dict[str, Any]]:
-        """Yield names by input: none, and then each combination of one name of each vocabulary that an input may take."""
-        first = [(each.dtype, each.names([each.oov_buckets])[0]) for each in vocabularies.values() if len(each)]
-        named = {
-            name: [value for dtype, value in first if dtype == spec.dtype.name] for name, spec in self._specs.items()
-        }
-        takers = [name for name, values in named.items() if values]
-        yield {}
-        for values in itertools.product(*(named[name] for name in takers)):
-            yield dict(zip(takers, values, strict=True))
 
     def vocabularies(self) -> tuple[VocabularyEntry, ...]:
         """Return the vocabularies of the preprocessing layers. They are read once."""
@@ -256,14 +235,6 @@ class KerasModel(ExportableModel):
             CheckpointMismatchError: one differs.
         """
         self._vocabularies = compare_vocabularies(self.model, source, given)
-
-    def packing(self) -> Packing:
-        """Return how the signature `packed` takes the inputs."""
-        return pack_inputs(self._specs, [name for name, pad in self.padding().items() if pad == -1])
-
-    def packed(self, ids: Tensor) -> dict[str, Tensor]:
-        """The outputs by name, of all inputs in one matrix."""
-        return self(unpack(ids, self.packing(), self._specs))
 
     def from_activations(self, tables: StackedTables) -> tuple[FromActivations, Any | None]:
         """Return how the signature `from_activations` takes its inputs, and its function. See `trace_from_activations`."""
@@ -333,9 +304,7 @@ class KerasModel(ExportableModel):
             raise
         except Exception as error:
             raise ConfigError(f"model: its call failed while it was traced: {one_line(error)}") from error
-        named = name_outputs(self.model, outputs)
-        names = rename_outputs([name for name, _ in named], self._output_names)
-        return dense_outputs([(name, value) for name, (_, value) in zip(names, named, strict=True)])
+        return dense_outputs(name_outputs(self.model, outputs))
 
     def check_serving_config(self, config: ServingConfig) -> None:
         """Raise ConfigError where `config` asks for what the model's own inputs and layers decide otherwise."""

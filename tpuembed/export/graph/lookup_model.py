@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.feature_groups import FeatureGroup, group_features
-from tpuembed.export.graph.packing import split_matrix
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.signature import ServedFeature
 from tpuembed.export.graph.stacked_tables import StackedTables
@@ -110,6 +109,9 @@ class LookupModel(ExportableModel):
     def packing(self) -> Packing:
         """Return how the signature `packed` takes the features: group by group, so that each group's columns are
         adjacent. It takes row numbers of all features, also of those with names.
+
+        One matrix of all inputs is faster, because each input of a request costs as much as a small lookup. Its first columns are
+        ids. Then come lists of `hot` columns each, padded with -1; they share the remaining width equally.
         """
         if weighted := [feature.name for feature in self._features if feature.spec.weighted]:
             return Packing(left_out=f"feature {weighted[0]!r} has weights, which are not integers")
@@ -130,7 +132,7 @@ class LookupModel(ExportableModel):
             members = [[group for group in groups if (group.kind == "id") == is_id] for is_id in (True, False)]
             found = [
                 group.packed(columns)
-                for part, together in zip(split_matrix(ids, self.packing()), members, strict=True)
+                for part, together in zip(_split_matrix(ids, self.packing()), members, strict=True)
                 for group, columns in zip(together, _split(part, together), strict=True)
             ]
             return {"activations": found[0] if len(found) == 1 else tf.concat(found, 1)}
@@ -140,3 +142,15 @@ def _split(ids: Tensor, groups: Sequence[FeatureGroup]) -> Sequence[Tensor]:
     """Split `ids` [batch, features] or [batch, features, hot] into the features of each group."""
     sizes = [len(group.features) for group in groups]
     return [ids] if len(sizes) == 1 else tf.split(ids, sizes, 1) if sizes else []
+
+
+def _split_matrix(ids: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    """Split a matrix [batch, S + P * hot] into its fixed columns, int64 [batch, S], and P lists, [batch, P, hot]."""
+    fixed = sum(packed.columns or 0 for packed in packing.inputs)
+    lists = sum(packed.columns is None for packed in packing.inputs)
+    if not lists:
+        return ids, None
+    first, rest = (ids[:, :fixed], ids[:, fixed:]) if fixed else (ids[:, :0], ids)
+    batch, width = tf.unstack(tf.shape(rest))
+    # The batch size is given, so that a width that the lists cannot share equally fails.
+    return first, tf.reshape(rest, tf.stack([batch, lists, width // lists]))

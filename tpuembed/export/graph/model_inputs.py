@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tpuembed.config.structure import flatten, flatten_up_to
 from tpuembed.errors import ConfigError
-from tpuembed.export.graph.packing import checked_cast
 
 __all__ = ["InputForm", "forms_of", "with_partners"]
 
@@ -92,7 +91,7 @@ class InputForm:
     def _cast(self, values: Tensor) -> Tensor:
         if self.dtype == self.spec.dtype:
             return values
-        return checked_cast(values, self.dtype, self.name) if self.dtype.is_integer else tf.cast(values, self.dtype)
+        return _checked_cast(values, self.dtype, self.name) if self.dtype.is_integer else tf.cast(values, self.dtype)
 
     def _belong(self, weights: Tensor, mask: Tensor) -> list[Any]:
         """Checks that there is one weight for each value of the partner, and none beside."""
@@ -194,3 +193,13 @@ def _source(tensor: Any) -> Any:
     if isinstance(operation, _ELEMENTWISE):
         return _source(operation._inbound_nodes[index].arguments.keras_tensors[0])
     return tensor
+
+
+def _checked_cast(value: Tensor, dtype: tf.DType, name: str) -> Tensor:
+    """Cast int64 values of the input `name` to `dtype`. A value that does not fit fails the request."""
+    cast = tf.cast(value, dtype)
+    message = f"Input {name} must be {dtype.name}, got values from"
+    fits = tf.reduce_all(tf.cast(cast, tf.int64) == value)
+    check = tf.raw_ops.Assert(condition=fits, data=[message, tf.reduce_min(value), "to", tf.reduce_max(value)])
+    with tf.control_dependencies([check]):
+        return tf.identity(cast)

@@ -7,10 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpuembed.config.checks import check_name, did_you_mean
 from tpuembed.errors import ConfigError
 
-__all__ = ["dense_outputs", "name_outputs", "rename_outputs", "symbolic_outputs"]
+__all__ = ["dense_outputs", "name_outputs", "symbolic_outputs"]
 
 Tensor = Any
 
@@ -81,73 +80,26 @@ def _numbered(names: Sequence[str]) -> list[str]:
     return numbered
 
 
-def rename_outputs(names: Sequence[str], renamed: Mapping[str, str]) -> list[str]:
-    """Return `names` with those in `renamed` replaced, all at once.
-
-    Raises:
-        ConfigError: `renamed` names an unknown output, or two outputs would have the same name.
-    """
-    for old, new in renamed.items():
-        if old not in names:
-            raise ConfigError(f"output_names: the model has no output {old!r}; {did_you_mean(old, names)}")
-        check_name(f"output_names: {old!r}", new)
-    new_names = [renamed.get(name, name) for name in names]
-    for name, count in Counter(new_names).items():
-        if count > 1:
-            both = [old for old, new in zip(names, new_names, strict=True) if new == name]
-            raise ConfigError(
-                f"output_names: {' and '.join(both)} would both be called {name!r}. Give each its own name."
-            )
-    return new_names
-
-
 def dense_outputs(outputs: Sequence[tuple[str, Any]]) -> dict[str, Tensor]:
-    """Return tensors by name: ragged outputs padded, with their lengths as NAME_lengths; float16 and bfloat16 as
-    float32.
+    """Return tensors by name, float16 and bfloat16 as float32, because few clients can read them.
 
     Raises:
-        ConfigError: an output is not a tensor, or has several ragged dimensions.
+        ConfigError: an output is not a tensor.
     """
-    dense: dict[str, Tensor] = {}
-    for name, value in outputs:
-        if isinstance(value, tf.RaggedTensor):
-            if value.ragged_rank > 1:
-                raise ConfigError(
-                    f"model: output {name!r} has {value.ragged_rank} ragged dimensions, but only one can be "
-                    "padded. Return a tensor, or a ragged one of rank 2."
-                )
-            dense[name] = _readable(value.to_tensor(_padding(value.dtype)))
-            lengths = f"{name}_lengths"
-            if any(lengths == other for other, _ in outputs):
-                raise ConfigError(
-                    f"model: output {name!r} is ragged, and the name of its lengths, {lengths!r}, is already "
-                    "taken. Rename one with output_names."
-                )
-            dense[lengths] = tf.cast(value.row_lengths(), tf.int64)
-        else:
-            dense[name] = _readable(_as_tensor(name, value))
-    return dense
-
-
-def _padding(dtype: tf.DType) -> Any:
-    """Return the padding for `dtype`: -1 if the type has it, as for inputs."""
-    if dtype == tf.string:
-        return ""
-    return tf.constant(-1 if dtype.is_integer and not dtype.is_unsigned else 0, dtype)
-
-
-def _readable(value: Tensor) -> Tensor:
-    """Return float16 and bfloat16 values as float32, because few clients can read them."""
-    return tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
+    dense = {name: _as_tensor(name, value) for name, value in outputs}
+    return {
+        name: tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
+        for name, value in dense.items()
+    }
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
-    if value is not None and not isinstance(value, tf.SparseTensor):
+    if value is not None and not isinstance(value, tf.SparseTensor | tf.RaggedTensor):
         try:
             return tf.convert_to_tensor(value)
         except (TypeError, ValueError):
             pass
     raise ConfigError(
         f"model: output {name!r} is {'None' if value is None else 'a ' + type(value).__name__}, but a signature "
-        "can only return tensors. Return a tensor, or leave it out."
+        "can only return tensors. Return a tensor, such as value.to_tensor() of a ragged one, or leave it out."
     )

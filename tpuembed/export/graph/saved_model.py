@@ -7,7 +7,6 @@ bytes are added to the bundle afterwards. A mapped stack is not a variable of th
 
 import abc
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,13 @@ from tensorflow.python.ops import resource_variable_ops
 from tpuembed.errors import ExportError, one_line, warn
 from tpuembed.export.graph.examples import parse_examples, unparsable
 from tpuembed.export.graph.mapped_table import MappedTable
-from tpuembed.export.graph.packing import matrix_spec
-from tpuembed.export.graph.stacked_tables import StackedTables
-from tpuembed.export.graph.table_names import make_names
+from tpuembed.export.graph.stacked_tables import StackedTables, make_names
 from tpuembed.export.graph.warmup import write_warmup
 from tpuembed.export.plan.plan import ArrayPlan, StackPlan
+from tpuembed.export.report import SavedGraph
 from tpuembed.manifest import (
     FeatureEntry,
     FromActivations,
-    NamesEntry,
     Packing,
     RetrievalEntry,
     TensorSpec,
@@ -37,7 +34,7 @@ from tpuembed.saved_model import GRAPH_FILE, replace_file
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["ExportableModel", "SavedGraph", "save_graph"]
+__all__ = ["ExportableModel", "save_graph"]
 
 Tensor = Any
 
@@ -78,13 +75,13 @@ class ExportableModel(abc.ABC):
         """Return the vocabularies of its preprocessing layers."""
         return ()
 
-    @abc.abstractmethod
     def packing(self) -> Packing:
-        """Return how the signature `packed` takes the inputs."""
+        """Return how the signature `packed` takes the inputs. Models have none: one matrix makes them no faster (measured)."""
+        return Packing(left_out="a model takes its inputs by name")
 
-    @abc.abstractmethod
     def packed(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the outputs for `ids`, int64 [batch, columns]. Called only if `packing` leaves nothing out."""
+        raise NotImplementedError
 
     def from_activations(self, tables: StackedTables) -> tuple[FromActivations, Any | None]:  # noqa: ARG002
         """Return the signature `from_activations` for the manifest, and its traced function; None if it is left out."""
@@ -99,26 +96,6 @@ class ExportableModel(abc.ABC):
     def further_functions(self) -> dict[str, Any]:
         """Return functions for more signatures, by name. Called after `write_index`."""
         return {}
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedGraph:
-    """The saved graph.
-
-    Attributes:
-        array_keys: name of a stack's array -> checkpoint key of its variable.
-        signatures, features, vocabularies, padding, packing, from_activations, names, retrieval: as the manifest lists them.
-    """
-
-    array_keys: Mapping[str, str]
-    signatures: Mapping[str, Mapping[str, Mapping[str, TensorSpec]]]
-    features: tuple[FeatureEntry, ...]
-    vocabularies: tuple[VocabularyEntry, ...]
-    padding: Mapping[str, int | str]
-    packing: Packing
-    from_activations: FromActivations
-    names: tuple[NamesEntry, ...] = ()
-    retrieval: RetrievalEntry | None = None
 
 
 def save_graph(
@@ -277,12 +254,19 @@ def _functions(model: ExportableModel) -> dict[str, Any]:
         functions["serving_examples"] = serving_examples
     if not packing.left_out:
 
-        @tf.function(input_signature=[matrix_spec(packing)], autograph=False)
+        @tf.function(input_signature=[_matrix_spec(packing)], autograph=False)
         def packed(ids: Tensor) -> dict[str, Tensor]:
             return model.packed(ids)
 
         functions["packed"] = packed
     return {**functions, **model.further_functions()}
+
+
+def _matrix_spec(packing: Packing) -> tf.TensorSpec:
+    """Return the spec int64 [batch, columns]. The width is known if there are no lists."""
+    widths = [packed.columns for packed in packing.inputs]
+    width = None if None in widths else sum(width or 0 for width in widths)
+    return tf.TensorSpec([None, width], tf.int64, name="ids")
 
 
 def _signature_of(function: Any) -> dict[str, dict[str, TensorSpec]]:

@@ -3,22 +3,24 @@ tables.
 """
 
 import dataclasses
+import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from tpuembed.config import QuantizationConfig, ServingConfig, ServingFeature, feature_config_from_dict
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
-from tpuembed.export.graph.given_names import Saved, with_names
 from tpuembed.manifest import FeatureEntry
+from tpuembed.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint import Checkpoint, TableInfo
 
 __all__ = [
+    "Saved",
     "ServedFeature",
     "check_input_names",
     "check_tables",
@@ -27,10 +29,15 @@ __all__ = [
     "served_features",
     "serving_config_of",
     "trained_with_rows",
+    "vocabulary_of",
 ]
 
 # The names that TensorFlow accepts for a placeholder, and so for a signature's input.
 _INPUT_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
+
+_ROWS_AT_ONCE: Final = 1 << 16
+Saved = Callable[[str], Vocabulary | None]
+"""Returns the vocabulary that a checkpoint has for a table, or None."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,9 +131,9 @@ def served_features(
     check_tables(config, tables)
     combiners = {name: fields.get("combiner") for name, fields in (own or {}).get("tables", {}).items()}
     combiners |= {name: stated.combiner for name, stated in config.tables.items() if stated.combiner}
-    policies = _Policies(own)
+    policies = _policies(own)
     resolved = [_resolve(name, spec, tables, combiners, policies) for name, spec in config.features.items()]
-    features = with_names(resolved, saved, trained_with_rows(own))
+    features = _with_names(resolved, saved, trained_with_rows(own))
     check_input_names([*config.features, *(feature.weights_name for feature in features if feature.spec.weighted)])
     return features
 
@@ -148,10 +155,10 @@ def _resolve(
     spec: ServingFeature,
     tables: Mapping[str, "TableInfo"],
     combiners: Mapping[str, str | None],
-    policies: "_Policies",
+    policies: Callable[[str, ServingFeature], str | int],
 ) -> ServedFeature:
     table = find_table(spec.table, tables)
-    policy = policies.of(name, spec)
+    policy = policies(name, spec)
     if not isinstance(policy, str) and policy >= table.rows:
         raise ConfigError(
             f"feature {name!r}: out_of_vocabulary row {policy} is outside table {spec.table!r} of {table.rows} rows. "
@@ -162,28 +169,26 @@ def _resolve(
     return ServedFeature(name=name, table=spec.table, rows=table.rows, dim=table.dim, spec=spec)
 
 
-class _Policies:
-    """The out_of_vocabulary policies of the layer that wrote a checkpoint."""
+def _policies(own: Mapping[str, Any] | None) -> Callable[[str, ServingFeature], str | int]:
+    """Return a function of a feature's name and spec: the policy of the spec, else that of the layer's feature of that name
+    and table, else the table's, else "error".
 
-    def __init__(self, own: Mapping[str, Any] | None) -> None:
-        """Read the policies in the checkpoint's `layer_config`, `own`, if it has one."""
-        self._of_features: dict[tuple[str, str], str | int | None] = {}
-        self._of_tables: dict[str, str | int] = {}
-        if own is None or '"out_of_vocabulary"' not in json.dumps(own):  # for example a config of another library
-            return
+    Args:
+        own: the `layer_config` of the checkpoint, which has the policies of the layer that wrote it, or None.
+    """
+    by_feature: dict[tuple[str, str], str | int | None] = {}
+    by_table: dict[str, str | int] = {}
+    if own is not None and '"out_of_vocabulary"' in json.dumps(own):  # it is none of another library
         features = feature_config_from_dict(own)
         served = ServingConfig.from_features(features).features
-        self._of_features = {(name, spec.table): spec.out_of_vocabulary for name, spec in served.items()}
-        self._of_tables = {leaf.table.name: leaf.table.out_of_vocabulary for _, leaf in flatten(features)}
+        by_feature = {(name, spec.table): spec.out_of_vocabulary for name, spec in served.items()}
+        by_table = {leaf.table.name: leaf.table.out_of_vocabulary for _, leaf in flatten(features)}
 
-    def of(self, name: str, spec: ServingFeature) -> str | int:
-        """Return the policy of `spec`, else that of the layer's feature of that name and table, else the table's, else
-        "error".
-        """
-        if spec.out_of_vocabulary is not None:
-            return spec.out_of_vocabulary
-        found = self._of_features.get((name, spec.table))
-        return self._of_tables.get(spec.table, "error") if found is None else found
+    def of(name: str, spec: ServingFeature) -> str | int:
+        given = by_feature.get((name, spec.table)) if spec.out_of_vocabulary is None else spec.out_of_vocabulary
+        return by_table.get(spec.table, "error") if given is None else given
+
+    return of
 
 
 def quantization_of(
@@ -252,3 +257,104 @@ def _check_size(table: str, field: str, stated: int | None, found: int) -> None:
             f"table {table!r}: {field} is {stated} in the serving_config, but {found} in the checkpoint. Correct "
             "the serving_config."
         )
+
+
+def _with_names(
+    features: Sequence[ServedFeature], saved: Saved, trained_with_rows: Container[tuple[str, str]] = ()
+) -> tuple[ServedFeature, ...]:
+    """Return `features` with the names of their tables, where they take names. Features of one table share them.
+
+    Args:
+        features: what was asked for.
+        saved: returns the checkpoint's vocabulary of a table, or None.
+        trained_with_rows: name and table of the layer's features that took row numbers.
+
+    Raises:
+        ConfigError: a vocabulary is none of its table, two of one table differ, or a list's padding is a name.
+    """
+    saved = functools.cache(saved)
+    found: dict[str, Vocabulary] = {}
+    named = {}
+    for feature in sorted(features, key=lambda each: not each.spec.vocabulary):  # those with names first
+        given, table, where = feature.spec.vocabulary, feature.table, f"feature {feature.name!r}"
+        if given is None and not feature.spec.takes_rows and (feature.name, table) not in trained_with_rows:
+            given = saved(table)
+        if given is None:
+            continue
+        chosen = vocabulary_of(where, given, table, feature.rows, found.get if table in found else saved)
+        found[table] = chosen
+        padding = b"" if chosen.dtype == "string" else -1
+        if feature.spec.input == "ids" and chosen.has(padding):
+            raise ConfigError(
+                f"{where}: the vocabulary of table {table!r} has the name {padding!r}, which is the padding of lists. Serve "
+                'one name per row with input "id", or train without that name.'
+            )
+        named[feature.name] = dataclasses.replace(feature, spec=dataclasses.replace(feature.spec, vocabulary=chosen))
+    return tuple(named.get(feature.name, feature) for feature in features)
+
+
+def vocabulary_of(where: str, given: Vocabulary, table: str, rows: int, saved: Saved) -> Vocabulary:
+    """Return the vocabulary of a table that a feature looks up in by name.
+
+    Args:
+        where: begins the messages of errors.
+        given: of the feature. Without names it stands for the checkpoint's.
+        table: its name.
+        rows: of the table.
+        saved: returns the checkpoint's vocabulary of a table, or None.
+
+    Raises:
+        ConfigError: there is none, the given one differs from the checkpoint's, or the table has not enough rows for it.
+    """
+    found = saved(table)
+    if found is None and not len(given):
+        raise ConfigError(
+            f"{where}: its vocabulary has no names, and the checkpoint has none for table {table!r}. Give the names: "
+            "Vocabulary.from_file, or file in a serving_config."
+        )
+    if found is not None:
+        _check_same(where, given, found, table)
+    found = given if found is None else found
+    if not len(found):
+        raise ConfigError(
+            f"{where}: the vocabulary of table {table!r} in the checkpoint has no names. Train with names, or serve row numbers "
+            "with takes_rows: true."
+        )
+    if found.rows > rows:
+        raise ConfigError(
+            f"{where}: its vocabulary has {len(found)} names and {found.oov_buckets} buckets, but table {table!r} has "
+            f"{rows} rows. Give the vocabulary that the table was trained with."
+        )
+    return found
+
+
+def _check_same(where: str, given: Vocabulary, saved: Vocabulary, table: str) -> None:
+    if unlike := given.unlike(saved):
+        option, own, its = unlike
+        raise ConfigError(
+            f"{where}: its vocabulary has {option} {own}, but that of table {table!r} has {its}. Give the one that the table was "
+            "trained with."
+        )
+    if len(given) and not given.same_names(saved):
+        row, own, other = _first_difference(given, saved)
+        raise ConfigError(
+            f"{where}: its vocabulary has {len(given)} names, and that of table {table!r} has {len(saved)}. Row {row} is {own} in "
+            f"the first and {other} in the second. Leave the names out to take those of the checkpoint."
+        )
+
+
+def _first_difference(one: Vocabulary, other: Vocabulary) -> tuple[int, str, str]:
+    """Return the first row with different names in two vocabularies of the same buckets, and what each has there."""
+
+    def shown(vocabulary: Vocabulary, row: int) -> str:
+        name = vocabulary.names([row])[0] if row < vocabulary.rows else None
+        return "free" if name is None else repr(name)
+
+    row = common = min(one.rows, other.rows)
+    for start in range(one.oov_buckets, common, _ROWS_AT_ONCE):
+        rows = range(start, min(start + _ROWS_AT_ONCE, common))
+        names, others = one.names(rows), other.names(rows)
+        if names != others:
+            row = next(row for row, own, its in zip(rows, names, others, strict=True) if own != its)
+            break
+    return row, shown(one, row), shown(other, row)

@@ -3,19 +3,17 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
-from tpuembed.export.graph.given_names import Saved, vocabulary_of
-from tpuembed.export.graph.overlay import gather_overlaid
-from tpuembed.export.graph.signature import find_table, trained_with_rows
-from tpuembed.export.graph.table_names import TableNames, constant_names, stand_in_names
+from tpuembed.export.graph.mapped_table import store_array
+from tpuembed.export.graph.signature import Saved, find_table, trained_with_rows, vocabulary_of
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.formats import STORAGES
 from tpuembed.id_messages import Span
@@ -23,9 +21,10 @@ from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
-from tpuembed.vocabulary import Vocabulary
+from tpuembed.manifest import NAMES_FOLDER, NamesEntry
+from tpuembed.vocabulary import WAYS, Vocabulary, salt_text
 
-__all__ = ["AnyTables", "StackedTables", "ran_without_rows", "span_of"]
+__all__ = ["StackedTables", "TableNames", "constant_names", "make_names", "ran_without_rows", "span_of"]
 
 Tensor = Any
 Answer = Callable[[Sequence[Ids], Callable[[], list[Tensor]]], list[Tensor]]
@@ -33,6 +32,16 @@ Answer = Callable[[Sequence[Ids], Callable[[], list[Tensor]]], list[Tensor]]
 _MAX_ZERO_BYTES: Final = 64 << 20
 _UNBOUND: Final = "tpuembed_table_without_rows"
 """The scope of lookups in tables without a value: TensorFlow's error has its name if such a lookup runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TableNames:
+    """The index of a vocabulary in a graph; see `tpuembed.lookup.names.NameArrays`."""
+
+    keys: Any
+    numbers: Any
+    buckets: Any
+    salt: bytes
 
 
 class StackedTables:
@@ -160,7 +169,7 @@ class StackedTables:
                 self._constants[table] = constant_names(vocabulary)
             return self._constants[table]
         if self._names is None or self._answer is not None:
-            return stand_in_names()
+            return _stand_in_names()
         if table not in self._names:
             raise ExportError(f"table {table!r}: its names were not written before the graph that finds them was made.")
         return self._names[table]
@@ -293,36 +302,14 @@ class StackedTables:
         if self._are_zeros:
             return tf.zeros(tf.concat([tf.shape(ids), [plan.dim]], 0))
         codec = STORAGES[plan.storage]
-        flat = ids if codec.columns(plan.dim) == plan.dim and plan.overlay is None else tf.reshape(ids, [-1])
-        if plan.overlay is not None:
-            stored = gather_overlaid(plan, self._variables, flat)
+        flat = ids if codec.columns(plan.dim) == plan.dim and plan.overlay_rows is None else tf.reshape(ids, [-1])
+        if plan.overlay_rows is not None:
+            stored = _gather_overlaid(plan, self._variables, flat)
         else:
             source = self._variables[stack].read_value() if stack in self._whole else self._variables[stack]
             stored = tf.gather(source, flat, name=f"gather_{stack}")
         rows = codec.decode_in_graph(stored, plan.dim)
         return rows if flat is ids else tf.reshape(rows, _shape_of_rows(ids, plan.dim))
-
-
-class AnyTables(StackedTables):
-    """The tables that a model asks for, whatever they are: to build it without a checkpoint."""
-
-    def __init__(self) -> None:
-        self._any: dict[str, TableInfo] = {}
-        super().__init__(self._any)
-
-    def register(self, table: TableConfig) -> None:
-        """Note that a layer needs `table`."""
-        info = TableInfo(table.name, table.vocabulary_size, table.dim, np.dtype(np.float32))
-        self._any.setdefault(table.name, info)
-        super().register(table)
-
-    def name_arrays(self, table: str, given: Vocabulary | None = None) -> TableNames:  # noqa: ARG002
-        """Return arrays without names."""
-        return stand_in_names()
-
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns by the table's name."""
-        return {name: (info.rows, info.dim) for name, info in self._any.items()}
 
 
 class _WholeTable:
@@ -438,6 +425,68 @@ def _shifted(features: Sequence[FlatIds], places: Sequence[Placement]) -> list[F
         ids = tf.where(feature.ids < 0, feature.ids, ids) if feature.droppable else ids
         moved.append(dataclasses.replace(feature, ids=ids, strategy=feature.strategy.of_lists()))
     return moved
+
+
+def _gather_overlaid(stack: StackPlan, variables: Mapping[str, Any], ids: Tensor) -> Tensor:
+    """Return the stored rows [n, columns] for int64 `ids` [n], rows of the stack.
+
+    A row whose bit is set in its word is in the overlay. Its place there is the number of bits up to its own, plus the
+    upper half of the word. There is no branch: with no such row, these operations take less time than the parts of a branch
+    that is not taken, and TensorFlow optimizes every part once per signature when it loads the graph.
+
+    Args:
+        stack: has an overlay.
+        variables: the arrays of the stack, by name.
+        ids: inside the stack.
+    """
+    base, rows, words = (variables[array.name] for array in stack.arrays)
+    word = tf.gather(words, tf.bitwise.right_shift(ids, 5))
+    up_to_own = tf.bitwise.left_shift(word, 63 - tf.bitwise.bitwise_and(ids, 31))  # the bit of the row is the sign
+    hit = up_to_own < 0
+    hits = tf.where(hit)
+    found = tf.gather(base, ids, name=f"gather_{stack.name}")
+    count = tf.cast(tf.raw_ops.PopulationCount(x=tf.gather_nd(up_to_own, hits)), tf.int64)
+    place = tf.bitwise.right_shift(tf.gather_nd(word, hits), 32) + count
+    # In place, because `TensorScatterUpdate` copies all rows. Nothing else reads the tensor, which is a copy of the base's rows.
+    return tf.raw_ops.InplaceUpdate(x=found, i=tf.cast(tf.squeeze(hits, 1), tf.int32), v=tf.gather(rows, place))
+
+
+def make_names(
+    vocabularies: Mapping[str, Vocabulary], folder: Path, layout: str
+) -> tuple[dict[str, TableNames], tuple[NamesEntry, ...]]:
+    """Return the names of each table for the graph and for the manifest. With layout mmap, write their files into `folder`."""
+    arrays: dict[str, TableNames] = {}
+    entries = []
+    for number, (table, vocabulary) in enumerate(sorted(vocabularies.items())):
+        salt, of_index, numbers_of_index = vocabulary.snapshot()
+        stored = [
+            store_array(value, f"names_{number}_{what}", folder, f"{NAMES_FOLDER}/{number}.{what}", layout)
+            for what, value in (("keys", of_index), ("numbers", numbers_of_index.reshape(-1)))
+        ]
+        (keys, _), (numbers, _) = stored
+        arrays[table] = TableNames(keys, numbers, len(of_index), salt_text(salt))
+        entries.append(
+            NamesEntry(
+                table=table,
+                dtype=vocabulary.dtype,
+                count=len(vocabulary),
+                oov_buckets=vocabulary.oov_buckets,
+                salt=salt_text(salt).decode(),
+                arrays=tuple(entry for _, entry in stored if entry is not None),
+            )
+        )
+    return arrays, tuple(entries)
+
+
+def constant_names(vocabulary: Vocabulary) -> TableNames:
+    """Return the names as constants, for a model that runs while it is exported."""
+    salt, keys, numbers = vocabulary.snapshot()
+    return TableNames(tf.constant(keys), tf.constant(numbers.reshape(-1)), len(keys), salt_text(salt))
+
+
+def _stand_in_names() -> TableNames:
+    """Return arrays without names, for a trace that is thrown away."""
+    return TableNames(tf.zeros([1, WAYS], tf.int64), tf.fill([WAYS], -1), 1, b"")
 
 
 def ran_without_rows(error: BaseException) -> bool:

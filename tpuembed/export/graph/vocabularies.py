@@ -4,12 +4,11 @@ They are no weights, so that the factory has to give them. Entry k is what the l
 entries included, as `get_vocabulary()` lists them. Another order gives the rows of other words, without any error.
 
 `checkpoint/keras/trained_vocabularies.py` says where a `.keras` file holds them. Of a layer that the code of a class makes with a
-given vocabulary, the file has the name alone; it has the vocabulary only where the config of that class holds the same list.
+given vocabulary, the file has the name alone.
 """
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final
@@ -21,9 +20,6 @@ from tpuembed.checkpoint.keras.trained_vocabularies import (
     LayerVocabulary,
     boundary_entries,
     check_names,
-    described_objects,
-    digest,
-    given_entries,
     hashing_of,
     is_model_file,
     read_vocabularies,
@@ -40,7 +36,6 @@ __all__ = ["compare_vocabularies", "nodes_below", "vocabularies_of"]
 
 _LOOKUPS: Final = (keras.layers.StringLookup, keras.layers.IntegerLookup)
 _CHUNK: Final = 1 << 16
-_Lists = dict[tuple[str, ...], list[Any]]
 
 
 def vocabularies_of(model: Any) -> tuple[VocabularyEntry, ...]:
@@ -70,13 +65,11 @@ def _of_model(model: Any) -> list[LayerVocabulary]:
         owner = owners.get(id(node), node)
         if isinstance(node, _LOOKUPS):
             _check_is_there(node, owner)
-            special = special_entries(node.mask_token, node.oov_token, node.num_oov_indices, node.output_mode)
-            given = functools.partial(given_entries, special)
             kind, hashing = snake_case(type(owner).__name__), hashing_of(vars(node))
-            found.append(LayerVocabulary(owner.name, kind, functools.partial(_entries, node), given, hashing))
+            found.append(LayerVocabulary(owner.name, kind, functools.partial(_entries, node), hashing=hashing))
         elif isinstance(node, keras.layers.Discretization) and node.bin_boundaries is not None:
             bounds = functools.partial(boundary_entries, list(node.bin_boundaries))
-            found.append(LayerVocabulary(node.name, snake_case(type(node).__name__), bounds, boundary_entries))
+            found.append(LayerVocabulary(node.name, snake_case(type(node).__name__), bounds))
     return sorted(found, key=lambda vocabulary: (vocabulary.layer, vocabulary.kind))
 
 
@@ -106,10 +99,9 @@ def compare_vocabularies(
 ) -> tuple[VocabularyEntry, ...]:
     """Size and digest of each vocabulary of `model`, compared with those in the `.keras` file or folder that it was saved in.
 
-    A layer with a name of its own is compared with the layer of that name. Layers whose names Keras has numbered must have the
-    file's vocabularies in the order in which the layers were made: all of them, or some where the factory makes fewer. Where the
-    factory makes more, those of the file must be among them. A vocabulary that the file does not hold is compared with the list in
-    the config of the class that made it, if there is one. A warning names the layers that are compared with nothing.
+    A layer with a name of its own is compared with the layer of that name. Layers whose names Keras has numbered are compared with
+    such layers of the file, in the order in which they were made: the vocabularies of the side that has fewer must be among the
+    others'. A warning names the layers that are compared with nothing.
 
     Other sources hold no vocabularies: nothing is compared, and there is no warning.
 
@@ -126,22 +118,21 @@ def compare_vocabularies(
     mine, path = _of_model(model), as_path(source)
     if not (mine or given) or not is_model_file(path):
         return tuple(one.described for one in mine)
-    config, saved = read_vocabularies(path, {one.layer for one in mine})
-    pairs = _pairs(mine, saved, source)
-    paired, taken = {one for one, _ in pairs}, {other for _, other in pairs}
-    unclear = {one for one, _ in pairs if any(other.layer == one.layer and not _is_same(one, other) for other in saved)}
+    _, saved = read_vocabularies(path, {one.layer for one in mine})
+    if given:
+        check_names(given, saved, source, "factory")
+    pairs, left = _pairs(mine, saved, source)
+    # Models inside of the model may have layers of one name.
+    unclear = {one for one in mine if any(one.layer == other.layer and not _is_same(one, other) for other in saved)}
     equal = {
         one for one, other in pairs if other.entries is not None and (one.number is not None or one not in unclear)
     }
-    left = [other for other in saved if other.entries is not None and other not in taken]
-    if given:
-        check_names(given, saved, source, "factory")
-    if left:  # of a layer that was renamed, if it can be no other
-        equal |= {one for one in mine if one not in paired and all(_is_same(one, other) for other in left)}
-    equal |= _equal_in_configs([one for one in mine if one not in equal], model, config, source)
+    paired, known = {one for one, _ in pairs}, [other for other in left if other.entries is not None]
+    if known:  # of a layer that was renamed, if it can be no other
+        equal |= {one for one in mine if one not in paired and all(_is_same(one, other) for other in known)}
     unknown = [one for one in mine if one not in equal]
     if unknown:
-        warn(_not_compared(unknown, left, source))
+        warn(_not_compared(unknown, known, source))
     return tuple(dataclasses.replace(one.described, compared=one in equal) for one in mine)
 
 
@@ -165,70 +156,34 @@ def _is_same(mine: LayerVocabulary, saved: LayerVocabulary) -> bool:
 
 def _pairs(
     mine: Sequence[LayerVocabulary], saved: Sequence[LayerVocabulary], source: str | FilePath
-) -> list[tuple[LayerVocabulary, LayerVocabulary]]:
-    """Layers of the factory with those of the file, whose vocabularies are equal, or not known.
+) -> tuple[list[tuple[LayerVocabulary, LayerVocabulary]], list[LayerVocabulary]]:
+    """Layers of the factory with those of the file, whose vocabularies are equal, or not known; and the rest of the file.
 
     Raises:
         CheckpointMismatchError: see `compare_vocabularies`.
     """
-    by_name: dict[str, list[LayerVocabulary]] = {}
-    for vocabulary in saved:
-        if vocabulary.number is None and vocabulary.layer:
-            by_name.setdefault(vocabulary.layer, []).append(vocabulary)
-    rest, pairs = [], []
-    for vocabulary in mine:
-        if vocabulary.number is not None or vocabulary.layer not in by_name:
-            rest.append(vocabulary)
-            continue
-        same = next((one for one in by_name[vocabulary.layer] if _is_same(vocabulary, one)), None)
-        if same is None:
-            raise _differs(vocabulary, by_name[vocabulary.layer][0], source)
-        pairs.append((vocabulary, same))
-    left = [one for one in saved if one.layer not in by_name]
-    if any(vocabulary.number is not None for vocabulary in rest):
-        names = {vocabulary.layer for vocabulary in mine}
-        left += [one for name, named in by_name.items() if name not in names for one in named]
-    return pairs + _pairs_in_order(rest, left, source)
-
-
-def _pairs_in_order(
-    mine: Sequence[LayerVocabulary], saved: Sequence[LayerVocabulary], source: str | FilePath
-) -> list[tuple[LayerVocabulary, LayerVocabulary]]:
-    """Pair layers that are not in the file by a name of their own with `saved`, which no name has taken.
-
-    Layers with generated names are compared first, in order. A layer with a user's name must then equal one of the
-    rest, or be new.
-    """
-    numbered, left = sorted((one for one in mine if one.number is not None), key=_made_as), sorted(saved, key=_made_as)
-    pairs, begin = [], 0
-    if len(numbered) <= len(left):
-        for one in numbered:
-            places = [begin] if len(numbered) == len(saved) else range(begin, len(left))
-            found = next((place for place in places if _is_same(one, left[place])), None)
-            if found is None:
-                raise _differs(one, _nearest(one, [left[place] for place in places] or saved), source)
-            pairs.append((one, left[found]))
-            begin = found + 1
-    else:  # the factory has added some, to all of the file's
-        for other in left:
-            found = next((place for place in range(begin, len(numbered)) if _is_same(numbered[place], other)), None)
-            if found is None:
-                raise _differs(_nearest(other, numbered), other, source)
-            pairs.append((numbered[found], other))
-            begin = found + 1
-    left = [one for one in left if all(one is not other for _, other in pairs)]
-    for one in mine:
-        if one.number is None and left:
-            found = next((place for place, other in enumerate(left) if _is_same(one, other)), None)
-            if found is None:
-                raise _differs(one, _nearest(one, left), source)
-            pairs.append((one, left.pop(found)))
-    return pairs
-
-
-def _nearest(one: LayerVocabulary, others: Sequence[LayerVocabulary]) -> LayerVocabulary:
-    """One of `others` that a message compares `one` with: whose entries are known, and of its class, if there is one."""
-    return min(others, key=lambda other: (other.entries is None, other.kind != one.kind))
+    pairs, left = list[tuple[LayerVocabulary, LayerVocabulary]](), list(saved)
+    for one in (one for one in mine if one.number is None):
+        named = [other for other in left if other.number is None and other.layer == one.layer]
+        same = next((other for other in named if _is_same(one, other)), None)
+        if named and same is None:
+            raise _differs(one, named[0], source)
+        if same is not None:
+            pairs.append((one, same))
+            left.remove(same)
+    numbered, others = (sorted((one for one in side if one.number is not None), key=_made_as) for side in (mine, left))
+    few, many = sorted((numbered, others), key=len)  # the factory may leave some out, or add some
+    begin = 0
+    for one in few:
+        found = next((place for place in range(begin, len(many)) if _is_same(one, many[place])), None)
+        other = many[min(begin, len(many) - 1) if found is None else found]
+        pair = (one, other) if few is numbered else (other, one)
+        if found is None:
+            raise _differs(*pair, source)
+        pairs.append(pair)
+        left.remove(pair[1])
+        begin = found + 1
+    return pairs, left
 
 
 def _made_as(vocabulary: LayerVocabulary) -> tuple[str, int, str]:
@@ -237,11 +192,8 @@ def _made_as(vocabulary: LayerVocabulary) -> tuple[str, int, str]:
     return vocabulary.kind, -1 if number is None else number, vocabulary.layer
 
 
-def _differs(
-    mine: LayerVocabulary, saved: LayerVocabulary, source: str | FilePath, where: str = ""
-) -> CheckpointMismatchError:
-    than = where or f"the trained {saved.layer!r}"
-    begin = f"model file {source}: layer {mine.layer!r} of the factory has another vocabulary than {than}. "
+def _differs(mine: LayerVocabulary, saved: LayerVocabulary, source: str | FilePath) -> CheckpointMismatchError:
+    begin = f"model file {source}: layer {mine.layer!r} of the factory has another vocabulary than the trained {saved.layer!r}. "
     end = "Give the layer the vocabulary and the name that it was trained with."
     if mine.entries is None or saved.entries is None:
         return CheckpointMismatchError(f"{begin}They are made in another order than in the file. {end}")
@@ -262,120 +214,3 @@ def _differs(
 
 def _shown(entry: bytes | None) -> str:
     return "missing" if entry is None else repr(entry.decode(errors="replace"))
-
-
-# ---- of classes that hold a list in a config of their own
-
-
-@dataclasses.dataclass(frozen=True)
-class _Object:
-    """An object of a class that is neither Keras' nor ours, as a config describes it.
-
-    Attributes:
-        kind: its registered class.
-        name: its own name; "" where it has none, or one that Keras made.
-        lists: in its config, by the path of their keys.
-    """
-
-    kind: str
-    name: str
-    lists: _Lists
-
-
-def _equal_in_configs(
-    mine: Sequence[LayerVocabulary], model: Any, saved: Any, source: str | FilePath
-) -> set[LayerVocabulary]:
-    """Those of `mine` that a class of the model has in its config, where the saved config has the same list in the same place.
-
-    Raises:
-        CheckpointMismatchError: the saved config has another list there.
-    """
-    if not mine:
-        return set()
-    try:
-        config = keras.saving.serialize_keras_object(model)
-    except Exception:  # whatever the model's own get_config raises
-        return set()
-    objects = _same_objects(list(_objects(config)), list(_objects(saved)))
-    equal = set[LayerVocabulary]()
-    for vocabulary in mine:
-        places = [
-            (
-                f"the config of the trained {here.kind} has in {'/'.join(path)!r}",
-                _entries_in(vocabulary, there.lists[path]),
-            )
-            for here, there in objects
-            for path, words in here.lists.items()
-            if path in there.lists and _is_digest_of(vocabulary, _entries_in(vocabulary, words))
-        ]
-        others = [place for place in places if not _is_digest_of(vocabulary, place[1])]
-        if places and not others:
-            equal.add(vocabulary)
-        elif places and len(others) == len(places):
-            where, entries = others[0]
-            raise _differs(vocabulary, LayerVocabulary("", "", functools.partial(iter, entries)), source, where)
-    return equal
-
-
-def _entries_in(vocabulary: LayerVocabulary, words: list[Any]) -> list[bytes]:
-    assert vocabulary.entries_of is not None
-    try:
-        return vocabulary.entries_of(words)
-    except (TypeError, ValueError):  # a list of something else
-        return []
-
-
-def _is_digest_of(vocabulary: LayerVocabulary, entries: list[bytes]) -> bool:
-    return len(entries) == vocabulary.described.size and digest(entries)[0] == vocabulary.described.sha256
-
-
-def _same_objects(here: Sequence[_Object], there: Sequence[_Object]) -> list[tuple[_Object, _Object]]:
-    """Pairs of one class and one name; and of what is left of a class the only object of either side, if one has no name."""
-    by_name = {(one.kind, one.name): one for one in there if one.name}
-    for one in there:  # two of one name, in models inside of the model
-        if one.name and by_name.get((one.kind, one.name), one).lists != one.lists:
-            del by_name[one.kind, one.name]
-    pairs = [(one, by_name[one.kind, one.name]) for one in here if (one.kind, one.name) in by_name]
-    taken = {(one.kind, one.name) for one, _ in pairs}
-    left_here, left_there = ([one for one in side if (one.kind, one.name) not in taken] for side in (here, there))
-    for kind in dict.fromkeys(one.kind for one in left_here):
-        mine, saved = ([one for one in side if one.kind == kind] for side in (left_here, left_there))
-        if len(mine) == len(saved) == 1 and not (mine[0].name and saved[0].name):
-            pairs.append((mine[0], saved[0]))
-    return pairs
-
-
-def _objects(config: Any) -> Iterator[_Object]:
-    for described, fields in described_objects(config):
-        class_name = str(described["class_name"])
-        kind = str(described.get("registered_name") or class_name)
-        package = str(described.get("module") or kind).partition(".")[0]
-        if class_name.startswith("__") or package == "keras" or kind.startswith("tpuembed"):
-            continue
-        # A functional model's config has the names of its layers beside their configs.
-        name = str(fields.get("name") or described.get("name") or "")
-        lists: _Lists = {}
-        _collect_lists(fields, (), lists)
-        is_made = re.fullmatch(rf"{re.escape(snake_case(class_name))}(_\d+)?", name)
-        yield _Object(kind, "" if is_made else name, lists)
-
-
-def _collect_lists(node: Any, path: tuple[str, ...], out: _Lists) -> None:
-    """Add the lists of texts and numbers in `node`, but for those in objects that it describes."""
-    if isinstance(node, Mapping):
-        if path and _is_described(node):
-            return
-        for key, child in node.items():
-            _collect_lists(child, (*path, str(key)), out)
-    elif isinstance(node, list | tuple):
-        if node and all(isinstance(item, str | int | float) for item in node):
-            out[path] = list(node)
-        else:
-            for number, child in enumerate(node):
-                _collect_lists(child, (*path, str(number)), out)
-
-
-def _is_described(node: Mapping[str, Any]) -> bool:
-    """Returns True for an object with a config. Keras writes tuples and arrays in this form too, as __tuple__ and the like."""
-    kind = node.get("class_name")
-    return isinstance(kind, str) and not kind.startswith("__") and isinstance(node.get("config"), Mapping)

@@ -1,9 +1,13 @@
 """Which saved weight belongs to which weight of a factory's model: proven by names, or by a one-to-one correspondence.
 
-A layer's name is evidence where somebody chose it. A name that Keras makes up (`dense_7`) says how many layers of a class the
-process had made before, so that the same layer has another one in the next process. Such layers, and layers whose names repeat,
-are told apart by their places only where all of them have a counterpart: nothing is left over on either side, in the order in
-which Keras numbered them, and with the same shapes. Attributes (`self.query`) are names too.
+The rules, as docs/export.md ("Whose weights a model gets") has them:
+
+1. The model is laid over a saved object: attributes over attributes of the same name, lists over lists. Shapes must be equal.
+2. A name that somebody chose must be equal on both sides, wherever both sides have it. In lists, it finds the member.
+3. A name that Keras makes up (`dense_7`) says how many layers of a class the process had made before. Members of a list without
+   a chosen name are paired by their places: as many on both sides, made in the same order by these numbers.
+4. Where such members have one form, the named layers must stand in the same order too. Without different numbers they are refused.
+5. Where no saved object corresponds, weights are found by their whole names, if all layers of the model have chosen, unique ones.
 """
 
 import dataclasses
@@ -14,7 +18,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
-from tpuembed.errors import first_few
 
 __all__ = ["Candidate", "Mismatch", "Names", "find_candidates", "match_by_name"]
 
@@ -151,9 +154,8 @@ class _Walk:
         self.pairs: dict[str, Weight] = {}
         self._takers: dict[str, str] = {}
         self._numbers: dict[str, dict[int, int]] = {}
-        self._scope: tuple[int, ...] = ()
-        self._alike: dict[tuple[int, ...], str] = {}
-        self._moved: set[tuple[int, ...]] = set()
+        self._alike = ""
+        self._have_moved = False
 
     def align(self, wanted: int, found: int) -> None:
         """Pair what lies below `wanted`, in the model, with what lies below `found`.
@@ -167,13 +169,16 @@ class _Walk:
             if before != found or owner != wanted:
                 raise Mismatch(f"{self._path(wanted)} is shared in another way than {self._saved.nodes[found].path}")
             return
+        self.layers[wanted], self._taken[found] = found, wanted
         mine, theirs = self._model.nodes[wanted], self._saved.nodes[found]
         if not is_root and not (mine.name is None or theirs.name is None or self._names.same(mine.name, theirs.name)):
             raise Mismatch(f"{theirs.path} is called {theirs.name!r} there and {mine.name!r} in the model")
         self._check_tables(wanted, found)
-        self.align_one(wanted, found)
+        for attribute, weight in mine.weights.items():
+            self._pair(weight, _get(theirs.weights, attribute), mine, theirs)
         if mine.is_list and theirs.is_list:
-            self._align_lists(mine, theirs, self._children(self._model, wanted), self._children(self._saved, found))
+            for child, other in self._pairs_in_lists(mine, theirs).items():
+                self.align(child, other)
             return
         for attribute, child in mine.children.items():
             if not self._model.weights(child):
@@ -183,20 +188,13 @@ class _Walk:
                 raise Mismatch(f"{theirs.path or 'the root'} has no {attribute!r}")
             self.align(child, counterpart)
 
-    def align_one(self, wanted: int, found: int) -> None:
-        """Pair the weights of two layers, and not what is below them.
+    def check_order(self) -> None:
+        """Raise Mismatch for layers of one form told apart by their places, where named ones have changed theirs.
 
-        Raises:
-            Mismatch: they do not correspond.
+        What stands before one of two heads stands before the other where the heads are returned in another order.
         """
-        self.layers[wanted], self._taken[found] = found, wanted
-        mine, theirs = self._model.nodes[wanted], self._saved.nodes[found]
-        for attribute, weight in mine.weights.items():
-            self._pair(weight, _get(theirs.weights, attribute), mine, theirs)
-
-    def _children(self, objects: Objects, number: int) -> list[int]:
-        """The elements of a list that hold weights, in order."""
-        return [child for child in objects.nodes[number].ordered() if objects.weights(child)]
+        if self._alike and self._have_moved:
+            raise Mismatch(f"{self._alike}, and the model has named layers in another order")
 
     def _check_tables(self, wanted: int, found: int) -> None:
         mine, theirs = self._model.tables(wanted), self._saved.tables(found)
@@ -219,9 +217,9 @@ class _Walk:
             raise Mismatch(f"{weight.name} has two counterparts, {saved.key} and {self.pairs[weight.key].key}")
         if self._takers.setdefault(saved.key, weight.key) != weight.key:
             raise Mismatch(f"two weights of the model correspond to {saved.key}")
-        self._check_order(weight.name, saved.name)
+        self._check_numbers(weight.name, saved.name)
 
-    def _check_order(self, mine: str, theirs: str) -> None:
+    def _check_numbers(self, mine: str, theirs: str) -> None:
         """Numbers that Keras gave say in which order layers were made: it must be the same on both sides."""
         for scope, other in self._names.counterparts(mine, theirs) or ():
             first, second = self._names.number(scope), self._names.number(other)
@@ -233,17 +231,30 @@ class _Walk:
             if any(later <= earlier for earlier, later in itertools.pairwise(inside)):
                 raise Mismatch(f"{theirs!r} was made before or after other layers than {mine!r} in the model")
 
-    def _align_lists(self, model: SavedObject, where: SavedObject, wanted: Sequence[int], found: Sequence[int]) -> None:
+    def _pairs_in_lists(self, model: SavedObject, where: SavedObject) -> dict[int, int]:
+        """The members of two lists that correspond: those of one chosen name, and of the rest those in one place.
+
+        Raises:
+            Mismatch: the rest does not correspond one to one, or only its places tell its members apart.
+        """
+        wanted, found = model.ordered(), where.ordered()
         mine, theirs = self._labels(self._model, wanted), self._labels(self._saved, found)
-        pairs: dict[int, int] = {}
-        for child, label in mine.items():
+        named: dict[int, int] = {}
+        for child, label in sorted(mine.items(), key=lambda one: not self._model.weights(one[0])):
             alike = [other for other, names in theirs.items() if names & label]
-            if len(alike) > 1 or (alike and alike[0] in pairs.values()):
+            if len(alike) > 1 or (alike and alike[0] in named.values()):
+                if not self._model.weights(child):
+                    continue
                 raise Mismatch(f"{self._path(child)} shares names with several of {where.path}")
             if alike:
-                pairs[child] = alike[0]
-        rest = [child for child in wanted if child not in pairs]
-        others = [child for child in found if child not in pairs.values()]
+                named[child] = alike[0]
+        places = sorted((wanted.index(child), found.index(other)) for child, other in named.items())
+        if any(after[1] < before[1] for before, after in itertools.pairwise(places)) or (
+            len(wanted) == len(found) and any(here != there for here, there in places)
+        ):
+            self._have_moved = True
+        rest = [child for child in wanted if child not in named and self._model.weights(child)]
+        others = [child for child in found if child not in named.values() and self._saved.weights(child)]
         if len(rest) != len(others):
             others = [child for child in others if not theirs[child] or any(self._may_be(mine, child) for mine in rest)]
         if len(rest) != len(others):
@@ -251,38 +262,9 @@ class _Walk:
                 f"{where.path} has {len(others)} layers without a name of their own, or with one that the model lacks, and the "
                 f"model has {len(rest)} such layers"
             )
-        confirmed = {name for other in others for name in self._chosen(self._saved, other)}
-        forms = Counter(self._form(child, confirmed) for child in rest)
-        if max(forms.values(), default=0) > 1:
-            form = forms.most_common(1)[0][0]
-            self._alike.setdefault(
-                self._scope, f"{where.path} holds layers of one form without names of their own ({form[0][0]})"
-            )
-        others_named = self._named_without_weights(model, where)
-        if self._have_moved(model.ordered(), where.ordered(), pairs) or not _is_sorted(others_named):
-            self._moved.add(self._scope)
-        named = frozenset(pairs)
-        pairs.update(zip(rest, others, strict=True))
-        self._check_made_in_order(rest, where, confirmed)
-        scope = self._scope
-        for child in wanted:
-            self._scope = (*scope, child) if child in named else scope
-            self.align(child, pairs[child])
-        self._scope = scope
-
-    def _named_without_weights(self, model: SavedObject, where: SavedObject) -> list[tuple[int, int]]:
-        """The places in two lists of layers without weights that have one chosen name; weight files have their names too."""
-        mine, theirs = (
-            {
-                name: place
-                for place, child in enumerate(listed.ordered())
-                if (name := objects.nodes[child].name)
-                and self._names.number(name) is None
-                and not objects.weights(child)
-            }
-            for objects, listed in ((self._model, model), (self._saved, where))
-        )
-        return sorted((place, theirs[name]) for name, place in mine.items() if name in theirs)
+        pairs = dict(zip(rest, others, strict=True))
+        self._check_alike(pairs, where)
+        return {child: other for child, other in named.items() if self._model.weights(child)} | pairs
 
     def _may_be(self, wanted: int, found: int) -> bool:
         """Returns True if each weight below an object of the model has a possible counterpart below a saved object."""
@@ -292,53 +274,35 @@ class _Walk:
             for mine in self._model.weights(wanted).values()
         )
 
-    def _have_moved(self, wanted: Sequence[int], found: Sequence[int], named: Mapping[int, int]) -> bool:
-        """Returns True if named layers have other places in two lists, or another order if one list is longer."""
-        places = sorted((wanted.index(child), found.index(other)) for child, other in named.items())
-        if len(wanted) == len(found) and any(mine != theirs for mine, theirs in places):
-            return True
-        return not _is_sorted(places)
+    def _check_alike(self, pairs: Mapping[int, int], where: SavedObject) -> None:
+        """Note layers of one form without names of their own. Raise Mismatch unless Keras' numbers say which is which.
 
-    def check_same_order(self) -> None:
-        """Raise Mismatch for layers of one form told apart by their places, where named ones have changed theirs.
-
-        What stands before one of two heads stands before the other where the heads are returned in another order. Layers below
-        a named one go where it goes: its own place says nothing about theirs.
+        A name that no saved weight has does not count: a checkpoint that has lost it cannot confirm it.
         """
-        for scope, alike in self._alike.items():
-            if any(moved[: len(scope)] == scope for moved in self._moved):
-                raise Mismatch(f"{alike}, and the model has the named ones beside them in another order")
-
-    def _form(self, child: int, confirmed: Collection[str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The names and shapes of the weights below an object of the model.
-
-        Without Keras' numbers, and without names that no saved weight has: a checkpoint that has lost them cannot confirm them.
-        """
-        found = []
-        for weight in self._model.weights(child).values():
-            *scopes, leaf = weight.name.split("/")
-            known = [scope for scope in scopes if self._names.number(scope) is not None or scope in confirmed]
-            found.append((self._names.without_numbers("/".join([*known, leaf])), weight.shape))
-        return tuple(sorted(found))
-
-    def _check_made_in_order(self, children: Sequence[int], where: SavedObject, confirmed: Collection[str]) -> None:
-        """Raise Mismatch for layers told apart by their places alone, whose places are not those in which they were made.
-
-        A list of outputs in another order than in training gives them other places; outputs in a dict are sorted by their keys.
-        """
-        before: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
-        for child in children:
-            weights = self._model.weights(child).values()
-            if any(self._names.number(scope) for weight in weights for scope in weight.name.split("/")[:-1]):
-                continue  # Keras' numbers prove the order
-            alike = self._form(child, confirmed)
-            made = self._model.made.get(child, 0)
-            if made < before.get(alike, 0):
+        confirmed = {name for other in pairs.values() for name in self._chosen(self._saved, other)}
+        forms: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
+        for child in pairs:
+            own = []
+            for weight in self._model.weights(child).values():
+                *scopes, leaf = weight.name.split("/")
+                known = [scope for scope in scopes if self._names.number(scope) is not None or scope in confirmed]
+                own.append((self._names.without_numbers("/".join([*known, leaf])), weight.shape))
+            forms.setdefault(tuple(sorted(own)), []).append(child)
+        for form, alike in forms.items():
+            if len(alike) == 1:
+                continue
+            self._alike = f"{where.path} holds layers of one form without names of their own ({form[0][0]})"
+            mine = {self._numbers_in(self._model, child) for child in alike}
+            theirs = {self._numbers_in(self._saved, pairs[child]) for child in alike}
+            if self._saved.is_named and min(len(mine), len(theirs)) < len(alike):
                 raise Mismatch(
-                    f"{where.path} holds layers of one form whose names repeat ({alike[0][0]}), and the model has them in another "
-                    "order than it makes them in (return a dict of outputs, or save with model.save_weights('model.weights.h5'))"
+                    f"{where.path} holds layers of one form whose names repeat ({form[0][0]}): give them different names, or save "
+                    "with model.save_weights('model.weights.h5')"
                 )
-            before[alike] = made
+
+    def _numbers_in(self, objects: Objects, number: int) -> frozenset[tuple[str, int]]:
+        scopes = {scope for weight in objects.weights(number).values() for scope in weight.name.split("/")[:-1]}
+        return frozenset(found for scope in scopes if (found := self._names.number(scope)) is not None)
 
     def _labels(self, objects: Objects, children: Sequence[int]) -> dict[int, frozenset[str]]:
         """Child -> the names that somebody chose for it or something below it, and that no other child has."""
@@ -356,11 +320,6 @@ class _Walk:
 
     def _path(self, wanted: int) -> str:
         return self._model.nodes[wanted].path or "the model"
-
-
-def _is_sorted(places: Sequence[tuple[int, int]]) -> bool:
-    """Returns True if layers sorted by their places in one list are also sorted by those in the other."""
-    return all(earlier[1] < later[1] for earlier, later in itertools.pairwise(places))
 
 
 def find_candidates(names: Names, model: Objects, saved: Objects) -> tuple[list[Candidate], list[Mismatch]]:
@@ -387,7 +346,7 @@ def find_candidates(names: Names, model: Objects, saved: Objects) -> tuple[list[
                     f"{saved.nodes[number].path or 'the root'} does not hold the model's tables, and another does"
                 )
             walk.align(core, number)
-            walk.check_same_order()
+            walk.check_order()
         except Mismatch as error:
             failures.append(((len(walk.layers), number), error))
             continue
@@ -449,9 +408,7 @@ def _left_over(saved: Objects, numbers: Iterable[int], used: Collection[str]) ->
 
 
 def match_by_name(names: Names, model: Objects, saved: Objects) -> Candidate:
-    """The saved layers of the same names as the model's, wherever they are.
-
-    Layers below a chosen scope that have no names of their own are told apart where all of that scope correspond.
+    """The saved weights of the same names as the model's, wherever they are.
 
     Raises:
         Mismatch: a name is missing, repeats, or was not chosen.
@@ -459,56 +416,29 @@ def match_by_name(names: Names, model: Objects, saved: Objects) -> Candidate:
     if not saved.is_named:
         raise Mismatch("the file has lost the names of layers")
     model, saved = names.without_derived(model), names.without_derived(saved)
-    mine, theirs = _by_scope(names, model), _by_scope(names, saved)
+    mine, theirs = (Counter(weight.name for weight in objects.weights().values()) for objects in (model, saved))
+    places = {
+        weight.name: (number, weight) for number in saved.below(0) for weight in saved.nodes[number].weights.values()
+    }
     pairs: dict[str, Weight] = {}
     layers: dict[int, int] = {}
-    for scope, owners in mine.items():
-        found = theirs.get(scope, [])
-        repeats = any(_scope(model.nodes[owner]) == scope for owner in owners) and len(owners) > 1
-        if not scope or repeats or len(found) != len(owners):
-            raise Mismatch(_why_not(model, scope, owners, found))
-        if len(owners) > 1 and _inside(mine, scope) != _inside(theirs, scope):
-            raise Mismatch(
-                f"layers below {'/'.join(scope)} have no names of their own, and others there are in another order"
-            )
-        walk = _Walk(names, model, saved)
-        for wanted, other in zip(owners, found, strict=True):
-            walk.align_one(wanted, other)
-        pairs.update(walk.pairs)
-        layers.update(walk.layers)
-    used = {weight.key for weight in pairs.values()}
-    if len({weight.key for weight in pairs.values()}) < len(pairs):
-        raise Mismatch("two weights of the model have one name")
+    for number in model.below(0):
+        for weight in model.nodes[number].weights.values():
+            name = weight.name
+            made_up = [scope for scope in name.split("/")[:-1] if names.number(scope) is not None]
+            if made_up or "/" not in name:
+                raise Mismatch(f"Keras made the names of {name}, and it numbers layers anew in every process")
+            if mine[name] != 1 or theirs[name] != 1:
+                raise Mismatch(f"{theirs[name]} saved weights and {mine[name]} of the model are called {name}")
+            other, found = places[name]
+            if found.shape != weight.shape:
+                raise Mismatch(f"{name} has shape {found.shape}, the model's {weight.shape}")
+            if layers.setdefault(number, other) != other:
+                raise Mismatch(f"the weights of one layer of the model are in two saved ones ({name})")
+            pairs[weight.key] = found
     numbers = {below for number in layers.values() for below in _model_around(saved, number)}
+    used = {weight.key for weight in pairs.values()}
     return Candidate("", pairs, layers, _left_over(saved, sorted(numbers), used))
-
-
-def _by_scope(names: Names, objects: Objects) -> dict[tuple[str, ...], list[int]]:
-    """Leading chosen scopes of a layer's weights -> the layers below, in order; () for those without any."""
-    found: dict[tuple[str, ...], list[int]] = {}
-    for number in objects.below(0):
-        if objects.nodes[number].weights:
-            chosen = itertools.takewhile(lambda scope: names.number(scope) is None, _scope(objects.nodes[number]))
-            found.setdefault(tuple(chosen), []).append(number)
-    return found
-
-
-def _scope(layer: SavedObject) -> tuple[str, ...]:
-    """The scopes of a layer's weights; () where they have none, or different ones."""
-    scope, *others = {weight.name.rpartition("/")[0] for weight in layer.weights.values()}
-    return tuple(scope.split("/")) if scope and not others else ()
-
-
-def _inside(owners: Mapping[tuple[str, ...], Sequence[int]], scope: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The chosen scopes below `scope`, in order."""
-    return [other for other in owners if len(other) > len(scope) and other[: len(scope)] == scope]
-
-
-def _why_not(model: Objects, scope: tuple[str, ...], owners: Sequence[int], found: Sequence[int]) -> str:
-    mine = first_few(sorted(weight.name for owner in owners for weight in model.nodes[owner].weights.values()))
-    if not scope:
-        return f"Keras made the names of {mine}, and it numbers layers anew in every process"
-    return f"{len(found)} saved layers and {len(owners)} of the model are called {'/'.join(scope)} ({mine})"
 
 
 def _get(mapping: Mapping[str, Value], attribute: str) -> Value | None:

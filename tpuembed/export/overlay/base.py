@@ -7,7 +7,7 @@ from pathlib import Path
 from tpuembed.errors import ConfigError
 from tpuembed.export.options import LATEST, BaseOption
 from tpuembed.export.plan.plan import ExportPlan, StackPlan
-from tpuembed.export.retention.listing import is_whole, version_folders
+from tpuembed.export.retention.listing import is_loadable, is_whole, version_folders
 from tpuembed.manifest import BaseEntry, Manifest, StackEntry, TableEntry
 
 __all__ = ["BaseVersion", "difference", "find_base"]
@@ -53,7 +53,7 @@ def find_base(model_dir: Path, base: BaseOption) -> BaseVersion | str:
     folders = dict(version_folders(model_dir)) if model_dir.is_dir() else {}
     if base == LATEST:
         newest = next(
-            (folders[number] for number in sorted(folders, reverse=True) if _is_usable(folders[number])), None
+            (folders[number] for number in sorted(folders, reverse=True) if is_loadable(folders[number])), None
         )
         if newest is None:
             return f"MODEL_DIR {model_dir} has no complete version yet"
@@ -73,7 +73,7 @@ def find_base(model_dir: Path, base: BaseOption) -> BaseVersion | str:
     if manifest.base is None:
         return BaseVersion(found, manifest)
     below = folders.get(manifest.base.version)
-    own = Manifest.read(below) if below is not None and _is_usable(below) else None
+    own = Manifest.read(below) if below is not None and is_loadable(below) else None
     if below is None or own is None or own.tables_fingerprint != manifest.base.fingerprint:
         fault = "is not there" if own is None else f"has the fingerprint {own.tables_fingerprint}"
         text = (
@@ -84,14 +84,6 @@ def find_base(model_dir: Path, base: BaseOption) -> BaseVersion | str:
             return text
         raise ConfigError(f"base {named}: {text}. Leave base out for a full version.")
     return BaseVersion(below, own)
-
-
-def _is_usable(version_dir: Path) -> bool:
-    """Returns True if the version is complete, and its manifest can be read."""
-    try:
-        return is_whole(version_dir)
-    except ConfigError:
-        return False
 
 
 def difference(plan: ExportPlan, base: BaseVersion) -> str:
@@ -119,7 +111,7 @@ def _stack_difference(stack: StackPlan, entry: StackEntry, tables: Mapping[str, 
         return f"version {version} has other tables: {', '.join(sorted(theirs ^ mine))}"
     for place in stack.tables:
         table = tables[place.table]
-        if table.rows > place.rows:
+        if table.rows != place.rows:
             return f"table {place.table!r} has {table.rows} rows in version {version}, and {place.rows} in the export"
         before = None if table.quantization is None else dataclasses.asdict(table.quantization)
         if before != place.quantization:

@@ -8,9 +8,9 @@ memory, the other rows are not read either. A file is read whole, because its ch
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -21,18 +21,18 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.checkpoint import Checkpoint
-from tpuembed.errors import ExportError, warn
+from tpuembed.errors import ExportError, reason, warn
 from tpuembed.export.overlay.base import BaseVersion
-from tpuembed.export.plan.plan import ExportPlan, OverlayPlan, Placement, ShardTask, StackPlan
+from tpuembed.export.plan.plan import ExportPlan, ShardTask, StackPlan
 from tpuembed.export.storage.error import TableError
-from tpuembed.export.stream.execute import table_errors
+from tpuembed.export.stream.execute import combined, table_errors
 from tpuembed.export.stream.shard import ShardResult, Source, write_shard
-from tpuembed.manifest import HistoryEntry, Manifest
+from tpuembed.files import open_bytes
+from tpuembed.manifest import HistoryEntry
 from tpuembed.row_history import RowHistory
 from tpuembed.saved_model import file_crc32c
-from tpuembed.tensor_bundle import crc
 
-__all__ = ["Changes", "TooManyRowsError", "find_changes", "stamped_tables"]
+__all__ = ["Search", "TooManyRowsError", "stamped_tables"]
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -49,108 +49,18 @@ class TooManyRowsError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Changes:
-    """What differs from the base. The files are named ArrayPlan.file.
+class Search:
+    """A search for the rows that differ from the base.
 
     Attributes:
-        stacks: of the plan, with their overlays.
-        crc32c: of each array that was written, by its name.
-        linked: the stacks whose own array is the base's file.
-        full_crc32c: of all rows of each stack, by its name, unless only a part was read.
-        rows: number of changed rows.
-        rows_compared: number of rows that were compared with those of the base.
-        bytes_written: bytes of all files.
-        results: one for each shard of the plan.
-        errors: differences from float32, by table. Of tables in memory with stamps, those of the base count too.
-    """
-
-    stacks: tuple[StackPlan, ...]
-    crc32c: Mapping[str, int]
-    linked: tuple[str, ...]
-    full_crc32c: Mapping[str, int]
-    rows: int
-    rows_compared: int
-    bytes_written: int
-    results: Mapping[int, ShardResult]
-    errors: Mapping[str, TableError]
-
-
-def find_changes(
-    checkpoint: Checkpoint,
-    source: Source,
-    plan: ExportPlan,
-    base: BaseVersion,
-    folder: Path,
-    *,
-    whole: Sequence[str],
-    stamped: Mapping[str, int],
-    max_bytes: float,
-    on_result: Callable[[ShardResult], None],
-    on_progress: Callable[[int, int], None],
-) -> Changes:
-    """Write the rows of `plan` that differ from those of `base` into `folder`.
-
-    Args:
         checkpoint: is read, by several threads.
         source: of the checkpoint.
         plan: has the tables of the base; see `difference`.
         base: the version to compare with.
-        folder: an existing folder.
         whole: tables that the model reads whole. Their stacks are written anew if a row differs.
         stamped: see `stamped_tables`.
-        max_bytes: the most bytes to write.
-        on_result: called with the result of every shard.
-        on_progress: called with (bytes compared, bytes in total).
-
-    Raises:
-        TooManyRowsError: more than `max_bytes` differ.
-        CheckpointError: the checkpoint cannot be read.
-        ExportError: the base cannot be read, or a row cannot be stored.
+        results: of the shards that were searched, by index.
     """
-    search = _Search(checkpoint, source, plan, base, whole, stamped)
-    found = {stack.name: _StackFiles(stack, folder) for stack in plan.stacks}
-    results: dict[int, ShardResult] = {}
-    done = 0
-    workers = max(1, min(plan.workers, plan.max_memory_bytes // (2 * _SHARD_BYTES)))
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        try:
-            for task, rows in zip(plan.shards, _in_order(pool, search.shard, plan.shards, workers + 1), strict=True):
-                found[task.stack].add(rows)
-                results[task.index] = rows.result
-                on_result(rows.result)
-                done += task.size
-                on_progress(done, plan.table_bytes)
-                if sum(files.bytes_written for files in found.values()) > max_bytes:
-                    raise TooManyRowsError
-        finally:
-            pool.shutdown(cancel_futures=True)
-    full = search.full_crc32c(results)
-    made, linked, crc32c = [], [], dict[str, int]()
-    for stack in plan.stacks:
-        overlay, own = found[stack.name].finish(base.manifest, full.get(stack.name), is_whole=search.is_whole(stack))
-        made.append(overlay)
-        crc32c |= own
-        if stack.name not in own:
-            linked.append(stack.name)
-    written = sum(array.size for stack in made for array in stack.arrays if array.name in crc32c)
-    if written > max_bytes:
-        raise TooManyRowsError
-    return Changes(
-        stacks=tuple(made),
-        crc32c=crc32c,
-        linked=tuple(linked),
-        full_crc32c=full,
-        rows=sum(stack.overlay.rows if stack.overlay else 0 for stack in made),
-        rows_compared=search.rows_compared(),
-        bytes_written=written,
-        results=results,
-        errors=search.errors(results),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Search:
-    """The arguments of `find_changes`, and what follows from them and from the shards' results."""
 
     checkpoint: Checkpoint
     source: Source
@@ -158,57 +68,93 @@ class _Search:
     base: BaseVersion
     whole: Sequence[str]
     stamped: Mapping[str, int]
+    results: dict[int, ShardResult] = dataclasses.field(default_factory=dict)
+
+    def run(
+        self,
+        folder: Path,
+        max_bytes: float,
+        on_result: Callable[[ShardResult], None],
+        on_progress: Callable[[int, int], None],
+    ) -> tuple[tuple[StackPlan, ...], dict[str, int]]:
+        """Write the rows that differ into files in `folder`, named ArrayPlan.file.
+
+        Returns:
+            The stacks of the plan with their overlays, and the checksum of each file that was written, by the name of its array.
+
+        Raises:
+            TooManyRowsError: more than `max_bytes` differ.
+            CheckpointError: the checkpoint cannot be read.
+            ExportError: the base cannot be read, or a row cannot be stored.
+        """
+        plan, done = self.plan, 0
+        found = {stack.name: _StackFiles(stack, folder) for stack in plan.stacks}
+        workers = max(1, min(plan.workers, plan.max_memory_bytes // (2 * _SHARD_BYTES)))
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            try:
+                for task, rows in zip(plan.shards, _in_order(pool, self._shard, plan.shards, workers + 1), strict=True):
+                    found[task.stack].add(rows)
+                    self.results[task.index] = rows.result
+                    on_result(rows.result)
+                    done += task.size
+                    on_progress(done, plan.table_bytes)
+                    if sum(files.bytes_written for files in found.values()) > max_bytes:
+                        raise TooManyRowsError
+            finally:
+                pool.shutdown(cancel_futures=True)
+        full, made, crc32c = self.full_crc32c(), [], dict[str, int]()
+        for stack in plan.stacks:
+            files, is_whole = found[stack.name], self._is_whole(stack)
+            overlay, own = files.finish(full.get(stack.name), is_whole=is_whole)
+            made.append(overlay)
+            crc32c |= own
+        if sum(array.size for stack in made for array in stack.arrays if array.name in crc32c) > max_bytes:
+            raise TooManyRowsError
+        return tuple(made), crc32c
 
     @property
-    def read_in_part(self) -> Collection[str]:
+    def _read_in_part(self) -> Collection[str]:
         """Return the tables of which only the touched rows are read."""
         return self.stamped.keys() if self.checkpoint.is_in_memory else ()
 
-    def is_whole(self, stack: StackPlan) -> bool:
+    def _is_whole(self, stack: StackPlan) -> bool:
         """Returns True if the model reads the stack's table whole."""
         return any(place.table in self.whole for place in stack.tables)
 
-    def shard(self, task: ShardTask) -> "_ChangedRows":
+    def _shard(self, task: ShardTask) -> "_ChangedRows":
         """Return the rows of one shard that may differ. Any thread may call it."""
         stack = next(stack for stack in self.plan.stacks if stack.name == task.stack)
         place = next(place for place in stack.tables if place.table == task.table)
         entry = next(entry for entry in self.base.manifest.stacks if entry.name == task.stack)
-        before = next(table for table in self.base.manifest.tables if table.name == task.table)
-        in_base = before.row_offset, before.rows
-        rows = _ChangedRows(stack, place, self.base.path / entry.file, in_base, keep_all=self.is_whole(stack))
+        rows = _ChangedRows(stack, self.base.path / entry.file, keep_all=self._is_whole(stack))
         numbers, write = None, rows.compare
         if task.table in self.stamped:
-            touched = _touched_rows(self.checkpoint, task, self.stamped[task.table], before.rows)
+            touched = _touched_rows(self.checkpoint, task, self.stamped[task.table])
             rows.chosen, write = touched + place.row_offset, rows.choose
             if self.checkpoint.is_in_memory:
                 numbers, write = touched, rows.append
         rows.result = write_shard(task, self.source, write, checkpoint=self.checkpoint, numbers=numbers)
         return rows
 
-    def full_crc32c(self, results: Mapping[int, ShardResult]) -> dict[str, int]:
+    def full_crc32c(self) -> dict[str, int]:
         """Return the checksum of all rows of each stack that was read whole."""
         stacks = {stack.name: stack for stack in self.plan.stacks}
         return {
-            name: _combined((results[task.index].crc32c, task.size) for task in tasks)
+            name: combined((self.results[task.index].crc32c, task.size) for task in tasks)
             for name, tasks in itertools.groupby(self.plan.shards, key=attrgetter("stack"))
-            if not any(place.table in self.read_in_part for place in stacks[name].tables)
+            if not any(place.table in self._read_in_part for place in stacks[name].tables)
         }
 
-    def errors(self, results: Mapping[int, ShardResult]) -> dict[str, TableError]:
-        """Return the differences from float32, by table."""
-        found = table_errors(self.plan.shards, results)
-        for table in self.read_in_part:
+    def errors(self) -> dict[str, TableError]:
+        """Return the differences from float32, by table. Of tables that were read in part, those of the base count too."""
+        found = table_errors(self.plan.shards, self.results)
+        for table in self._read_in_part:
             found[table] = TableError(**self.base.manifest.errors[table]).merged(found[table])
         return found
 
     def rows_compared(self) -> int:
         """Return how many rows were compared with those of the base."""
-        stops = {table.name: table.rows for table in self.base.manifest.tables}
-        return sum(
-            max(0, min(task.stop, stops[task.table]) - task.start)
-            for task in self.plan.shards
-            if task.table not in self.stamped
-        )
+        return sum(task.stop - task.start for task in self.plan.shards if task.table not in self.stamped)
 
 
 def stamped_tables(
@@ -248,15 +194,13 @@ def stamped_tables(
     return found
 
 
-def _touched_rows(checkpoint: Checkpoint, task: ShardTask, since: int, base_stop: int) -> npt.NDArray[np.int64]:
-    """Return the rows of the shard, by their numbers in the table, with stamps above `since`, or from `base_stop` on."""
+def _touched_rows(checkpoint: Checkpoint, task: ShardTask, since: int) -> npt.NDArray[np.int64]:
+    """Return the rows of the shard, by their numbers in the table, with stamps above `since`."""
     found = []
     for start in range(task.start, task.stop, _STAMPS_AT_ONCE):
         stamps = np.empty(min(_STAMPS_AT_ONCE, task.stop - start), np.int32)
         checkpoint.read_stamps(task.table, start, stamps)
-        is_touched = stamps > since
-        is_touched[max(0, base_stop - start) :] = True
-        found.append(np.flatnonzero(is_touched) + start)
+        found.append(np.flatnonzero(stamps > since) + start)
     return np.concatenate(found)
 
 
@@ -292,15 +236,9 @@ class _ChangedRows:
     has_changes = False
     chosen: npt.NDArray[np.int64]
 
-    def __init__(
-        self, stack: StackPlan, place: Placement, path: Path, in_base: tuple[int, int], *, keep_all: bool
-    ) -> None:
-        """Compare with rows of the file `path`: `in_base` are the first row of the table there, and their number.
-
-        `keep_all` keeps the rows that do not differ too.
-        """
-        self._row_bytes, self._place, self._keep_all = stack.row_bytes, place, keep_all
-        self._path, (self._base_offset, self._base_rows) = path, in_base
+    def __init__(self, stack: StackPlan, path: Path, *, keep_all: bool) -> None:
+        """Compare with rows of the base's file `path`. `keep_all` keeps the rows that do not differ too."""
+        self._row_bytes, self._path, self._keep_all = stack.row_bytes, path, keep_all
         self._numbers: list[npt.NDArray[np.int64]] = []
         self.rows: list[_Bytes] = []
 
@@ -325,12 +263,7 @@ class _ChangedRows:
     def compare(self, data: _Bytes, offset: int) -> None:
         """Keep those of the stored rows `data` that differ. They are at `offset` of the stack's file in a full export."""
         stored, first = data.reshape(-1, self._row_bytes), offset // self._row_bytes
-        in_table = first - self._place.row_offset
-        count = max(0, min(len(stored), self._base_rows - in_table))
-        differs = np.ones(len(stored), bool)
-        if count:
-            before = self._read_base((self._base_offset + in_table) * self._row_bytes, count)
-            differs[:count] = _differ(stored[:count], before)
+        differs = _differ(stored, self._read_base(offset, len(stored)))
         self.has_changes = self.has_changes or bool(differs.any())
         places = np.flatnonzero(differs | self._keep_all)
         if len(places):
@@ -345,23 +278,12 @@ class _ChangedRows:
 
     def _read_base(self, offset: int, count: int) -> _Bytes:
         rows = np.empty((count, self._row_bytes), np.uint8)
-        rest = rows.reshape(-1).data
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                while rest:
-                    read = os.preadv(descriptor, (rest,), offset)
-                    if not read:
-                        raise ExportError(
-                            f"base {self._path}: it ends at byte {offset}, inside its rows. Verify the version, or leave "
-                            "base out."
-                        )
-                    rest, offset = rest[read:], offset + read
-            finally:
-                os.close(descriptor)
-        except OSError as error:
+            with contextlib.closing(open_bytes(self._path)) as file:
+                file.read_into(offset, rows.reshape(-1).data)
+        except (OSError, EOFError) as error:
             raise ExportError(
-                f"base {self._path}: cannot be read: {error.strerror}. Verify the version, or leave base out."
+                f"base {self._path}: cannot be read: {reason(error)}. Verify the version, or leave base out."
             ) from None
         return rows
 
@@ -401,7 +323,7 @@ class _StackFiles:
         _set_bits(self._bits, numbers)
         self._rows += len(numbers)
 
-    def finish(self, base: Manifest, crc32c: int | None, *, is_whole: bool) -> tuple[StackPlan, dict[str, int]]:
+    def finish(self, crc32c: int | None, *, is_whole: bool) -> tuple[StackPlan, dict[str, int]]:
         """Write the other files. Return the stack with its overlay, and the checksum of every file that is not the base's."""
         stack = self._stack
         if not self._has_changes:
@@ -413,10 +335,7 @@ class _StackFiles:
             return stack, {stack.name: crc32c}
         if self._rows > _MOST_ROWS:
             raise TooManyRowsError
-        rows = next(entry.rows for entry in base.stacks if entry.name == stack.name)
-        tables = {table.name: (table.row_offset, table.rows) for table in base.tables if table.stack == stack.name}
-        overlay = OverlayPlan(rows=self._rows, base_rows=rows, base_tables=tables)
-        overlaid = dataclasses.replace(stack, overlay=overlay)
+        overlaid = dataclasses.replace(stack, overlay_rows=self._rows)
         _, own, words = overlaid.arrays
         (self._folder / words.file).write_bytes(_words(self._bits).data)
         return overlaid, {array.name: file_crc32c(self._folder / array.file) for array in (own, words)}
@@ -441,10 +360,3 @@ def _words(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
         words[start + 1 : start + len(part), 1] = sums[:-1]
         before = int(sums[-1])
     return words
-
-
-def _combined(parts: Iterator[tuple[int, int]]) -> int:
-    checksum = 0
-    for part in parts:
-        checksum = crc.combine(checksum, *part)
-    return checksum

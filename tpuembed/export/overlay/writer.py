@@ -2,26 +2,32 @@
 
 import dataclasses
 import fcntl
+import filecmp
+import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ConfigError, ExportError
-from tpuembed.export.formatting import format_bytes
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.base import BaseVersion
-from tpuembed.export.overlay.changes import Changes, find_changes, stamped_tables
-from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.overlay.changes import Search, stamped_tables
+from tpuembed.export.plan.plan import ExportPlan, format_bytes
 from tpuembed.export.publish.folder import FolderWriter, check_free, lock_folder
 from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.execute import check_source
 from tpuembed.export.stream.shard import ShardResult, Source, open_source
-from tpuembed.files.links import link_or_clone
-from tpuembed.manifest import HistoryEntry
+from tpuembed.manifest import NAMES_FOLDER, HistoryEntry
+from tpuembed.saved_model import GRAPH_FILE
 
-__all__ = ["MAX_SHARE", "OverlayWriter"]
+__all__ = ["FULL_GRAPH", "MAX_SHARE", "OverlayWriter", "save_full_graph"]
+
+FULL_GRAPH: Final = Path("assets.extra", "full")
+"""The graph that an overlay would have as a full version, so that `compact` needs no model."""
+_REWRITTEN: Final = (GRAPH_FILE.name, "variables.index")
 
 # Each overlay has all rows that changed since its base, so it grows from version to version. Beyond this share of the tables'
 # bytes a full version costs less: the next overlays start small again, and lookups in it need no second gather, which costs a
@@ -71,52 +77,71 @@ class OverlayWriter(FolderWriter):
         histories: Mapping[str, HistoryEntry],
         on_result: Callable[[ShardResult], None],
         on_progress: Callable[[int, int], None],
-    ) -> tuple[Changes, StreamReport]:
+    ) -> tuple[StreamReport, int]:
         """Write the files of the overlay and link those of the base. `plan` then has the overlays.
+
+        Returns:
+            The report, and the number of rows that were compared with those of the base.
 
         Raises:
             TooManyRowsError: more than MAX_SHARE of the tables differs from the base.
             CheckpointError: the checkpoint cannot be read, or does not have its recorded checksums.
             ExportError: the base cannot be read or linked.
         """
-        started, folder = time.monotonic(), self.folder / "overlay"
+        started, folder, plan = time.monotonic(), self.folder / "overlay", self.plan
         folder.mkdir()
-        plan = self.plan
         stamped = stamped_tables(plan, self.base, whole, histories, self.options.max_error)
-        found = find_changes(
-            checkpoint,
-            source,
-            plan,
-            self.base,
-            folder,
-            whole=whole,
-            stamped=stamped,
-            max_bytes=MAX_SHARE * plan.table_bytes,
-            on_result=on_result,
-            on_progress=on_progress,
-        )
+        search = Search(checkpoint=checkpoint, source=source, plan=plan, base=self.base, whole=whole, stamped=stamped)
+        stacks, crc32c = search.run(folder, MAX_SHARE * plan.table_bytes, on_result, on_progress)
         with open_source(source) as again:  # raises if the source has changed meanwhile
-            check_source(again, plan, found.results)
-        entries = {stack.name: stack for stack in self.base.manifest.stacks}
-        for stack in (stack for stack in found.stacks if stack.name in found.linked):
-            link_or_clone(self.base.path / entries[stack.name].file, folder / stack.file)
-        self.plan = dataclasses.replace(plan, stacks=found.stacks)
-        linked = {name: entries[name] for name in found.linked}
+            check_source(again, plan, search.results)
+        self.plan = dataclasses.replace(plan, stacks=stacks)
+        linked = {entry.name: entry for entry in self.base.manifest.stacks if entry.name not in crc32c}
+        for stack in stacks:
+            if stack.name in linked:
+                self._link(self.base.path / linked[stack.name].file, folder / stack.file)
         reused = sum(entry.size for entry in linked.values())
-        return found, StreamReport(
+        written = sum(array.size for stack in stacks for array in stack.arrays if array.name in crc32c)
+        report = StreamReport(
             folder=folder,
-            crc32c={**found.crc32c, **{name: entry.crc32c for name, entry in linked.items()}},
-            bytes_written=found.bytes_written + reused,
+            crc32c={**crc32c, **{name: entry.crc32c for name, entry in linked.items()}},
+            bytes_written=written + reused,
             bytes_reused=reused,
-            errors=found.errors,
+            errors=search.errors(),
             seconds=time.monotonic() - started,
             worker_peak_rss_bytes=0,
             base=self.base.entry,
             base_files={name: entry.file for name, entry in linked.items()},
-            full_crc32c=found.full_crc32c,
+            full_crc32c=search.full_crc32c(),
         )
+        return report, search.rows_compared()
+
+    def _link(self, source: Path, target: Path) -> None:
+        try:
+            os.link(source, target)
+        except OSError as error:
+            raise ExportError(
+                f"file {source}: cannot be linked to {target}: {error.strerror}. Leave base out for a full version."
+            ) from None
 
     def too_many(self) -> str:
         """Return why the export is no overlay, as a sentence without its full stop."""
         of_all = f"{MAX_SHARE:.0%} of the {format_bytes(self.plan.table_bytes)}"
         return f"more than {of_all} of tables changed since version {self.base.number}"
+
+
+def save_full_graph(save: Callable[[Path], Any], version: Path) -> None:
+    """Call `save` with the folder for the graph inside `version`. Files that the version has too are hard links.
+
+    But not those that are written again before the version is published.
+    """
+    folder = version / FULL_GRAPH
+    save(folder)
+    for own in ("assets.extra", NAMES_FOLDER):  # warm-up requests and names, which are the version's
+        shutil.rmtree(folder / own, ignore_errors=True)
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            same = version / path.relative_to(folder)
+            if path.name not in _REWRITTEN and same.is_file() and filecmp.cmp(path, same, shallow=False):
+                path.unlink()
+                path.hardlink_to(same)

@@ -11,24 +11,30 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tpuembed.export.formatting import format_bytes, format_seconds
 from tpuembed.export.storage.formats import STORAGES, RowFormat
 from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
 __all__ = [
-    "BYTES_PER_SECOND_AND_WORKER",
     "ArrayPlan",
     "ExportPlan",
-    "OverlayPlan",
     "Placement",
     "ShardTask",
     "StackPlan",
+    "format_bytes",
 ]
 
-BYTES_PER_SECOND_AND_WORKER = 500 * 10**6
-"""The rate that estimates assume, in bytes read or written, whichever is more: a processor of 2025 and a disk that
-keeps up.
-"""
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def format_bytes(count: int) -> str:
+    """Format `count` bytes in decimal units with three significant digits: 999 B, 1.5 kB, 10 TB."""
+    size = float(count)
+    for unit in _UNITS:
+        if size < 999.5 or unit == _UNITS[-1]:
+            break
+        size /= 1000
+    return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,21 +77,6 @@ class ArrayPlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OverlayPlan:
-    """The rows of a stack that replace rows of its base.
-
-    Attributes:
-        rows: how many.
-        base_rows: rows of the base's stack.
-        base_tables: by table: the first row of the base's stack that is its row, and how many it has there.
-    """
-
-    rows: int
-    base_rows: int
-    base_tables: Mapping[str, tuple[int, int]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StackPlan:
     """One stacked variable.
 
@@ -96,7 +87,7 @@ class StackPlan:
         rows: number of rows of all its tables together.
         size: size of its file, in bytes.
         tables: in row order, sorted by name; exactly one if the model reads it whole.
-        overlay: the rows that replace those of the base; None if its file has all rows.
+        overlay_rows: how many rows replace rows of the base; None if its own file has all rows.
     """
 
     name: str
@@ -105,7 +96,7 @@ class StackPlan:
     rows: int
     size: int
     tables: tuple[Placement, ...]
-    overlay: OverlayPlan | None = None
+    overlay_rows: int | None = None
 
     @property
     def file(self) -> str:
@@ -118,23 +109,18 @@ class StackPlan:
         return STORAGES[self.storage].row_bytes(self.dim)
 
     @property
-    def stored_shape(self) -> tuple[int, int]:
-        """Return [rows, columns] of the stack's data."""
-        return self.rows, STORAGES[self.storage].columns(self.dim)
-
-    @property
     def arrays(self) -> tuple[ArrayPlan, ...]:
         """Return the arrays of the graph that hold its rows.
 
         With an overlay: the base's rows, the rows that replace them, and the words to find them; see OverlayEntry.
         """
-        columns = STORAGES[self.storage].columns(self.dim)
-        dtype = STORAGES[self.storage].dtype.name
-        if self.overlay is None:
-            return (ArrayPlan(name=self.name, dtype=dtype, shape=self.stored_shape),)
+        codec, columns = STORAGES[self.storage], STORAGES[self.storage].columns(self.dim)
+        own = ArrayPlan(name=self.name, dtype=codec.dtype.name, shape=(self.rows, columns))
+        if self.overlay_rows is None:
+            return (own,)
         return (
-            ArrayPlan(name=self.name, dtype=dtype, shape=(self.overlay.base_rows, columns)),
-            ArrayPlan(name=f"{self.name}_rows", dtype=dtype, shape=(self.overlay.rows, columns)),
+            own,
+            dataclasses.replace(own, name=f"{self.name}_rows", shape=(self.overlay_rows, columns)),
             ArrayPlan(name=f"{self.name}_words", dtype="int64", shape=(-(-self.rows // 32),)),
         )
 
@@ -231,23 +217,12 @@ class ExportPlan:
         """Return the most bytes of buffers that all workers hold together."""
         return self.workers * max(task.buffer_bytes for task in self.shards)
 
-    @property
-    def estimated_seconds(self) -> float:
-        """Return an estimate of the streaming time. It assumes BYTES_PER_SECOND_AND_WORKER; nothing is measured."""
-        moved = sum(max(task.size, task.source_size) for task in self.shards)
-        return moved / (self.workers * BYTES_PER_SECOND_AND_WORKER)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
-        estimate = {
-            "estimated_seconds": round(self.estimated_seconds, 3),
-            "stated_bytes_per_second": self.workers * BYTES_PER_SECOND_AND_WORKER,
-        }
-        counts = {"table_bytes": self.table_bytes, "buffer_bytes": self.buffer_bytes}
-        return {**dataclasses.asdict(self), **counts, **estimate}
+        return {**dataclasses.asdict(self), "table_bytes": self.table_bytes, "buffer_bytes": self.buffer_bytes}
 
     def describe(self) -> str:
-        """Return the plan as lines of text: a summary, an estimate, then one line per stack and table."""
+        """Return the plan as lines of text: a summary, then one line per stack and table."""
         return "\n".join(_description(self))
 
 
@@ -260,10 +235,6 @@ def _description(plan: ExportPlan) -> Iterator[str]:
     )
     if plan.base is not None:
         yield f"an overlay of version {plan.base}: only rows that differ are written, and the figures are of a full version"
-    rate = format_bytes(BYTES_PER_SECOND_AND_WORKER)
-    yield (
-        f"about {format_seconds(plan.estimated_seconds)}, if each worker moves {rate}/s (an assumed rate, not measured)"
-    )
     shards = Counter(task.table for task in plan.shards)
     for stack in plan.stacks:
         yield f"  {stack.name}: {stack.storage} [{stack.rows:,}, {stack.dim}], {format_bytes(stack.size)}"

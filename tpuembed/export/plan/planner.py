@@ -180,27 +180,21 @@ def _split(stack: StackPlan, shard_bytes: int) -> Iterator[tuple[StackPlan, Plac
             yield stack, table, start, stop
 
 
-@dataclasses.dataclass(frozen=True)
-class _ChunkSize:
-    """The rows of a table to read at a time, and the bytes that its reader holds beside them."""
-
-    rows: int
-    reader_bytes: int
-
-
-def _chunk(stack: StackPlan, table: Placement, budget: int, read_buffers: ReadBuffers) -> _ChunkSize:
-    """Return the chunk size of a table: as large as fits in `budget` bytes, up to _CHUNK_BYTES."""
+def _chunk(stack: StackPlan, table: Placement, budget: int, read_buffers: ReadBuffers) -> tuple[int, int]:
+    """Return the rows of a table to read at a time, as many as fit in `budget` bytes and _CHUNK_BYTES, and the bytes that its
+    reader holds beside them.
+    """
     form = stack.row_format(table)
     rows = min(table.rows, form.rows_within(min(_CHUNK_BYTES, budget)))
     reader_bytes = read_buffers(table.table, rows)
     if reader_bytes and form.chunk_bytes(rows) + reader_bytes > budget:
         rows = most_rows(budget, lambda rows: form.chunk_bytes(rows) + read_buffers(table.table, rows), rows)
         reader_bytes = read_buffers(table.table, rows)
-    return _ChunkSize(rows, reader_bytes)
+    return rows, reader_bytes
 
 
 def _task(
-    index: int, stack: StackPlan, table: Placement, start: int, stop: int, chunk: _ChunkSize, require_finite: bool
+    index: int, stack: StackPlan, table: Placement, start: int, stop: int, chunk: tuple[int, int], require_finite: bool
 ) -> ShardTask:
     return ShardTask(
         index=index,
@@ -213,9 +207,9 @@ def _task(
         storage=stack.storage,
         file=stack.file,
         file_offset=(table.row_offset + start) * stack.row_bytes,
-        chunk_rows=min(stop - start, chunk.rows),
+        chunk_rows=min(stop - start, chunk[0]),
         quantization=table.quantization,
-        reader_bytes=chunk.reader_bytes,
+        reader_bytes=chunk[1],
         require_finite=require_finite,
     )
 

@@ -15,11 +15,11 @@ from tpuembed.export.graph.signature import (
     serving_config_of,
 )
 from tpuembed.export.plan.plan import ExportPlan
+from tpuembed.export.report import SavedGraph
 
 if TYPE_CHECKING:
     from tpuembed.checkpoint import Checkpoint
     from tpuembed.export.graph.keras_model import KerasModel
-    from tpuembed.export.graph.saved_model import SavedGraph
 
 __all__ = ["ExportRequest", "LookupRequest", "check_model_config", "make_request"]
 
@@ -43,17 +43,16 @@ class ExportRequest(Protocol):
     dropped_features: tuple[str, ...]
     quantization: Mapping[str, QuantizationConfig]
 
-    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+    def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
         """Save the signatures into `folder`, over the stacks of `plan`."""
 
 
 def make_request(
     checkpoint: "Checkpoint",
-    serving_config: Any,
-    model: Any,
-    tables: Sequence[str] | None,
+    serving_config: Any = None,
+    model: Any = None,
+    tables: Sequence[str] | None = None,
     features: Sequence[str] | None = None,
-    output_names: Mapping[str, str] | None = None,
     *,
     allow_unused_weights: bool = False,
 ) -> ExportRequest:
@@ -68,22 +67,18 @@ def make_request(
     for name in tables or ():
         find_table(name, checkpoint.tables())
     if model is None:
-        if output_names:
-            raise ConfigError(
-                "output_names: they rename the outputs of a model, and outputs of lookups are named like their "
-                "features. Pass a model, or rename the features in the serving_config."
-            )
         if allow_unused_weights:
             raise ConfigError(
                 "allow_unused_weights: supported only for a whole model. Give `model` too, or leave it out."
             )
         return LookupRequest(checkpoint, serving_config, tables, features)
-    if features is not None:
-        raise ConfigError(
-            "features: a model needs all of its inputs. Leave `features` out, or leave `model` out to export "
-            "lookups only."
-        )
-    return _ModelRequest(checkpoint, serving_config, model, tables, output_names, allow_unused_weights)
+    for what, names in (("tables", tables), ("features", features)):
+        if names is not None:
+            raise ConfigError(
+                f"{what}: a model needs all of its tables and inputs. Leave `{what}` out, or leave `model` out to export "
+                "lookups only."
+            )
+    return _ModelRequest(checkpoint, serving_config, model, allow_unused_weights)
 
 
 def _check_names(what: str, names: Sequence[str] | None) -> None:
@@ -129,7 +124,7 @@ class LookupRequest:
         )
         _check_all_served(tables, self.tables)
 
-    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+    def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
         """See ExportRequest."""
         _require_tensorflow()
         from tpuembed.export.graph.lookup_model import LookupModel
@@ -149,22 +144,14 @@ class _ModelRequest:
     index_tables: Sequence[str] = ()
     dropped_features: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        checkpoint: "Checkpoint",
-        serving_config: Any,
-        model: Any,
-        tables: Sequence[str] | None,
-        output_names: Mapping[str, str] | None,
-        allow_unused_weights: bool,
-    ) -> None:
+    def __init__(self, checkpoint: "Checkpoint", serving_config: Any, model: Any, allow_unused_weights: bool) -> None:
         _require_tensorflow()
         from tpuembed.export.graph.keras_model import build_model
         from tpuembed.export.graph.stacked_tables import StackedTables
 
         self._checkpoint, self._allow_unused_weights = checkpoint, allow_unused_weights
         self._sources = StackedTables.of(checkpoint)
-        self._model, self._made = build_model(model, self._sources, output_names)
+        self._model = build_model(model, self._sources)
         self._model.compare_vocabularies(checkpoint.path, self._sources.given_names(checkpoint))
         stated = check_model_config(self._model, checkpoint, serving_config)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
@@ -176,25 +163,15 @@ class _ModelRequest:
             )
         self.tables: Sequence[str] = list(self._sources.required)
         self.whole_tables: Sequence[str] = self._sources.read_whole
-        _check_all_served(tables, self.tables)
-        if tables is not None and set(tables) != set(self.tables):
-            missing = sorted(set(self.tables) - set(tables))
-            raise ConfigError(
-                f"tables: the model also looks up in {', '.join(missing)}. Add them, or leave `tables` out."
-            )
 
-    def save_graph(self, plan: ExportPlan, folder: Path) -> "SavedGraph":
+    def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
         """See ExportRequest."""
         from tpuembed.export.graph.dense_weights import restore_dense_weights
         from tpuembed.export.graph.saved_model import save_graph
 
         def dense() -> list[Any]:
             restore_dense_weights(
-                self._model.model,
-                self._checkpoint,
-                self.tables,
-                allow_unused_weights=self._allow_unused_weights,
-                made=self._made,
+                self._model.model, self._checkpoint, self.tables, allow_unused_weights=self._allow_unused_weights
             )
             return self._model.state()
 

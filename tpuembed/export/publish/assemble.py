@@ -9,14 +9,13 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import tpuembed
 from tpuembed.errors import ExportError
 from tpuembed.export.plan.plan import ArrayPlan, Placement, StackPlan
 from tpuembed.export.publish.layouts import BUNDLE, graph_keys
 from tpuembed.export.publish.version_writer import VersionWriter
-from tpuembed.export.report import StreamReport
+from tpuembed.export.report import SavedGraph, StreamReport
 from tpuembed.files import FilePath
 from tpuembed.manifest import (
     ArrayEntry,
@@ -40,16 +39,13 @@ from tpuembed.tensor_bundle import (
     write_index,
 )
 
-if TYPE_CHECKING:  # that module imports TensorFlow
-    from tpuembed.export.graph.saved_model import SavedGraph
-
 __all__ = ["assemble"]
 
 
 def assemble(
     writer: VersionWriter,
     streamed: StreamReport,
-    graph: "SavedGraph",
+    graph: SavedGraph,
     source: Mapping[str, str],
     histories: Mapping[str, HistoryEntry],
 ) -> FilePath:
@@ -94,7 +90,6 @@ def assemble(
         stacks=tuple(_stack_entry(stack, streamed, merged, keys) for stack in plan.stacks),
         signatures=graph.signatures,
         errors={table: dataclasses.asdict(error) for table, error in streamed.errors.items()},
-        tables_key=writer.tables_key if streamed.base is None else "",
         features=graph.features,
         vocabularies=graph.vocabularies,
         padding=graph.padding,
@@ -172,8 +167,6 @@ def _table_entry(stack: StackPlan, table: Placement) -> TableEntry:
         stack=stack.name,
         row_offset=table.row_offset,
         quantization=None if table.quantization is None else QuantizationEntry(**table.quantization),
-        base_row_offset=stack.overlay.base_tables[table.table][0] if stack.overlay else 0,
-        base_rows=stack.overlay.base_tables[table.table][1] if stack.overlay else 0,
     )
 
 
@@ -190,10 +183,9 @@ def _stack_entry(stack: StackPlan, streamed: StreamReport, merged: BundleIndex, 
         for array in stack.arrays
     )
     overlay = None
-    if stack.overlay is not None:
+    if stack.overlay_rows is not None:
         rows, words = more
         overlay = OverlayEntry(
-            base_rows=stack.overlay.base_rows,
             rows=rows,
             words=words,
             crc32c=streamed.full_crc32c.get(stack.name),

@@ -24,14 +24,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from tpuembed.errors import ExportError
-from tpuembed.export.formatting import format_bytes
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan.plan import ExportPlan, ShardTask
+from tpuembed.export.plan.plan import ExportPlan, ShardTask, format_bytes
 from tpuembed.export.publish.layouts import Layout, choose_layout
-from tpuembed.export.publish.reuse import SameTables, find_same_tables, share_tables
 from tpuembed.export.publish.version_writer import (
     MAX_VERSION,
     PREFIX,
@@ -40,8 +38,7 @@ from tpuembed.export.publish.version_writer import (
     naming_model_dir,
     versions_among,
 )
-from tpuembed.export.report import StreamReport
-from tpuembed.export.stream.resume_log import Header, Recorder, read_record, start_record
+from tpuembed.export.stream.resume_log import Header, Record, Recorder, read_record, start_record
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 from tpuembed.files import FilePath, flush
 
@@ -49,7 +46,6 @@ __all__ = [
     "FolderWriter",
     "abandoned",
     "check_free",
-    "ensure_space",
     "lock_folder",
     "locked",
     "next_version",
@@ -75,26 +71,17 @@ class FolderWriter(VersionWriter):
 
     def __init__(self, model_dir: Path, plan: ExportPlan, options: ExportOptions, source: Source) -> None:
         super().__init__(model_dir, plan, options, source)
-        self._same: SameTables | None = None
         self._locks: list[int] = []
 
     def check(self) -> None:
         """See VersionWriter.check."""
         check_free(self.model_dir, self.options.version)
-        if self.options.resume and self.tables_key:
-            self._same = find_same_tables(self.model_dir, self.tables_key, finite=self.plan.require_finite)
-        if self._same is None:
-            ensure_space(self.model_dir, self.plan.table_bytes, self.header, restart=not self.options.resume)
+        _check_room(self.model_dir, self.plan.table_bytes)
 
     @property
     def layout(self) -> Layout:
         """See VersionWriter.layout."""
         return choose_layout(self.options.layout, self.model_dir, self.options.serving_root)
-
-    @property
-    def is_shared(self) -> bool:
-        """See VersionWriter.is_shared."""
-        return self._same is not None
 
     def reserve(self) -> None:
         """Take over the staging folder that the same export left, or create one. MODEL_DIR is created if it is missing."""
@@ -112,9 +99,6 @@ class FolderWriter(VersionWriter):
                 else:
                     self.folder = found.resumable.folder
                 self._locks = [held.pop(self.folder) if self.folder in held else lock_folder(self.folder)]
-                if self._same is not None:
-                    with contextlib.suppress(FileNotFoundError):  # removed since `check`: `share` finds that out
-                        self._locks.append(lock_folder(self._same.version, fcntl.LOCK_SH))
         self.kept = tuple(str(one) for one in found.kept)
         for one in found.stale:
             shutil.rmtree(one.folder, ignore_errors=True)
@@ -123,15 +107,6 @@ class FolderWriter(VersionWriter):
         self.path, self.tables = self.folder / _VERSION, self.folder / _TABLES
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir()
-
-    def share(self, on_progress: Callable[[int, int], None]) -> StreamReport | None:
-        """See VersionWriter.share. Uses hard links."""
-        if self._same is None:
-            return None
-        shared = share_tables(self._same, self.plan, self.folder / "shared", on_progress)
-        if shared is None:  # the data will be copied, and the space for that was not checked yet
-            ensure_space(self.model_dir, self.plan.table_bytes - _disk_bytes(self.folder), self.header)
-        return shared
 
     def open(self) -> Sequence[ShardTask]:
         """Return all shards, each with its recorded checksum if the record has one.
@@ -163,11 +138,6 @@ class FolderWriter(VersionWriter):
     def target(self, batch: Batch) -> Target:  # noqa: ARG002 - all batches have one
         """See VersionWriter.target."""
         return Target(kind="folder", place=str(self.tables))
-
-    @property
-    def hint(self) -> str:
-        """See VersionWriter.hint."""
-        return f"Every node of the cluster must see {self.model_dir} under this path."
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[ShardResult], None]]:
@@ -271,85 +241,63 @@ def check_free(model_dir: Path, version: int | None) -> None:
         )
 
 
-def ensure_space(model_dir: Path, size: int, header: Header, *, restart: bool = False) -> None:
+def _check_room(model_dir: Path, size: int) -> None:
     """Raise ExportError unless `size` bytes fit on the disk of `model_dir`, which may not exist yet.
 
-    Data that the export of `header` can reuse, and stale data that it will remove, count as free.
+    An unfinished export may have some of the bytes, or is removed. Then the reservation of the files' blocks finds out.
     """
-    place = next(path for path in (model_dir, *model_dir.absolute().parents) if path.exists())
-    held = dict[Path, int]()
-    if model_dir.is_dir():
-        with naming_model_dir(model_dir), locked(model_dir):
-            held = dict(abandoned(model_dir))
-            for lock in held.values():
-                os.close(lock)
-    found = _classify(held, header, restart=restart)
-    reused = [] if found.resumable is None else [found.resumable]
-    free = shutil.disk_usage(place).free + sum(_disk_bytes(one.folder) for one in (*reused, *found.stale))
+    if model_dir.is_dir() and any(model_dir.glob(f"{PREFIX}*")):
+        return
+    free = shutil.disk_usage(next(path for path in (model_dir, *model_dir.absolute().parents) if path.exists())).free
     if free < size:
-        kept = "".join(f" An unfinished export uses {unfinished}." for unfinished in found.kept)
         raise ExportError(
             f"MODEL_DIR {model_dir}: the export needs {format_bytes(size)} ({size} bytes), but its disk has "
-            f"{format_bytes(free)} ({free} bytes) free. Free space, or export fewer tables.{kept}"
+            f"{format_bytes(free)} ({free} bytes) free. Free space, or export fewer tables."
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Unfinished:
-    """An export that was killed or failed, as the record of its finished shards describes it.
+    """An export that was killed or failed.
 
     Attributes:
         folder: its staging folder.
-        header: identifies the export; None if the record cannot be read.
-        finished: number of its finished shards.
-        finished_bytes: bytes of them.
+        record: of its finished shards; None if it cannot be read.
         is_published: its version is complete; it was killed between the commit and the end.
-        age_seconds: time since the last addition to the record.
     """
 
     folder: Path
-    header: Header | None
-    finished: int
-    finished_bytes: int
+    record: Record | None
     is_published: bool
-    age_seconds: float
 
     @classmethod
     def of(cls, folder: Path) -> Self:
         """Return what is in a staging folder."""
-        record = read_record(folder / _TABLES)
         links = (file.stat().st_nlink for file in (folder / _TABLES).glob("*.data"))
-        results = record.finished.values() if record else ()
-        return cls(
-            folder=folder,
-            header=record.header if record else None,
-            finished=len(results),
-            finished_bytes=sum(result.bytes for result in results),
-            is_published=not (folder / _VERSION).is_dir() and any(count > 1 for count in links),
-            age_seconds=time.time() - record.written if record else 0,
-        )
+        is_published = not (folder / _VERSION).is_dir() and any(count > 1 for count in links)
+        return cls(folder=folder, record=read_record(folder / _TABLES), is_published=is_published)
 
     def is_resumable(self, header: Header) -> bool:
         """Returns True if the export of `header` may resume it."""
-        return self.header == header and header.lasts and not self.is_published
+        return self.record is not None and self.record.header == header and header.lasts and not self.is_published
 
     def is_stale(self, header: Header) -> bool:
         """Returns True if no later run can resume it, as far as the export of `header` can tell."""
-        its = self.header
-        if its is None or not its.lasts or self.is_published or self.age_seconds > _MAX_AGE_SECONDS:
+        if self.record is None or self.is_published or time.time() - self.record.written > _MAX_AGE_SECONDS:
             return True
-        return its.source == header.source and its.fingerprint != header.fingerprint
+        its = self.record.header
+        return not its.lasts or (its.source == header.source and its.fingerprint != header.fingerprint)
 
     def __str__(self) -> str:
         """Return the name of it in messages."""
-        if self.header is None:
+        if self.record is None:
             return str(self.folder)
-        done, total = format_bytes(self.finished_bytes), format_bytes(self.header.table_bytes)
-        return f"{self.folder} ({done} of {total}, from {self.header.source})"
+        done = format_bytes(sum(result.bytes for result in self.record.finished.values()))
+        header = self.record.header
+        return f"{self.folder} ({done} of {format_bytes(header.table_bytes)}, from {header.source})"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Classified:
+class _Classified(NamedTuple):
     """Unfinished exports that no process writes, by what to do with them.
 
     Attributes:
@@ -359,8 +307,8 @@ class _Classified:
     """
 
     resumable: _Unfinished | None
-    stale: tuple[_Unfinished, ...]
-    kept: tuple[_Unfinished, ...]
+    stale: list[_Unfinished]
+    kept: list[_Unfinished]
 
 
 def _classify(folders: Iterable[Path], header: Header, *, restart: bool) -> _Classified:
@@ -368,18 +316,11 @@ def _classify(folders: Iterable[Path], header: Header, *, restart: bool) -> _Cla
 
     It resumes the one with most shards of its own, with `restart` none. The rest of its own is stale.
     """
-    found = [_Unfinished.of(folder) for folder in folders]
-    mine = sorted((one for one in found if one.is_resumable(header)), key=lambda one: one.finished)
-    others = [one for one in found if one not in mine]
-    resumable = None if restart or not mine else mine.pop()
-    stale = [one for one in others if one.is_stale(header)]
-    kept = tuple(one for one in others if one not in stale)
-    return _Classified(resumable=resumable, stale=(*mine, *stale), kept=kept)
-
-
-def _disk_bytes(folder: Path) -> int:
-    """Return the disk space that the tables in a staging folder use."""
-    return sum(file.stat().st_blocks * 512 for file in (folder / _TABLES).glob("*.data"))
+    mine, stale, kept = list[_Unfinished](), list[_Unfinished](), list[_Unfinished]()
+    for one in map(_Unfinished.of, folders):
+        (mine if one.is_resumable(header) else stale if one.is_stale(header) else kept).append(one)
+    mine.sort(key=lambda one: len(one.record.finished) if one.record else 0)
+    return _Classified(None if restart or not mine else mine.pop(), mine + stale, kept)
 
 
 def _versions(model_dir: Path) -> set[int]:

@@ -16,8 +16,6 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, Con
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.publish.layouts import Layout
-from tpuembed.export.publish.reuse import tables_key
-from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.resume_log import Header
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target, ignore
 from tpuembed.files import FilePath, MissingBucketError
@@ -44,14 +42,13 @@ _INTEGER: Final = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 class VersionWriter(abc.ABC):
     """Writes one version. A context that publishes once, or else leaves only what the same export can resume.
 
-    The order of the calls: `check`; then, as a context, the graph is saved into `path`; `share`, or `open` and
-    `recording` around the engine's `batches` and `target`, then `results`; `publish`.
+    The order of the calls: `check`; then, as a context, the graph is saved into `path`; `open`, and `recording` around
+    the engine's `batches` and `target`, then `results`; `publish`.
 
     Attributes:
         model_dir: the folder of the versions.
         plan, options: of the export.
         header: identifies the export.
-        tables_key: see `reuse.tables_key`.
         path: inside the context: local path of the version being written; empty at the start.
         tables: inside the context: local folder with a file of full size for every stack, named StackPlan.file. A file
             has the stack's bytes, or is sparse if they are in a store.
@@ -65,7 +62,7 @@ class VersionWriter(abc.ABC):
     def __init__(self, model_dir: FilePath, plan: ExportPlan, options: ExportOptions, source: Source) -> None:
         """Write nothing yet. The tables of `plan` will be read from `source`."""
         self.model_dir, self.plan, self.options = model_dir, plan, options
-        self.header, self.tables_key = Header.of(plan, source), tables_key(plan, source)
+        self.header = Header.of(plan, source)
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -81,11 +78,6 @@ class VersionWriter(abc.ABC):
     def layout(self) -> Layout:
         """Return the layout that the options name, for versions served from here."""
 
-    @property
-    def is_shared(self) -> bool:
-        """Returns True if `check` has found a version whose data files this one may share."""
-        return False
-
     @abc.abstractmethod
     def reserve(self) -> None:
         """Take over what the same export left, or begin a version. Sets `path`, `tables` and `kept`.
@@ -93,10 +85,6 @@ class VersionWriter(abc.ABC):
         Raises:
             ExportError: the version exists, or MODEL_DIR cannot be written.
         """
-
-    def share(self, on_progress: Callable[[int, int], None]) -> StreamReport | None:  # noqa: ARG002 - stores share nothing
-        """Share the data files of another version, or return None if there is none that can be shared."""
-        return None
 
     @abc.abstractmethod
     def open(self) -> Sequence[ShardTask]:
@@ -112,11 +100,6 @@ class VersionWriter(abc.ABC):
     @abc.abstractmethod
     def target(self, batch: Batch) -> Target:
         """Return the target of a batch for its worker. Call it when the batch is assigned, because signed URLs expire."""
-
-    @property
-    def hint(self) -> str:
-        """Return advice for a worker that does not find its target; empty if none is needed."""
-        return ""
 
     def recording(self) -> contextlib.AbstractContextManager[Callable[[ShardResult], None]]:
         """Return a context with a function that records a finished shard. At its end, the record is durable.

@@ -5,9 +5,9 @@ import dataclasses
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from tpuembed.errors import ConfigError, reason
 from tpuembed.export.publish.version_writer import versions_among
@@ -19,14 +19,13 @@ __all__ = [
     "VersionInfo",
     "bases_of",
     "bytes_only_in",
+    "find_version",
+    "is_loadable",
     "is_whole",
     "list_versions",
     "local_model_dir",
     "version_folders",
 ]
-
-_MOST_LINKS: Final = 40
-"""Linux opens no path with more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +122,16 @@ def version_folders(model_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(path.name), path) for path in folders)
 
 
+def find_version(model_dir: Path, version: int | None) -> Path:
+    """Return the folder of `version`; None for the highest. Raises ConfigError if there is none."""
+    paths = dict(version_folders(model_dir))
+    number = max(paths) if version is None else version
+    if number not in paths:
+        has = ", ".join(map(str, sorted(paths)))
+        raise ConfigError(f"MODEL_DIR {model_dir}: has no version {number}. It has {has}. Choose one of these.")
+    return paths[number]
+
+
 def is_whole(version_dir: Path) -> bool:
     """Returns True if a server would load the version, as far as the sizes of its files tell.
 
@@ -130,6 +139,14 @@ def is_whole(version_dir: Path) -> bool:
         ConfigError: its manifest cannot be read.
     """
     return not _fault_of(version_dir, Manifest.read(version_dir))
+
+
+def is_loadable(version_dir: Path) -> bool:
+    """Returns True if a server would load the version, and its manifest can be read."""
+    try:
+        return is_whole(version_dir)
+    except ConfigError:
+        return False
 
 
 def _fault_of(version_dir: Path, manifest: Manifest | None) -> str:
@@ -141,14 +158,16 @@ def _fault_of(version_dir: Path, manifest: Manifest | None) -> str:
 
 
 def bases_of(version_dir: Path) -> set[int]:
-    """Return the versions beside `version_dir` that it reads through symbolic links, or through paths in its graph; and
-    the base of an overlay, because the next overlay is compared with it.
+    """Return the versions beside `version_dir` that it reads through paths in its graph; and the base of an overlay, because
+    the next overlay is compared with it. With symbolic links it may need any of them.
 
     Raises:
         ConfigError: its manifest or graph cannot be read, so this is not known.
     """
     manifest = Manifest.read(version_dir)
-    names = set(_linked(version_dir))
+    names = set[str]()
+    if any(path.is_symlink() for path in (version_dir, *version_dir.rglob("*"))):
+        names |= {path.name for path in version_dir.parent.iterdir()}
     if manifest is not None and manifest.base is not None:
         names.add(str(manifest.base.version))
     if manifest is not None and manifest.layout == "mmap":
@@ -156,29 +175,6 @@ def bases_of(version_dir: Path) -> set[int]:
             graph = (version_dir / GRAPH_FILE).read_bytes()
             names |= {Path(folder).name for folder in mapped_folders(graph, manifest)}
     return versions_among(names) - {int(version_dir.name)}
-
-
-def _linked(version_dir: Path) -> Iterator[str]:
-    """Yield the names in MODEL_DIR that the symbolic links of a version lead to, with all that they pass on their way."""
-    model_dir = version_dir.parent.resolve()
-    for link in (path for path in (version_dir, *version_dir.rglob("*")) if path.is_symlink()):
-        for place in _passed(link.absolute()):
-            if place != model_dir and place.is_relative_to(model_dir):
-                yield place.relative_to(model_dir).parts[0]
-
-
-def _passed(path: Path) -> Iterator[Path]:
-    """Yield every place, without links above it, that the system passes when it opens an absolute path."""
-    place, parts, links = Path(path.anchor), list(reversed(path.parts[1:])), 0
-    while parts and links < _MOST_LINKS:
-        part = parts.pop()
-        place = place.parent if part == ".." else place / part
-        yield place
-        if place.is_symlink():
-            links += 1
-            target = place.readlink()
-            place = Path(target.anchor) if target.is_absolute() else place.parent
-            parts += reversed(target.parts[1:] if target.is_absolute() else target.parts)
 
 
 @dataclasses.dataclass

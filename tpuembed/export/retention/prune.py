@@ -16,7 +16,7 @@ from typing import Any, Final
 from tpuembed.config.checks import check_count
 from tpuembed.errors import ExportError, TpuEmbedError, warn
 from tpuembed.export.publish.folder import abandoned, lock_folder, locked
-from tpuembed.export.publish.version_writer import PREFIX, naming_model_dir
+from tpuembed.export.publish.version_writer import naming_model_dir
 from tpuembed.export.retention.listing import bases_of, bytes_only_in, is_whole, local_model_dir, version_folders
 from tpuembed.files import FilePath, flush
 
@@ -86,7 +86,9 @@ def prune_versions(
                 flush(folder)
         if not dry_run:
             _delete(folder)
-            _delete_staging(folder, kept)
+            for path, lock in abandoned(folder, "compact-"):  # of killed compactions
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
     removed = tuple(sorted({number for number, _ in leaving}))
     return PruneReport(model_dir=folder, kept=kept, removed=removed, bytes_freed=freed, dry_run=dry_run)
 
@@ -137,15 +139,6 @@ def _is_read(version_dir: Path) -> bool:
     except OSError:  # a file system without locks
         return False
     return False
-
-
-def _delete_staging(folder: Path, kept: Collection[int]) -> None:
-    """Delete what killed compactions left of versions that are no longer there."""
-    for path, lock in abandoned(folder, "compact-"):
-        number = path.name.removeprefix(f"{PREFIX}compact-")
-        if not number.isdecimal() or int(number) not in kept:
-            shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
 
 
 def _delete(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from tpuembed.errors import ConfigError
 from tpuembed.export.publish.folder import lock_folder, locked, next_version, publish_folder
 from tpuembed.export.publish.version_writer import PREFIX, naming_model_dir
-from tpuembed.export.retention.listing import is_whole, local_model_dir, version_folders
+from tpuembed.export.retention.listing import is_loadable, is_whole, local_model_dir, version_folders
 from tpuembed.files import FilePath
 from tpuembed.manifest import MANIFEST_PATH, Manifest
 from tpuembed.saved_model import GRAPH_FILE, check_sizes, mapped_folders, mapped_from, replace_file
@@ -82,7 +82,7 @@ def _choose(folder: Path, paths: dict[int, Path], version: int | None) -> int:
         raise ConfigError(
             f"MODEL_DIR {folder}: version {newest[0]} is the only one, so there is none to go back to. Export again."
         )
-    if version is None and not _is_loadable(paths[newest[-1]]):
+    if version is None and not is_loadable(paths[newest[-1]]):
         raise ConfigError(
             f"MODEL_DIR {folder}: version {newest[-1]}, the newest, is incomplete, so servers serve an older one. Name the "
             "version to publish again."
@@ -100,13 +100,6 @@ def _choose(folder: Path, paths: dict[int, Path], version: int | None) -> int:
             check_sizes(paths[chosen], manifest)  # raises, and names the file
         raise ConfigError(f"MODEL_DIR {folder}: version {chosen} has no {GRAPH_FILE}. Choose another version.")
     return chosen
-
-
-def _is_loadable(version_dir: Path) -> bool:
-    try:
-        return is_whole(version_dir)
-    except ConfigError:  # its manifest cannot be read
-        return False
 
 
 def _publish(source: Path, target: Path, model_dir: Path) -> Path:

@@ -22,7 +22,15 @@ import numpy.typing as npt
 from tpuembed.config import QuantizationConfig
 from tpuembed.saved_model.stack_rows import PARAMETER_BYTES
 
-__all__ = ["BlockEncoder", "CastBlocks", "Int8Blocks", "UnstorableRowError", "block_rows", "quantize"]
+__all__ = [
+    "BlockEncoder",
+    "CastBlocks",
+    "Int8Blocks",
+    "UnstorableRowError",
+    "block_rows",
+    "first_not_finite",
+    "quantize",
+]
 
 _Floats = npt.NDArray[np.float32]
 # Elements of a block. With its scratch, a block fits in a core's cache, and numpy's call overhead stays small.
@@ -40,6 +48,13 @@ _WIDE = 32
 # Element types as wide as this many floats, or as this many codes.
 _FLOATS: dict[int, Any] = {1: np.float32, 2: np.complex64, 4: np.complex128}
 _CODES: dict[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32}
+
+_INFINITY: dict[str, tuple[Any, Any, int]] = {
+    "float32": (np.int32, np.uint32, 0x7F80_0000),
+    "bfloat16": (np.int16, np.uint16, 0x7F80),
+    "float16": (np.int16, np.uint16, 0x7C00),
+}
+"""The integers to read a dtype as, and its infinity read so."""
 
 
 class UnstorableRowError(Exception):
@@ -213,3 +228,20 @@ def quantize(values: npt.NDArray[np.float32], quantization: QuantizationConfig) 
     np.floor(values, out=values)
     values *= np.float32(quantization.quantum)
     values += np.float32(quantization.lower)
+
+
+def first_not_finite(rows: npt.NDArray[Any]) -> int | None:
+    """Return the index of the first of `rows` [n, dim] with a NaN or an infinity, or None if all values are finite.
+
+    No copy is made. Read as integers, IEEE 754 numbers of one sign are in the order of their sizes, and infinities and NaN are the
+    last. So the largest signed integer shows whether there is one with a plus, and the largest unsigned integer one with a minus.
+    """
+    signed, unsigned, plus = _INFINITY[rows.dtype.name]
+    minus = plus | 1 << (8 * rows.dtype.itemsize - 1)
+    step = block_rows(rows.shape[1])
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step]
+        if block.view(signed).max() >= plus or block.view(unsigned).max() >= minus:
+            bad = (block.view(signed).max(axis=1) >= plus) | (block.view(unsigned).max(axis=1) >= minus)
+            return start + int(np.argmax(bad))
+    return None

@@ -19,7 +19,7 @@ from tpuembed.export.stream.engines import Engine
 from tpuembed.export.stream.shard import ShardResult, Source, ignore, open_source
 from tpuembed.tensor_bundle import crc
 
-__all__ = ["ErrorBound", "check_source", "stream_tables", "table_errors"]
+__all__ = ["check_errors", "check_source", "combined", "stream_tables", "table_errors"]
 
 
 _BETTER: Final = {"int8": "float16, bfloat16 or float32", "bfloat16": "float16 or float32"}
@@ -61,7 +61,7 @@ def stream_tables(
     return StreamReport(
         folder=writer.tables,
         crc32c={
-            stack: _combined((by_index[task.index].crc32c, task.size) for task in tasks)
+            stack: combined((by_index[task.index].crc32c, task.size) for task in tasks)
             for stack, tasks in groupby(plan.shards, key=attrgetter("stack"))
         },
         bytes_written=total,
@@ -96,7 +96,7 @@ def check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int,
                 for key, fields in results[task.index].source_sums.items():
                     sums[key] += PartialChecksum(*fields)
             continue
-        read = _combined((results[task.index].source_crc32c, task.source_size) for task in tasks)
+        read = combined((results[task.index].source_crc32c, task.source_size) for task in tasks)
         if stated != read:
             checkpoint.verify([table])  # raises an error that names the file and the tensor
             raise _misread(
@@ -119,7 +119,7 @@ def _misread(checkpoint: Checkpoint, table: str, what: str) -> CheckpointCorrupt
     )
 
 
-def _combined(parts: Iterable[tuple[int, int]]) -> int:
+def combined(parts: Iterable[tuple[int, int]]) -> int:
     """Return the CRC32C of a concatenation, given (checksum, bytes) of each part. Shards are in the order of their
     bytes.
     """
@@ -139,25 +139,11 @@ def table_errors(shards: Sequence[ShardTask], results: Mapping[int, ShardResult]
     }
 
 
-class ErrorBound:
-    """The bound `max_error`: no looked up value may differ from its float32 value by more."""
-
-    def __init__(self, shards: Sequence[ShardTask], max_error: float | None) -> None:
-        self._shards, self._max_error = shards, max_error
-
-    def check_shard(self, result: ShardResult) -> None:
-        """Raise ExportError if one shard exceeds the bound, so that a long export fails early."""
-        task = self._shards[result.index]
-        self._check(task.table, task.storage, result.errors.get("max_abs", 0.0))
-
-    def check(self, errors: Mapping[str, TableError]) -> None:
-        """Raise ExportError if a table, reused shards included, exceeds the bound."""
-        for table, error in errors.items():
-            self._check(table, error.storage, error.max_abs)
-
-    def _check(self, table: str, storage: str, max_abs: float) -> None:
-        if self._max_error is not None and max_abs > self._max_error:
+def check_errors(errors: Mapping[str, TableError], max_error: float | None) -> None:
+    """Raise ExportError if a looked up value of a table differs from its float32 value by more than `max_error`."""
+    for table, error in errors.items():
+        if max_error is not None and error.max_abs > max_error:
             raise ExportError(
-                f"table {table!r}: stored as {storage}, a value differs by {max_abs:.3g} from float32, but "
-                f"max_error is {self._max_error:g}. Store this table as {_BETTER.get(storage, 'float32')}, or raise max_error."
+                f"table {table!r}: stored as {error.storage}, a value differs by {error.max_abs:.3g} from float32, but "
+                f"max_error is {max_error:g}. Store this table as {_BETTER.get(error.storage, 'float32')}, or raise max_error."
             )

@@ -25,7 +25,7 @@ from tpuembed.tensor_bundle import crc
 __all__ = ["Header", "Record", "Recorder", "export_key", "read_record", "start_record"]
 
 FORMAT: Final = 1
-"""The format of the record and of the data it describes; a record of another format is not resumed."""
+"""The format of the data that a record describes. It is in the key, so that no export resumes one of another format."""
 _NAME: Final = "record"
 _SECONDS_BETWEEN_FLUSHES: Final = 0.5
 
@@ -40,7 +40,6 @@ class Header:
         fingerprint: of the checkpoint.
         table_bytes: of all shards.
         lasts: another run can open the source and resume the export.
-        format: FORMAT of the writer.
     """
 
     key: str
@@ -48,7 +47,6 @@ class Header:
     fingerprint: str
     table_bytes: int
     lasts: bool = True
-    format: int = FORMAT
 
     @classmethod
     def of(cls, plan: ExportPlan, source: Source) -> "Header":
@@ -105,7 +103,7 @@ def read_record(folder: Path) -> Record | None:
         results = [ShardResult(**fields) for fields, _ in lines[1:]]
     except TypeError:  # the fields differ: another format
         return None
-    if header is None or header.format != FORMAT:
+    if header is None:
         return None
     finished = {result.index: result for result in results}
     return Record(header=header, finished=finished, size=lines[-1][1], written=written)

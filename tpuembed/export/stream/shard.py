@@ -10,7 +10,6 @@ import functools
 import importlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,9 +20,8 @@ import numpy.typing as npt
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.storage.encoders import UnstorableRowError
+from tpuembed.export.storage.encoders import UnstorableRowError, first_not_finite
 from tpuembed.export.storage.error import ErrorSums, sample_step
-from tpuembed.export.storage.finite import first_not_finite
 from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
 from tpuembed.tensor_bundle import crc
 
@@ -87,7 +85,6 @@ class ShardResult:
         crc32c: of the bytes written, unmasked.
         source_crc32c: of the bytes they were made from, as stored in the checkpoint.
         bytes: number of bytes written.
-        seconds: from opening the file to the last write.
         peak_rss_bytes: of the process since it started.
         is_reused: an earlier run had written it; then `source_crc32c` is 0 and `errors` are empty.
         errors: fields of ErrorSums: the differences of stored values from float32.
@@ -100,7 +97,6 @@ class ShardResult:
     crc32c: int
     source_crc32c: int
     bytes: int
-    seconds: float
     peak_rss_bytes: int
     is_reused: bool = False
     errors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -163,7 +159,6 @@ def run_shard(
         CheckpointError: the source cannot be read, or is not what the export was planned from.
         ExportError: the file cannot be written.
     """
-    started = time.monotonic()
     with _LocalFile(folder / task.file) as file:
         if task.written_crc32c is None or file.checksum(task, on_chunk) != task.written_crc32c:
             return write_shard(task, source, file.write, on_chunk, checkpoint)
@@ -172,7 +167,6 @@ def run_shard(
         crc32c=task.written_crc32c,
         source_crc32c=0,
         bytes=task.size,
-        seconds=time.monotonic() - started,
         peak_rss_bytes=peak_rss_bytes(),
         is_reused=True,
         errors=dataclasses.asdict(ErrorSums()),
@@ -191,7 +185,6 @@ def write_shard(
 
     With `numbers`, sorted rows of the table in a checkpoint in memory, these are read alone and follow each other.
     """
-    started = time.monotonic()
     chunk = _Chunk(task, checkpoint or open_once(source))
     stored_crc = read_crc = written = 0
     rows = range(task.start, task.stop) if numbers is None else numbers
@@ -208,7 +201,6 @@ def write_shard(
         crc32c=stored_crc,
         source_crc32c=read_crc,
         bytes=task.size,
-        seconds=time.monotonic() - started,
         peak_rss_bytes=peak_rss_bytes(),
         errors=dataclasses.asdict(chunk.errors),
         source_sums={key: (partial.checksum, partial.bytes) for key, partial in chunk.source_sums().items()},

@@ -14,7 +14,7 @@ from tpuembed.checkpoint import TableInfo
 from tpuembed.config import ServingConfig, ServingFeature, feature_config_from_dict, feature_config_to_dict
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.signature import served_features
-from tpuembed.export.graph.stacked_tables import AnyTables, StackedTables
+from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.lookup.names import find_names
 from tpuembed.runtime.table_scope import current_source, deferred_tables
 
@@ -144,13 +144,6 @@ def test_a_model_that_takes_rows_of_a_table_with_names_is_refused() -> None:
         make(None, takes_rows=True)
     make(Vocabulary(oov_buckets=1))
     make(Vocabulary(oov_buckets=1), takes_rows=True)
-
-
-def test_a_model_without_a_checkpoint_has_no_names() -> None:
-    source = AnyTables()
-    source.register(TableConfig(3, 2, "users"))
-    arrays = source.name_arrays("users")
-    assert find_names(tf.constant([5, -1], tf.int64), arrays).numpy().tolist() == [-1, -1]
 
 
 def test_keras_agrees_on_buckets() -> None:

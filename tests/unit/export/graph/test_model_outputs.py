@@ -1,6 +1,5 @@
 """Every output of a model is in the signature once, under a name of its own, with the numbers that `predict` gives in its place."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from click.testing import CliRunner
 
 from tests.support.messages import refused
-from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import wrap_model
-from tpuembed.manifest import Manifest
-from tpuembed_cli.main import cli
 from tpuembed_serving.tensorflow import session as runtime
 
 X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
@@ -39,9 +35,9 @@ def two_heads(name: str = "ranker") -> Any:
     return heads(name, lambda x: [dense("click")(x), dense("watch")(x)])
 
 
-def called(model: Any, **names: str) -> dict[str, Any]:
+def called(model: Any) -> dict[str, Any]:
     """The outputs by name, as they are traced for the signature."""
-    wrapped = wrap_model(model, "test", {old.replace("__", "/"): new for old, new in names.items()})
+    wrapped = wrap_model(model, "test")
     spec = wrapped.input_specs()
     function = tf.function(wrapped, input_signature=[spec], autograph=False)
     given = {name: tf.constant(X) for name in spec}
@@ -176,66 +172,13 @@ def outer_named(name: str) -> Any:
     return keras.Model(x, two_heads()(x), name=name)
 
 
-# ---- new names
-
-
-def test_outputs_are_renamed_all_at_once() -> None:
-    model = outer(two_heads())
-    plain = called(model)
-    found = called(model, ranker__click="ranker/watch", ranker__watch="ranker/click")
-    np.testing.assert_array_equal(found["ranker/watch"], plain["ranker/click"])
-    np.testing.assert_array_equal(found["ranker/click"], plain["ranker/watch"])
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        {"ranker__clik": "a"},
-        {"ranker__click": "ranker/watch"},
-        {"ranker__click": ""},
-    ],
-)
-def test_new_names_that_cannot_be(names: dict[str, str]) -> None:
-    with refused(ConfigError):
-        called(outer(two_heads()), **names)
-
-
-def test_new_names_of_lookups_are_refused(tmp_path: Path) -> None:
-    layer = TPUEmbedding({"f": FeatureConfig(TableConfig(5, 2, "t"))}, optimizer="sgd")
-    checkpoint = tf.train.Checkpoint(layer=layer).write(str(tmp_path / "ckpt"))
-    for call, source in ((export_model, layer), (export_saved_model, checkpoint)):
-        with refused(ConfigError, match="output_names"):
-            call(source, tmp_path / "m", output_names={"f": "g"})
-
-
 # ---- what a signature can answer
-
-
-def ragged(x: Any, dtype: Any) -> Any:
-    return tf.RaggedTensor.from_row_lengths(tf.cast(tf.range(3), dtype) + tf.cast(1, dtype), [2, 0, 1])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "pad"), [(tf.int64, -1), (tf.int32, -1), (tf.float32, 0), (tf.uint8, 0), (tf.float16, 0)]
-)
-def test_a_ragged_output_is_padded_and_has_its_lengths(dtype: Any, pad: int) -> None:
-    found = called(subclassed(lambda x: {"r": ragged(x, dtype)}))
-    np.testing.assert_array_equal(found["r"], np.array([[1, 2], [pad, pad], [3, pad]]))
-    np.testing.assert_array_equal(found["r_lengths"], [2, 0, 1])
-    assert found["r_lengths"].dtype == np.int64
-    assert found["r"].dtype == (np.float32 if dtype == tf.float16 else dtype.as_numpy_dtype)
-
-
-def test_ragged_text() -> None:
-    found = called(subclassed(lambda _: {"r": tf.RaggedTensor.from_row_lengths(["a", "b", "c"], [2, 0, 1])}))
-    assert found["r"].tolist() == [[b"a", b"b"], [b"", b""], [b"c", b""]]
 
 
 @pytest.mark.parametrize(
     "structure",
     [
-        lambda x: {"r": tf.RaggedTensor.from_row_lengths(ragged(x, tf.int64), [3])},
-        lambda x: {"r": ragged(x, tf.int64), "r_lengths": x},
+        lambda x: {"r": tf.RaggedTensor.from_row_lengths(x, [2, 0, 1])},
         lambda x: {"r": tf.sparse.from_dense(x)},
         lambda x: {"r": x, "s": None},
     ],
@@ -271,53 +214,14 @@ def served(path: Path, ids: Any) -> dict[str, Any]:
         servable.close()
 
 
-@pytest.mark.nightly
-def test_a_command_and_a_callback_rename(tmp_path: Path) -> None:
-    checkpoint = tf.train.Checkpoint(model=ranker()).write(str(tmp_path / "ckpt"))
-    arguments = ["export", checkpoint, str(tmp_path / "m"), "--model", f"{__name__}:ranker", "--json"]
-    renamed = [*arguments, "--output-name", "ranker/click=click", "--output-name", "ranker/watch=watch=1"]
-    done = CliRunner().invoke(cli, renamed)
-    assert done.exit_code == 0, done.output
-    manifest = Manifest.read(Path(json.loads(done.stdout)["path"]))
-    assert manifest is not None
-    assert manifest.signatures["serving_default"]["outputs"].keys() == {"click", "watch=1"}
-    for bad in (["ranker/click"], ["=click"], ["ranker/click=a", "--output-name", "ranker/click=b"]):
-        assert CliRunner().invoke(cli, [*arguments, "--output-name", *bad]).exit_code == 2
-    refused = CliRunner().invoke(cli, [*arguments, "--dry-run", "--output-name", "clik=click"])
-    assert refused.exit_code == 1
-    assert "the model has no output 'clik'" in refused.stderr
-    model = ranker()
-    model.compile("sgd", "mse")
-    callback = ExportCallback(tmp_path / "live", output_names={"ranker/click": "click"})
-    model.fit(np.arange(4), [np.zeros((4, 2))] * 2, verbose=0, callbacks=[callback])
-    assert served(callback.reports[0].path, np.array([1])).keys() == {"click", "ranker/watch"}
-
-
-@pytest.mark.nightly
-def test_a_ragged_input_that_is_an_output(tmp_path: Path) -> None:
-    words = keras.Input((None,), dtype="string", ragged=True, name="words")
-    ids = keras.layers.StringLookup(vocabulary=["a", "b"], name="ids")(words)
-    rows = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t")), optimizer="sgd")(ids)
-    report = export_model(keras.Model(words, [words, ids, rows]), tmp_path / "m")
-    found = served(report.path, np.array([[b"b", b""], [b"a", b"a"]], object))
-    assert found["words"].tolist() == [[b"b", b""], [b"a", b"a"]]
-    assert found["ids"].tolist() == [[2, -1], [1, 1]]
-    assert found["ids_lengths"].tolist() == found["words_lengths"].tolist() == [1, 2]
-
-
-def test_ragged_and_half_outputs_are_served(tmp_path: Path) -> None:
+def test_half_outputs_are_served(tmp_path: Path) -> None:
     class Model(keras.Model):
         def __init__(self) -> None:
             super().__init__(name="m")
             self.embedding = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t")), optimizer="sgd")
 
         def call(self, ids: Any) -> Any:
-            rows = self.embedding(ids)
-            return {"rows": tf.cast(rows, tf.bfloat16), "upto": tf.ragged.range(ids)}
+            return {"rows": tf.cast(self.embedding(ids), tf.bfloat16)}
 
-    spec = tf.TensorSpec([None], tf.int64)
-    report = export_model((Model(), spec), tmp_path / "m")
-    found = served(report.path, np.array([2, 0, 1]))
-    assert found["rows"].dtype == np.float32
-    assert found["upto"].tolist() == [[0, 1], [-1, -1], [0, -1]]
-    assert found["upto_lengths"].tolist() == [2, 0, 1]
+    report = export_model((Model(), tf.TensorSpec([None], tf.int64)), tmp_path / "m")
+    assert served(report.path, np.array([2, 0, 1]))["rows"].dtype == np.float32

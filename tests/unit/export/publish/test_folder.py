@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.export.writers import HEADER, version_writer
+from tests.support.export.writers import version_writer
 from tests.support.messages import refused
 from tpuembed.errors import ExportError
-from tpuembed.export.publish.folder import ensure_space, next_version
+from tpuembed.export.publish import folder
+from tpuembed.export.publish.folder import next_version
 
 ROOT = Path(__file__).parents[4]
 
@@ -197,7 +198,7 @@ def test_a_full_disk_is_seen_before_the_start(tmp_path: Path, monkeypatch: pytes
         return shutil._ntuple_diskusage(10**12, 10**12 - 2_500_000, 2_500_000)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    ensure_space(tmp_path / "not" / "yet", 2_500_000, HEADER)
+    folder._check_room(tmp_path / "not" / "yet", 2_500_000)
     with refused(ExportError, match=r"\(10000000000 bytes\)"):
-        ensure_space(tmp_path / "not" / "yet", 10**10, HEADER)
+        folder._check_room(tmp_path / "not" / "yet", 10**10)
     assert asked == [tmp_path, tmp_path]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tpuembed.export.storage import encoders
-from tpuembed.export.storage.finite import first_not_finite
+from tpuembed.export.storage.encoders import first_not_finite
 
 
 def brute_force(rows: npt.NDArray[Any]) -> int | None:

@@ -145,22 +145,6 @@ def test_a_shard_that_was_not_checked_is_read_again(tmp_path: Path) -> None:
     assert published(tmp_path) == []
 
 
-def test_an_unchecked_version_does_not_lend_its_tables(tmp_path: Path) -> None:
-    export(tmp_path, spoilt(np.nan), require_finite=False)
-    with refused(ExportError, match="row 700"):
-        export(tmp_path, layout="mmap")
-    assert published(tmp_path) == ["1"]
-
-
-def test_a_checked_version_lends_its_tables(tmp_path: Path) -> None:
-    export(tmp_path, random_table(ROWS, DIM))
-    report = export(tmp_path, layout="mmap")
-    assert report.bytes_reused == report.bytes_written == ROWS * DIM * 4
-    manifest = Manifest.read(report.path)
-    assert manifest is not None
-    assert manifest.finite
-
-
 def test_worker_processes_refuse_too(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ckpt", {"users": spoilt(np.nan)})
     with refused(ExportError, match="row 700"):

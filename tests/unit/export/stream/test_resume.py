@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from tpuembed.errors import CheckpointCorruptError, ExportError, TpuEmbedError
 from tpuembed.export.plan import planner
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
-from tpuembed.export.publish.folder import ensure_space
 from tpuembed.export.report import StreamReport
 from tpuembed.export.stream import resume_log as recording
 from tpuembed.export.stream.engines import choose_engine
@@ -185,7 +183,7 @@ def leave(model_dir: Path, header: Header, shards: int = 2, error: BaseException
 
 
 def finished(index: int) -> ShardResult:
-    return ShardResult(index=index, crc32c=0, source_crc32c=0, bytes=7, seconds=0, peak_rss_bytes=0)
+    return ShardResult(index=index, crc32c=0, source_crc32c=0, bytes=7, peak_rss_bytes=0)
 
 
 OTHER = Header(key="o", source="other", fingerprint="f", table_bytes=140)
@@ -284,18 +282,3 @@ def test_killed_between_the_links_and_the_commit_it_goes_on(tmp_path: Path) -> N
         assert staging.folder == left
         assert names(staging.path) == []
         assert (left / "tables" / "s.data").stat().st_nlink == 1
-
-
-def test_what_is_there_already_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = leave(tmp_path, HEADER)
-    held = (left / "tables" / "s.data").stat().st_blocks * 512
-    assert held >= 50_000
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 1000))
-    ensure_space(tmp_path, held + 1000, HEADER)
-    ensure_space(tmp_path, held + 1000, HEADER, restart=True)
-    with pytest.raises(
-        ExportError, match=rf"Free space, or export fewer tables. An unfinished export uses {left} \(14 B"
-    ):
-        ensure_space(tmp_path, held + 1000, OTHER)
-    with version_writer(tmp_path, None, HEADER), refused(ExportError):
-        ensure_space(tmp_path, held + 1000, HEADER)  # a living export's room is its own

@@ -55,7 +55,6 @@ def test_a_shard_is_written_where_its_task_says_whatever_the_chunks(tmp_path: Pa
     assert (result.index, result.bytes, result.crc32c) == (3, 1460, google_crc32c.value(expected))
     assert result.source_crc32c == result.crc32c
     assert seen == [min(rows, 73) * 20 for rows in range(chunk_rows, 73 + chunk_rows, chunk_rows)]
-    assert result.seconds > 0
 
 
 def test_every_bit_pattern_of_float32_passes_through(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import ExportError
-from tpuembed.export.formatting import format_bytes
-from tpuembed.export.plan.plan import ExportPlan, ShardTask
+from tpuembed.export.plan.plan import ExportPlan, ShardTask, format_bytes
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target, ignore, write_shard
 from tpuembed.files.bucket import content_md5, md5
 from tpuembed.files.put import put_file
@@ -45,16 +44,6 @@ class StackPart:
     number: int
     batch: Batch
 
-    @property
-    def offset(self) -> int:
-        """Return the offset of the part's first byte in the file."""
-        return self.batch.shards[0].file_offset
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of the part."""
-        return sum(shard.size for shard in self.batch.shards)
-
 
 def check_sizes(plan: ExportPlan) -> None:
     """Raise ExportError if a data file is larger than an object can be."""
@@ -62,7 +51,7 @@ def check_sizes(plan: ExportPlan) -> None:
         if stack.size > MAX_OBJECT_BYTES:
             raise ExportError(
                 f"stack {stack.name!r} has {format_bytes(stack.size)}, but an object can have "
-                f"{format_bytes(MAX_OBJECT_BYTES)} at most. Export its tables apart with --table or --rows, store "
+                f"{format_bytes(MAX_OBJECT_BYTES)} at most. Export its tables apart with --table, store "
                 "them as int8, or export to a disk."
             )
 

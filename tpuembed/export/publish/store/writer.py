@@ -1,33 +1,123 @@
 """Writes versions into an object store.
 
-TensorFlow's files are small and go to a temporary folder of this machine. Table data goes directly to uploads, which no
-listing shows. The commit completes the uploads and writes the other files, under a lock: see `model_dir`. It writes
+The version is locked first. TensorFlow's files are small and go to a temporary folder of this machine. Table data
+goes directly to uploads, which no listing shows. The commit completes the uploads and writes the other files. It writes
 `saved_model.pb` last, and only if that object does not exist yet. During the commit, servers see a folder without it, which
 they cannot load.
 
-Nothing is resumed. What a killed export left is removed by the next one that commits the same version.
+Nothing is resumed. A killed export leaves its lock, its uploads, and if it was committing, some objects without `saved_model.pb`.
 """
 
-import contextlib
+import dataclasses
 import functools
+import re
+import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from tpuembed.errors import ConfigError, ExportError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.publish.layouts import Layout, choose_layout, data_file_names
-from tpuembed.export.publish.store.model_dir import StoreModelDir
 from tpuembed.export.publish.store.parts import StackPart, check_sizes, parts_of
-from tpuembed.export.publish.version_writer import VersionWriter, naming_model_dir
+from tpuembed.export.publish.version_writer import (
+    MAX_VERSION,
+    PREFIX,
+    VersionWriter,
+    check_version,
+    naming_model_dir,
+    versions_among,
+)
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 from tpuembed.files import UrlPath, in_parallel
 from tpuembed.files.bucket import Bucket, md5
 from tpuembed.saved_model import GRAPH_FILE
 
 __all__ = ["StoreWriter"]
+
+_LOCK: Final = re.compile(re.escape(PREFIX) + r"(\d{1,19})", re.ASCII)
+_PROBE: Final = f"{PREFIX}probe"
+
+
+@dataclasses.dataclass(frozen=True)
+class _ModelDir:
+    """MODEL_DIR in a bucket: its versions, and the lock that an export holds while it writes one.
+
+    The lock of a version is the object `MODEL_DIR/.staging-<version>`. It is created only if it does not exist, so one export
+    writes a version. An export that is killed leaves its lock, and the next one takes the next number.
+    """
+
+    path: UrlPath
+    bucket: Bucket
+
+    def key(self, name: str) -> str:
+        """Return the key of the object `name` below it."""
+        return (self.path / name).key
+
+    def lock_key(self, version: int) -> str:
+        """Return the key of the lock of a version."""
+        return self.key(f"{PREFIX}{version}")
+
+    def choose(self, version: int | None) -> int:
+        """Return `version`, or the next free one for None. Locked versions are not free.
+
+        Raises:
+            ConfigError: it is not a positive integer that a server can read.
+            ExportError: it exists or is locked, or there is no higher number.
+        """
+        check_version(version)
+        names = self.bucket.children(f"{self.path.key}/" if self.path.key else "")
+        locked = {int(match[1]) for match in map(_LOCK.fullmatch, names) if match}
+        versions = versions_among(names) | locked
+        free = max(versions, default=0) + 1
+        if version in locked:
+            raise ExportError(
+                f"MODEL_DIR {self.path}: version {version}: an export is writing it, or was killed while it did. If none runs, "
+                f"delete {PREFIX}{version} and what is below {version}/, or choose another version, such as {free}."
+            )
+        if version in versions:
+            raise ExportError(f"MODEL_DIR {self.path}: version {version} exists. Choose another one, such as {free}.")
+        if version is None and free > MAX_VERSION:
+            raise ExportError(
+                f"MODEL_DIR {self.path}: it has version {MAX_VERSION}, the highest possible one. Export to another "
+                "MODEL_DIR."
+            )
+        return version or free
+
+    def check_conditions(self) -> None:
+        """Raise ExportError if the store ignores the condition not to replace an object. Then a lock would lock nothing."""
+        key = self.key(_PROBE)
+        try:
+            for _ in range(3):  # a third time, because another export may remove the object between two of them
+                self.bucket.create(key, _token())
+        except FileExistsError:
+            return
+        finally:
+            self.bucket.delete([key])
+        raise ExportError(
+            f"MODEL_DIR {self.path}: the store ignores If-None-Match, so two exports could write the same version. "
+            "Export to a disk and copy the version, saved_model.pb last."
+        )
+
+    def lock(self, version: int | None) -> tuple[int, str]:
+        """Lock `version`, or the next free one for None, and return it with the lock's ETag. Raises as `choose`."""
+        while True:
+            number = self.choose(version)
+            try:
+                tag = self.bucket.create(self.lock_key(number), _token())
+            except FileExistsError:  # another export was faster; if it wrote this version, `choose` says so
+                continue
+            if not self.bucket.keys(self.key(str(number)) + "/"):
+                return number, tag
+            self.bucket.delete([self.lock_key(number)])  # it was complete before the lock was there
+
+    def has_lock(self, version: int, tag: str) -> bool:
+        """Returns True if the lock of a version still has the ETag `tag`."""
+        lock = self.bucket.head(self.lock_key(version))
+        return lock is not None and lock.tag == tag
 
 
 class StoreWriter(VersionWriter):
@@ -44,9 +134,9 @@ class StoreWriter(VersionWriter):
         self._is_committing = self._is_visible = False
 
     @functools.cached_property
-    def _root(self) -> StoreModelDir:
+    def _root(self) -> _ModelDir:
         with naming_model_dir(self.model_dir):
-            return StoreModelDir(self.model_dir, Bucket(self.model_dir.bucket))
+            return _ModelDir(self.model_dir, Bucket(self.model_dir.bucket))
 
     def check(self) -> None:
         """See VersionWriter.check. A store has no limit on space."""
@@ -59,7 +149,7 @@ class StoreWriter(VersionWriter):
             )
         root = self._root
         with naming_model_dir(self.model_dir):
-            root.choose(self.options.version, root.versions())
+            root.choose(self.options.version)
 
     @property
     def layout(self) -> Layout:
@@ -67,12 +157,11 @@ class StoreWriter(VersionWriter):
         return choose_layout(self.options.layout, None, self.options.serving_root)
 
     def reserve(self) -> None:
-        """Choose the version. Nothing keeps another export from choosing the same: the first commit gets it."""
+        """Lock the version."""
         root = self._root
         with naming_model_dir(self.model_dir):
             root.check_conditions()
-            self._found = root.versions()
-            self._version = root.choose(self.options.version, self._found)
+            self._version, self._lock = root.lock(self.options.version)
         self._folder = Path(tempfile.mkdtemp(prefix="tpuembed-export-"))
         self.path, self.tables = self._folder / "version", self._folder / "tables"
         for folder in (self.path, self.tables):
@@ -127,57 +216,27 @@ class StoreWriter(VersionWriter):
         files = {path.relative_to(self.path).as_posix() for path in self.path.rglob("*") if path.is_file()}
         others = sorted(files - {*self._names.values(), graph})
         with naming_model_dir(self.model_dir):
-            self._begin_commit()
+            if self._bucket.keys(self._prefix):
+                raise self._exists()
+            self._is_committing = True
             self._complete()
             in_parallel(lambda name: self._bucket.put(self._key(name), self.path / name), others)
-            self._check_lock()
+            if not self._root.has_lock(version, self._lock):
+                raise ExportError(
+                    f"MODEL_DIR {self.model_dir}: version {version}: its lock {PREFIX}{version} was removed or replaced while this "
+                    "export was writing it. Export again."
+                )
             try:
                 self._bucket.create(self._key(graph), (self.path / GRAPH_FILE).read_bytes())
             except FileExistsError:
-                # With the lock, this is the late graph of the export that was taken over, whose other files are gone.
-                if self._root.has_lock(version, self._lock):
-                    self._bucket.delete([self._key(graph)])
+                self._is_committing = False  # the version is another program's
                 raise self._exists() from None
-            try:
-                # Again, because an export that took the lock over may have removed the other files before the graph was there.
-                self._check_lock()
-            except ExportError:
-                self._bucket.delete([self._key(graph)])
-                raise
             self._is_visible = True
         return self.model_dir / str(version)
 
-    def _begin_commit(self) -> None:
-        """Lock the version, and remove the objects of an interrupted commit.
-
-        Raises:
-            ExportError: the version exists now, or another export is publishing it.
-        """
-        seen = self._found.locks.get(self._version)
-        if self._root.is_version(self._version):
-            raise self._exists()
-        self._lock = self._root.lock(self._version, seen)
-        # The other export may be slow instead of dead. So abort its uploads first: it must not complete one after its objects
-        # are removed.
-        if seen is not None:
-            self._abort(upload for upload in self._bucket.uploads(self._prefix) if upload not in self._uploads.items())
-        there = self._bucket.keys(self._prefix)
-        if there and (seen is None or self._key(GRAPH_FILE.as_posix()) in there):
-            raise self._exists()
-        self._is_committing = True
-        self._bucket.delete(there)
-
-    def _check_lock(self) -> None:
-        if not self._root.has_lock(self._version, self._lock):
-            raise ExportError(
-                f"MODEL_DIR {self.model_dir}: version {self._version}: another export took it over, because this one was "
-                "publishing it for longer than the other one ran. Export again."
-            )
-
     def _exists(self) -> ExportError:
         return ExportError(
-            f"MODEL_DIR {self.model_dir}: version {self._version} exists: another export or program wrote it meanwhile. "
-            "Export again."
+            f"MODEL_DIR {self.model_dir}: version {self._version} exists: another program wrote it meanwhile. Export again."
         )
 
     def _complete(self) -> None:
@@ -188,8 +247,7 @@ class StoreWriter(VersionWriter):
             try:
                 self._bucket.complete_upload(key, self._uploads[key], tags)
             except OSError as error:
-                self._check_lock()  # the export that took it over has aborted the upload
-                # Or the upload was completed before, and then the answer was lost.
+                # Perhaps the upload was completed before, and then the answer was lost.
                 if not isinstance(error, FileNotFoundError) or not _is_object(self._bucket, key, tags, size):
                     raise
             found = self._bucket.head(key)
@@ -199,42 +257,22 @@ class StoreWriter(VersionWriter):
                     f"but its parts have {size}. Export again."
                 )
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Abandon the version unless it is published. Once it exists, its parts are gone, and an error names the reason."""
-        super().__exit__(kind, error, trace)
-        if isinstance(error, ExportError) and not self._is_committing:
-            with contextlib.suppress(OSError):
-                if self._root.is_version(self._version):
-                    raise self._exists() from error
-
     def abandon(self, *, keep: bool) -> None:  # noqa: ARG002 - nothing is kept
-        """See VersionWriter.abandon. A failure to remove something is a warning, because the next export removes it."""
+        """See VersionWriter.abandon. A failure to remove something is a warning."""
         shutil.rmtree(self._folder, ignore_errors=True)
         try:
-            # Once the version exists, no upload below it can become a part of one, whoever began it.
-            self._abort(self._bucket.uploads(self._prefix) if self._is_visible else self._uploads.items())
-            self._unlock()
+            if not self._is_visible:
+                for key, upload in self._uploads.items():
+                    self._bucket.abort_upload(key, upload)
+            if self._root.has_lock(self._version, self._lock):  # else everything here is another export's
+                if self._is_committing and not self._is_visible:
+                    self._bucket.delete(self._bucket.keys(self._prefix))
+                self._bucket.delete([self._root.lock_key(self._version)])
         except OSError as failure:
             warn(
                 f"MODEL_DIR {self.model_dir}: the rest of version {self._version} cannot be removed: "
-                f"{failure.strerror or failure}. The next export to this MODEL_DIR removes it.",
+                f"{failure.strerror or failure}. Delete {PREFIX}{self._version}, and what is below {self._version}/.",
             )
-
-    def _abort(self, uploads: Iterable[tuple[str, str]]) -> None:
-        for key, upload in uploads:
-            self._bucket.abort_upload(key, upload)
-
-    def _unlock(self) -> None:
-        """Remove the lock, and before it the objects of a version that is not complete."""
-        if not self._lock or not self._root.has_lock(self._version, self._lock):
-            return
-        if self._is_committing and not self._root.is_version(self._version):
-            self._bucket.delete(self._bucket.keys(self._prefix))
-        self._bucket.delete([self._root.lock_key(self._version)])
-        # And the locks of exports that were killed once their versions were complete.
-        for version in self._found.locks.keys() & self._found.versions:
-            if self._root.has_lock(version, self._found.locks[version]):
-                self._bucket.delete([self._root.lock_key(version)])
 
     @property
     def _prefix(self) -> str:
@@ -263,3 +301,8 @@ def _is_object(bucket: Bucket, key: str, tags: Sequence[str], size: int) -> bool
     except ValueError:
         return False
     return found.tag.strip('"') == f"{md5(digests).hexdigest()}-{len(tags)}"
+
+
+def _token() -> bytes:
+    """Return bytes that no other export writes, so that each lock has an ETag of its own."""
+    return secrets.token_hex(16).encode()

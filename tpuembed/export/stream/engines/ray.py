@@ -12,12 +12,10 @@ import os
 import re
 import socket
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from tpuembed.errors import ExportError, MissingExtraError, WorkerError, one_line
 from tpuembed.export.plan.plan import ShardTask
@@ -30,10 +28,6 @@ __all__ = ["RayEngine"]
 
 _RETRIES: Final = 3
 _CONNECT_SECONDS: Final = 10.0
-_LOOK_SECONDS: Final = 5.0
-"""How long to wait for a task before the head is checked."""
-_SILENT_SECONDS: Final = 30.0
-"""Half of the time that Ray allows for a head to come back."""
 _QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "error"}
 
 
@@ -94,56 +88,24 @@ def _results(
             for batch in islice(waiting, count)
         }
 
-    head = _Head(ray.get_runtime_context().gcs_address)
     running = submit(at_once)
     try:
         while running:
-            done, _ = ray.wait(list(running), num_returns=1, timeout=_LOOK_SECONDS)
-            if not done:
-                head.check()
-            for reference in done:
-                yield from _result(ray, reference, running.pop(reference), writer.hint)
-            running |= submit(len(done))
+            (reference,), _ = ray.wait(list(running), num_returns=1)
+            yield from _result(ray, reference, running.pop(reference))
+            running |= submit(1)
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
 
 
-class _Head:
-    """Watches the cluster's head. Without this, Ray ends this process after the head has been gone for a minute."""
-
-    def __init__(self, address: str) -> None:
-        self._address, self._silent_since = address, 0.0
-        self._is_watched = self._answers()  # the head behind "ray://..." may not be reachable from here
-
-    def check(self) -> None:
-        """Raise WorkerError if the head has not answered for too long."""
-        if not self._is_watched or self._answers():
-            self._silent_since = 0.0
-            return
-        self._silent_since = self._silent_since or time.monotonic()
-        if time.monotonic() - self._silent_since >= _SILENT_SECONDS:
-            raise WorkerError(
-                f"ray: the cluster's head at {self._address} has not answered for {_SILENT_SECONDS:.0f} seconds. "
-                "Restart the cluster, and run the same command again."
-            )
-
-    def _answers(self) -> bool:
-        try:
-            _reach(self._address, _LOOK_SECONDS)
-        except OSError:
-            return False
-        return True
-
-
-def _result(ray: Any, reference: Any, task: Batch, hint: str) -> list[ShardResult]:
+def _result(ray: Any, reference: Any, task: Batch) -> list[ShardResult]:
     """Return the results of the task behind `reference`.
 
     Args:
         ray: the module.
         reference: of what `_run` returned.
         task: begins the messages of errors.
-        hint: ends the message about a file that a node cannot find; may be empty.
 
     Raises:
         WorkerError: Ray lost the task's workers too often.
@@ -160,8 +122,8 @@ def _result(ray: Any, reference: Any, task: Batch, hint: str) -> list[ShardResul
         ) from None
     if "failure" in reply:
         failed = Failure(**reply["failure"]).error(task)
-        if hint and isinstance(failed, ExportError) and "No such file" in str(failed):
-            failed.args = (f"{str(failed).removesuffix('.')}. {hint}",)
+        if isinstance(failed, ExportError) and "No such file" in str(failed):
+            failed.args = (f"{failed} Every node of the cluster must see MODEL_DIR under this path.",)
         raise failed
     return [ShardResult(**result) for result in reply["results"]]
 
@@ -184,63 +146,27 @@ def _connected() -> Iterator[Any]:
         yield ray
         return
     where = os.environ.get("RAY_ADDRESS") or "local"
-    with _notices() as notices:
-        try:
-            _reach(where)
-            ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **_options(where))
-        except Exception as error:  # Ray raises ConnectionError, ValueError or RuntimeError
-            raise _unusable(where, error, notices) from None
+    try:
+        _reach(where)
+        ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **_options(where))
+    except Exception as error:  # Ray raises ConnectionError, ValueError or RuntimeError
+        # Ray's message names an internal address.
+        said = re.sub(r"Failed to connect to Ray cluster at \S+", "failed to connect", one_line(error))
+        raise ExportError(
+            f"ray: no cluster at {where!r} can be used: {said}. Start one, set RAY_ADDRESS to another, or set RAY_AUTH_TOKEN to "
+            "the cluster's token, and RAY_AUTH_MODE=token, if it needs one."
+        ) from None
     try:
         yield ray
     finally:
         ray.shutdown()
 
 
-def _unusable(where: str, error: Exception, notices: BinaryIO) -> ExportError:
-    """Return the error for a cluster that cannot be used. Notices about a token are moved from `notices` into it."""
-    notices.seek(0)
-    written = notices.read()
-    if b"AuthToken" in written or "Authentication" in type(error).__name__:
-        notices.seek(0)
-        notices.truncate()
-        return ExportError(
-            f"ray: the cluster at {where!r} refuses the token, or no token is set. Set RAY_AUTH_TOKEN to the "
-            "cluster's token, and RAY_AUTH_MODE=token."
-        )
-    # Ray's message names an internal address.
-    said = re.sub(r"Failed to connect to Ray cluster at \S+", "failed to connect", one_line(error))
-    return ExportError(
-        f"ray: no cluster at {where!r} can be used: {said}. Start one, set RAY_ADDRESS to another, or set "
-        "RAY_AUTH_TOKEN if it needs a token."
-    )
-
-
-@contextlib.contextmanager
-def _notices() -> Iterator[BinaryIO]:
-    """Redirect file descriptor 2 to a file. At the end, write what is left in the file to the original descriptor.
-
-    Ray's own code writes a line every second there, before any log level applies.
-    """
-    sys.stderr.flush()
-    saved = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield file
-        finally:
-            sys.stderr.flush()
-            os.dup2(saved, 2)
-            os.close(saved)
-            file.seek(0)
-            while block := file.read(1 << 16):
-                os.write(2, block)
-
-
-def _reach(where: str, timeout_seconds: float = _CONNECT_SECONDS) -> None:
+def _reach(where: str) -> None:
     """Raise OSError if HOST:PORT accepts no connection. Ray itself would try for minutes."""
     host, _, port = where.rpartition(":")
     if port.isdecimal() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
 
 
 def _options(where: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def test_the_graph_is_written_last_and_nothing_is_listed_before_the_commit(
     plan = plan_of(prefix)
     with stage(f"s3://{bucket}/m", plan, prefix) as staging:
         fill(staging, plan, prefix)
-        assert server.keys(bucket) == []
+        assert server.keys(bucket) == ["m/.staging-1"]
         assert len(server.uploads(bucket)) == 2
         before = len(proxy.requests)
         staging.publish()
