@@ -17,8 +17,9 @@ from tpuembed.backends.tf_config import SavedNode, local
 from tpuembed.backends.tf_tpu import is_tpu_strategy
 from tpuembed.config import FeatureConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError
+from tpuembed.lookup.name_index import WAYS, NameIndex
 from tpuembed.lookup.names import as_names, key_places, name_keys, row_numbers
-from tpuembed.vocabulary import WAYS, Vocabulary, VocabularyHeader, attribute_of
+from tpuembed.vocabulary import Vocabulary, VocabularyHeader, attribute_of
 
 __all__ = ["LayerVocabularies", "check_names_can_arrive", "check_shared", "shared_vocabularies"]
 
@@ -281,8 +282,8 @@ class _GraphCopy:
 
 
 def _cells(vocabulary: Vocabulary) -> _Array:
-    salt, keys, numbers = vocabulary.snapshot()
-    cells = np.concatenate([keys, numbers.astype(np.int64)], 1)
+    index = NameIndex(vocabulary)
+    cells = np.concatenate([index.keys, index.numbers.astype(np.int64)], 1)
     last = np.zeros((1, 2 * WAYS), np.int64)
-    last[0, 0] = salt
+    last[0, 0] = index.salt
     return np.concatenate([cells, last])
