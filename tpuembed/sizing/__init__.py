@@ -5,7 +5,7 @@ the counts with the layout that TensorFlow would choose and with the tables' lim
 """
 
 from tpuembed.sizing.counting import Topology
-from tpuembed.sizing.report import SizingReport, StackSize, TableSize, estimate, load_features
+from tpuembed.sizing.report import SizingReport, StackSize, TableSize, estimate
 from tpuembed.sizing.sample import FeatureIds, read_sample
 
 __all__ = [
@@ -15,6 +15,5 @@ __all__ = [
     "TableSize",
     "Topology",
     "estimate",
-    "load_features",
     "read_sample",
 ]
