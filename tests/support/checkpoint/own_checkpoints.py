@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tests.support.goldens import Golden
 from tests.support.layer import tpu_v1
+from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
-from tpuembed.testing import simulated_tpu
 
 __all__ = ["HARDWARE", "write_own"]
 

@@ -8,12 +8,12 @@ from unittest import mock
 
 import numpy as np
 
+from tests.support.simulated_tpu import host_ops
+from tests.support.simulated_tpu.host_ops import HostOps
 from tests.tpu.numbers.variant import Variant
 from tpuembed.backends import sparsecore, stack_ids, tf_config, tf_tpu
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.tf_tpu import SparseCoreEngine
-from tpuembed.testing import host_ops
-from tpuembed.testing.host_ops import HostOps
 
 __all__ = ["BROKEN"]
 

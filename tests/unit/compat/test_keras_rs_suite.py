@@ -15,9 +15,9 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
+from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed.compat import keras_rs
 from tpuembed.errors import ConfigError
-from tpuembed.testing import simulated_tpu
 
 BATCH, ROWS, HOT = 16, 23, 13
 DIMS = {"feature1": 7, "feature2": 11}
