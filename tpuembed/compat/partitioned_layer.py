@@ -101,13 +101,6 @@ class PartitionedEmbedding(keras.layers.Layer):
             found = dict(zip(found, wait_for_lookups(list(found.values())), strict=True))
         return placement.pack(found)
 
-    def _specs(self, ids: Leaves) -> Any:
-        """Return the symbolic activations of symbolic ids by path."""
-        placement, found = self._placement.value, {}
-        for place, layer in self._parts:
-            found.update(layer.compute_output_spec(placement.part(place, ids)))
-        return placement.pack(found)
-
     def table_variables(self) -> dict[str, Any]:
         """Return {table name: its variable, float32 [vocabulary_size, dim]}."""
         return {

@@ -184,7 +184,11 @@ class PartialTPUEmbedding(PartitionedEmbedding):
 
     def compute_output_spec(self, inputs: Mapping[str, Any]) -> Any:
         """Return the symbolic activations of symbolic `inputs`."""
-        return self._specs(self._placement.value.unpack(inputs, "features"))
+        placement, found = self._placement.value, dict[str, Any]()
+        ids = placement.unpack(inputs, "features")
+        for place, layer in self._parts:
+            found.update(layer.compute_output_spec(placement.part(place, ids)))
+        return placement.pack(found)
 
     @property
     def tpu_embedding(self) -> TPUEmbedding | None:
