@@ -172,26 +172,6 @@ def test_tensorflows_own_class_and_an_id_outside_of_its_stack(bad: int) -> None:
             strategy.run(lambda: theirs(tf.fill([EXAMPLES], bad)))
 
 
-def test_nothing_of_it_stays_behind() -> None:
-    from tensorflow.python.tpu import tpu_embedding_v3
-
-    from tpuembed.backends import accelerator
-
-    before = (
-        dict(vars(tpu_embedding_v3)),
-        dict(vars(tpu_embedding_v3.TPUEmbeddingShardedVariable)),
-        vars(accelerator).copy(),
-    )
-    with pytest.raises(KeyError), simulated_tpu():
-        raise KeyError
-    after = (
-        dict(vars(tpu_embedding_v3)),
-        dict(vars(tpu_embedding_v3.TPUEmbeddingShardedVariable)),
-        vars(accelerator).copy(),
-    )
-    assert before == after
-
-
 @pytest.mark.parametrize("policy", ["zeros", 5])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_ids_outside_of_their_tables_are_looked_up_as_the_features_say(replicas: int, policy: str | int) -> None:
