@@ -415,7 +415,9 @@ def test_an_inner_model_that_casts_ids_proves_nothing(tmp_path: Path, inner: str
     given = Vocabulary([5, 7, 1], dtype="int64", oov_buckets=1)
     assert is_taken_in_silence(tmp_path / "m.keras", {"users": given}) == is_proof
     wrapped = np.array([2**32 + 5, 261])
-    assert np.array_equal(model(tf.constant(wrapped))[:, 0], given.lookup(wrapped)) == is_proof
+    assert (
+        np.array_equal(model(tf.constant(wrapped))[:, 0], np.maximum(given.lookup(wrapped), 0)) == is_proof
+    )  # 0 is the bucket
 
 
 def test_names_of_a_serving_config_are_those_of_the_lookup(tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
 """`Vocabulary`: the names of a table's rows."""
 
 import collections
-import copy
 import functools
-import threading
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +19,6 @@ _Integers = npt.NDArray[np.int64]
 
 UNKNOWN: Final = -2
 """The row of a name that is not in a vocabulary. It is outside of every table."""
-
-
-class Follower(Protocol):
-    """What has to follow when the names of a vocabulary are replaced, such as a layer's table."""
-
-    def names_replaced(self, before: "Vocabulary") -> None:
-        """Follow the restore of a different follower, which replaced the names. They were `before`."""
 
 
 class _NumberedNames:
@@ -80,8 +70,7 @@ class Vocabulary:
     The first `oov_buckets` rows are for unknown names, and the names have the rows after them, as in Keras' StringLookup and
     IntegerLookup. A million strings of 12 bytes take 56 MB, and twice as much once names are looked up in Python.
 
-    A vocabulary stays as it was made, but a layer that is restored gives it the names of the restored rows. Its methods may be
-    called from several threads.
+    A vocabulary stays as it was made. A layer that is restored has the names of the restored rows: see its `vocabularies`.
 
     Attributes:
         dtype: "string" for names of any bytes, or "int64".
@@ -104,8 +93,6 @@ class Vocabulary:
         _check_count("oov_buckets", oov_buckets, 0, MOST_NAMES)
         self.dtype: DType = dtype
         self.oov_buckets = int(oov_buckets)
-        self._lock = threading.Lock()
-        self._followers: list[weakref.ref[Follower]] = []
         try:
             is_list = not isinstance(names, str | bytes) and iter(names) is not None
         except TypeError:
@@ -114,7 +101,6 @@ class Vocabulary:
             raise ConfigError(
                 f"vocabulary: names must be a list of names, got {names!r}. Vocabulary.from_file reads the names of a file."
             )
-        # Never changed in place, so that a method of another thread sees the names of one moment.
         self._names = _NumberedNames(array_of(names if isinstance(names, np.ndarray) else list(names), dtype))
 
     @classmethod
@@ -305,31 +291,6 @@ class Vocabulary:
         except (ValueError, TypeError) as error:
             why = str(error).removeprefix("vocabulary: ").partition(". ")[0].removesuffix(".")
             raise CheckpointCorruptError(f"{where}: cannot be read: {why}. Restore it from a copy.") from None
-
-    # ---- replaced by a restore
-
-    def watch(self, follower: Follower) -> None:
-        """Call `follower` after the names were replaced. The vocabulary does not keep it in memory."""
-        with self._lock:
-            self._followers = [*(each for each in self._followers if each() is not None), weakref.ref(follower)]
-
-    def assign(self, other: "Vocabulary", by: Follower) -> None:
-        """Take the names of `other`, which has the same options, because the rows of `by` are restored with them.
-
-        All other followers, whose rows are those of before, are told that.
-        """
-        with self._lock:
-            before, self._names = copy.copy(self), other._names
-            for follower in [each() for each in self._followers]:
-                if follower is not None and follower is not by:
-                    follower.names_replaced(before)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has too. It has no followers, and its names are replaced apart from these."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_followers")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock(), _followers=[])
 
 
 def _check_count(what: str, value: Any, least: int, most: int | None = None) -> None:

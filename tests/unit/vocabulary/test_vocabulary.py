@@ -1,7 +1,5 @@
 """`Vocabulary` and its index, against a dictionary."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,15 +212,6 @@ def test_lines_that_end_with_crlf_are_refused(tmp_path: Path) -> None:
     assert Vocabulary.from_file(path).get_vocabulary() == ["ann\r", "bob"]
     path.write_bytes(b"5\r\n7\r\n")
     assert Vocabulary.from_file(path, dtype="int64").get_vocabulary()[-2:] == [5, 7]
-
-
-@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, lambda mine: pickle.loads(pickle.dumps(mine))])
-def test_a_copy_keeps_its_names(take: Callable[[Vocabulary], Vocabulary]) -> None:
-    mine = Vocabulary(["a", "b"])
-    copied = take(mine)
-    mine.assign(Vocabulary(["b", "c", "a"]), by=None)  # type: ignore[arg-type]
-    assert mine.get_vocabulary() == ["b", "c", "a"]
-    assert copied.get_vocabulary() == ["a", "b"]
 
 
 @pytest.mark.parametrize("dtype", ["string", "int64"])
