@@ -4,17 +4,16 @@
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tpuembed.backends.tf_config import optimizer_to_dict, resolve_optimizer
-from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
+from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy, tpu_call
 from tpuembed.compat import module
 from tpuembed.compat.keras_rs_config import FeatureConfig, TableConfig
-from tpuembed.compat.keras_rs_inputs import prepare
 from tpuembed.compat.partitioned_layer import PartitionedEmbedding, place_features
 from tpuembed.config import FeatureConfig as LayerFeature
 from tpuembed.config.checks import differing
@@ -22,9 +21,12 @@ from tpuembed.config.structure import check_plain, flatten, map_leaves
 from tpuembed.errors import ConfigError
 from tpuembed.layer import TPUEmbedding
 from tpuembed.lookup import as_tensors
+from tpuembed.lookup.ids import Ids, RaggedIds, SparseIds, kind_of
 from tpuembed.runtime.table_scope import current_source
 
 __all__ = ["DistributedEmbedding", "FeatureConfig", "TableConfig", "layers"]
+
+Tensor = Any
 
 _PREPROCESSED = "preprocessed_inputs_per_placement"
 _SPARSECORE, _DEFAULT = "sparsecore", "default_device"
@@ -134,7 +136,7 @@ class DistributedEmbedding(PartitionedEmbedding):
         ids, given = self._leaves(inputs, weights, training)
         known = self._configs
         pairs = {
-            path: prepare(known.features[path], leaf, None if given is None else given[path], path in known.unchanged)
+            path: _prepare(known.features[path], leaf, None if given is None else given[path], path in known.unchanged)
             for path, leaf in ids.items()
         }
         of_pairs = None if given is None else {path: weight for path, (_, weight) in pairs.items()}
@@ -332,6 +334,104 @@ def _features_from(node: Any, tables: list[TableConfig]) -> Any:
     if isinstance(node, Mapping):
         return {key: _features_from(child, tables) for key, child in node.items()}
     return [_features_from(child, tables) for child in node]
+
+
+# ---- ids and weights: keras-rs combines dense ids [batch, ids], `TPUEmbedding` only sparse and ragged ones
+
+
+def _prepare(config: FeatureConfig, ids: Tensor, weights: Tensor, unchanged: bool = False) -> tuple[Tensor, Tensor]:
+    """Return (ids, weights) of one feature for `TPUEmbedding`. Weights may be None.
+
+    Args:
+        config: the feature's config.
+        ids, weights: the feature's arguments of `call`.
+        unchanged: True if the hardware takes only the unchanged arguments of a step.
+
+    Raises:
+        ConfigError: the shape of ids or weights differs from the config's, or they would have to be changed. The
+            message names the feature.
+    """
+    kind = kind_of(ids)
+    ids = ids if kind.is_combined else tf.convert_to_tensor(ids)
+    _check_shape(config, kind, ids)
+    convert = _conversion(config, kind, ids, weights)
+    if convert is None:
+        return ids, weights
+    if unchanged:
+        raise ConfigError(
+            f"feature {config.name!r}: TPUs v2 to v4 take ids as they come from the input pipeline. In the pipeline, convert dense "
+            "[batch, ids] to a tf.RaggedTensor and cut longer examples. Then set input_shape (batch, None)."
+        )
+    if tpu_call() is None:
+        return convert(config, ids, weights)
+    return tf.compat.v1.tpu.outside_compilation(convert, config, ids, weights)  # embedding ids stay on the host
+
+
+def _conversion(
+    config: FeatureConfig, kind: type[Ids], ids: Tensor, weights: Tensor
+) -> Callable[[FeatureConfig, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Return the function that converts ids and weights of a kind. Returns None if they stay as they are."""
+    if kind is RaggedIds:
+        return None if _limit(config) is None else _cut
+    is_ready = kind is SparseIds or not (_lacks_an_axis(config, ids) or config.combined or weights is not None)
+    return None if is_ready else _from_dense
+
+
+def _cut(config: FeatureConfig, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    limit = _limit(config)
+    return ids[:, :limit], None if weights is None else weights[:, :limit]
+
+
+def _from_dense(config: FeatureConfig, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    if _lacks_an_axis(config, ids):
+        weights = None if weights is None else _like(config, ids, weights)[:, None]
+        ids = ids[:, None]
+    if config.combined:
+        return _as_ragged(ids), None if weights is None else _as_ragged(_like(config, ids, weights))
+    if ids.shape.rank == 1 and config.table.combiner == "sum":  # other combiners return the row itself for any weight
+        return _as_ragged(ids[:, None]), _as_ragged(_like(config, ids, weights)[:, None])
+    return ids, None if ids.shape.rank == 1 else weights
+
+
+def _as_ragged(values: Tensor) -> Tensor:
+    """Return [batch, n] as ragged rows of n each. Known sizes stay known, because a TPU program needs them."""
+    rows, length = (
+        known if known is not None else tf.shape(values, tf.int64)[axis] for axis, known in enumerate(values.shape)
+    )
+    return tf.RaggedTensor.from_uniform_row_length(tf.reshape(values, [-1]), length, nrows=rows)
+
+
+def _limit(config: FeatureConfig) -> int | None:
+    return config.input_shape[1] if len(config.input_shape) == 2 else None
+
+
+def _lacks_an_axis(config: FeatureConfig, ids: Tensor) -> bool:
+    """Return True if dense ids [batch] are given for an input_shape (batch, 1)."""
+    return ids.shape.rank == 1 and len(config.input_shape) == 2 and config.input_shape[1] == 1
+
+
+def _check_shape(config: FeatureConfig, kind: type[Ids], ids: Tensor) -> None:
+    """Raise ConfigError if `ids` do not match input_shape. The batch may differ, ids [batch] count as [batch, 1],
+    sparse ids may be narrower."""
+    shape, wanted = tuple(ids.shape), config.input_shape
+    if _lacks_an_axis(config, ids):
+        return
+    sizes = () if kind is RaggedIds else tuple(zip(shape[1:], wanted[1:], strict=False))
+    is_sparse = kind is SparseIds
+    wrong = [pair for pair in sizes if None not in pair and (pair[0] > pair[1] if is_sparse else pair[0] != pair[1])]
+    if len(shape) != len(wanted) or wrong:
+        raise ConfigError(
+            f"feature {config.name!r}: its ids have shape {shape}. Its input_shape is {wanted}. Make all sizes but the batch equal."
+        )
+
+
+def _like(config: FeatureConfig, ids: Tensor, weights: Tensor) -> Tensor:
+    weights = tf.convert_to_tensor(weights)
+    if not weights.shape.is_compatible_with(ids.shape):
+        raise ConfigError(
+            f"feature {config.name!r}: weights have shape {tuple(weights.shape)}, ids {tuple(ids.shape)}. Make them equal."
+        )
+    return weights
 
 
 layers = module(

@@ -10,8 +10,7 @@ from tpuembed.backends.tf_stacks import stack_tables
 from tpuembed.config import FeatureConfig, TableConfig
 from tpuembed.config.checks import check_number, did_you_mean
 from tpuembed.errors import ConfigError
-from tpuembed.sizing.counting import Counts, Lookup, Topology, count
-from tpuembed.sizing.sample import FeatureIds
+from tpuembed.sizing.counting import Counts, FeatureIds, Lookup, Topology, count
 
 __all__ = ["SizingReport", "StackSize", "TableSize", "estimate"]
 
