@@ -90,45 +90,6 @@ def test_a_learning_rate_that_is_code_cannot_be_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"vocabulary_size": 0},
-        {"vocabulary_size": 3.0},
-        {"vocabulary_size": True},
-        {"dim": -1},
-        {"name": ""},
-        {"name": None},
-        {"name": "a\nb"},
-        {"combiner": "max"},
-        {"optimizer": "adamw"},
-        {"optimizer": {"kind": "adam", "beta": 1}},
-        {"initializer": 3},
-        {"quantization_config": 3},
-    ],
-)
-def test_a_wrong_table_says_what_is_wrong(fields: dict[str, Any]) -> None:
-    with refused(ConfigError):
-        TableConfig(**{"vocabulary_size": 3, "dim": 2, "name": "t", **fields})
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"table": "t"},
-        {"max_sequence_length": -1},
-        {"max_sequence_length": 10**20},
-        {"output_shape": 3},
-        {"output_shape": (0,)},
-        {"validate_weights_and_indices": 1},
-        {"name": 3},
-    ],
-)
-def test_a_wrong_feature_says_what_is_wrong(fields: dict[str, Any]) -> None:
-    with refused(ConfigError):
-        FeatureConfig(**{"table": TableConfig(3, 2, "t"), **fields})
-
-
-@pytest.mark.parametrize(
     "make",
     [
         lambda: SGD(learning_rate=-1.0),
