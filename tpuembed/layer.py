@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,10 @@ from tpuembed.runtime.weight_files import (
     check_tables,
     load_stamps,
     load_tables,
-    load_vocabularies,
     save_stamps,
     save_tables,
     save_vocabularies,
+    saved_vocabularies,
 )
 from tpuembed.table_access import LiveTables, check_writable
 from tpuembed.vocabulary import Vocabulary
@@ -230,8 +230,7 @@ class TPUEmbedding(keras.layers.Layer):
         return pack_like(structure, [tf.cast(activation, self.compute_dtype) for activation in activations])
 
     def _from_names(self, given: Ids) -> Ids:
-        vocabulary, table, backend = given.config.vocabulary, given.table, self._parts.backend
-        assert vocabulary is not None, "only features with a vocabulary take names"
+        vocabulary, table, backend = self.vocabularies[given.table], given.table, self._parts.backend
         if given.is_combined:
             vocabulary.check_padding(f"feature {given.path!r}")
         if isinstance(backend, DeferredBackend):
@@ -283,21 +282,14 @@ class TPUEmbedding(keras.layers.Layer):
     @property
     def vocabularies(self) -> dict[str, Vocabulary]:
         """Return {table name: the vocabulary of its rows}, for the tables that have one."""
+        if self._vocabularies is not None:
+            return self._vocabularies.current
         return shared_vocabularies(self._parts.layer_options.features)
 
     def take_names(self, table: str, saved: Vocabulary) -> None:
         """Replace the names of a table whose rows are restored with those of `saved`. `restore_tables` calls it."""
         assert self._vocabularies is not None, "a layer with tables has the vocabularies of its features"
         self._vocabularies.take(table, saved)
-
-    def check_names(self, tables: Collection[str] | None = None) -> None:
-        """Raise ConfigError if names of a table were replaced when another layer with its vocabulary was restored.
-
-        Args:
-            tables: the tables to check. None checks all.
-        """
-        if self._vocabularies is not None:
-            self._vocabularies.check_names(tables)
 
     def checkpoint_config(self) -> dict[str, Any]:
         """Return the layer's config for checkpoints: features, tables and their optimizers, as JSON values."""
@@ -432,7 +424,7 @@ class TPUEmbedding(keras.layers.Layer):
             if self._row_stamps is not None:
                 save_stamps(store, self._row_stamps.arrays(), self._row_stamps.saved())
             if self._vocabularies is not None:
-                save_vocabularies(store, self._vocabularies)
+                save_vocabularies(store, self.vocabularies)
 
     def load_own_variables(self, store: Any) -> None:
         """Assign the arrays of `save_own_variables`.
@@ -448,7 +440,7 @@ class TPUEmbedding(keras.layers.Layer):
             stamps.rewritten()
         if self._vocabularies is not None:
             check_tables(store, self.name, self.named_variables())
-            load_vocabularies(store, self.name, [self._vocabularies])
+            self._vocabularies.load(saved_vocabularies(store, self.vocabularies), f"layer {self.name!r}: the file")
         self.updates.assign(load_tables(store, self.name, self.named_variables()))
         if stamps is not None:
             saved = load_stamps(store, self._parts.backend.states, stamps.write)

@@ -4,7 +4,7 @@ A graph finds names in a variable, which is a copy of the vocabulary's index: a 
 was traced.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,10 +17,11 @@ from tpuembed.backends.tf_config import SavedNode, local
 from tpuembed.backends.tf_tpu import is_tpu_strategy
 from tpuembed.config import FeatureConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError
+from tpuembed.lookup.name_index import WAYS, NameIndex
 from tpuembed.lookup.names import as_names, key_places, name_keys, row_numbers
-from tpuembed.vocabulary import WAYS, Vocabulary, VocabularyHeader, attribute_of
+from tpuembed.vocabulary import Vocabulary, VocabularyHeader, attribute_of
 
-__all__ = ["LayerVocabularies", "check_names_can_arrive", "check_shared", "shared_vocabularies"]
+__all__ = ["LayerVocabularies", "check_names_can_arrive", "shared_vocabularies"]
 
 Tensor = Any
 _Array = npt.NDArray[Any]
@@ -47,32 +48,6 @@ def shared_vocabularies(features: Sequence[tuple[str, FeatureConfig]]) -> dict[s
     return found
 
 
-def check_shared(where: str, own: Mapping[str, Vocabulary], saved: Mapping[str, Vocabulary]) -> None:
-    """Raise CheckpointMismatchError if tables with one vocabulary would get different names.
-
-    Args:
-        where: begins the message.
-        own: {table: its vocabulary}.
-        saved: {table: the names that it gets}.
-    """
-    first: dict[int, str] = {}
-    got = {id(own[table]): table for table in saved}
-    for table, vocabulary in own.items():
-        other = got.get(id(vocabulary), table)
-        if table not in saved and other != table and not vocabulary.same_names(saved[other]):
-            raise CheckpointMismatchError(
-                f"{where}: it has names of table {other!r} and none of {table!r}, and both have one vocabulary in the layer. Give "
-                "each table a tpuembed.Vocabulary of its own."
-            )
-    for table, names in saved.items():
-        other = first.setdefault(id(own[table]), table)
-        if not names.same_names(saved[other]):
-            raise CheckpointMismatchError(
-                f"{where}: tables {other!r} and {table!r} have different names there, and one vocabulary in the layer. Give each "
-                "table a tpuembed.Vocabulary of its own."
-            )
-
-
 def check_names_can_arrive(vocabularies: Mapping[str, Vocabulary], takes_rows: bool) -> None:
     """Raise ConfigError if names cannot become rows where the layer runs."""
     if is_tpu_strategy(tf.distribute.get_strategy()) and not takes_rows:
@@ -96,11 +71,10 @@ class LayerVocabularies(SavedNode):
             table: _GraphCopy(table, vocabulary, capacities[table]) for table, vocabulary in vocabularies.items()
         }
 
-    def check_names(self, tables: Collection[str] | None = None) -> None:
-        """Raise ConfigError if the names of a table are those of another layer, which was restored. None means all tables."""
-        for table, copy in self.copies.items():
-            if tables is None or table in tables:
-                copy.check_names()
+    @property
+    def current(self) -> dict[str, Vocabulary]:
+        """Return {table: the vocabulary of its rows}."""
+        return {table: copy.vocabulary for table, copy in self.copies.items()}
 
     def rows_of(self, table: str, names: Tensor, padded: bool) -> Tensor:
         """Return the row of each name, int64 [n]. See `tpuembed.lookup.names.row_numbers`.
@@ -111,10 +85,6 @@ class LayerVocabularies(SavedNode):
             padded: "" and the integer -1 are padding.
         """
         return self.copies[table].rows_of(names, padded)
-
-    def to_bytes(self, table: str) -> bytes:
-        """Return the vocabulary of `table`, as it is saved."""
-        return self.copies[table].to_bytes()
 
     def take(self, table: str, saved: Vocabulary) -> None:
         """Replace the names of `table`, whose rows are restored with them."""
@@ -138,7 +108,6 @@ class LayerVocabularies(SavedNode):
             what = f"{where}: the vocabulary of table {table!r}"
             found[table] = Vocabulary.from_bytes(content, what)
             self.copies[table].check(found[table], what)
-        check_shared(where, {table: copy.vocabulary for table, copy in self.copies.items()}, found)
         return found
 
     def check_saved(self, path: str) -> None:
@@ -165,12 +134,9 @@ class LayerVocabularies(SavedNode):
             what = f"{where}: the vocabulary of table {table!r}"
             first = content[: VocabularyHeader.MOST_BYTES].tobytes()
             self.copies[table].check(VocabularyHeader.from_bytes(first, what), what)
-        if len({id(copy.vocabulary) for copy in self.copies.values()}) < len(self.copies):
-            self.checked({table: content.tobytes() for table, content in contents.items()}, where)
 
     def variables(self) -> dict[str, Any]:
         """Return the variables of the graph's copies, for SavedModels of the live layer."""
-        self.check_names()
         return {f"{table}_cells": copy.cells for table, copy in self.copies.items()}
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
@@ -188,7 +154,7 @@ class LayerVocabularies(SavedNode):
 
 
 def _saved(copy: "_GraphCopy") -> Tensor:
-    content = tf.numpy_function(lambda: np.frombuffer(copy.to_bytes(), np.uint8), [], tf.uint8)
+    content = tf.numpy_function(lambda: np.frombuffer(copy.vocabulary.to_bytes(), np.uint8), [], tf.uint8)
     content.set_shape([None])
     return content
 
@@ -200,52 +166,25 @@ class _GraphCopy:
     assign another index meanwhile.
 
     Attributes:
-        vocabulary: of the table.
+        vocabulary: the names of the table's rows: those that its features were given, or of what the rows were restored from.
         cells: the variable.
-        before: the names of the table's rows, if a restore of another layer has replaced those of `vocabulary`, and a name has
-            another row now. Graphs and saves go on with them. All else is refused, until this layer is restored too.
     """
 
     def __init__(self, table: str, vocabulary: Vocabulary, capacity: int) -> None:
         self.vocabulary = vocabulary
         self._table, self._capacity = table, capacity
-        self.before: Vocabulary | None = None
         with tf.init_scope():
             self.cells = tf.Variable(
                 _cells(vocabulary), shape=[None, 2 * WAYS], trainable=False, name="vocabulary_cells"
             )
-        vocabulary.watch(self)
 
     def take(self, saved: Vocabulary) -> None:
         """Replace the names by those that the table's rows are restored with."""
-        self.vocabulary.assign(saved, by=self)
-        self.before = None
-        self._refresh()
-
-    def names_replaced(self, before: Vocabulary) -> None:
-        """Follow the restore of another layer."""
-        own = before if self.before is None else self.before
-        self.before = own if len(own.moved_in(self.vocabulary)) else None
-        if self.before is None:
-            self._refresh()
-
-    def _refresh(self) -> None:
-        cells = _cells(self.vocabulary)
+        self.vocabulary = saved
+        cells = _cells(saved)
         with tf.init_scope():
             for copy in copies(self.cells):
                 copy.assign(cells)
-
-    def to_bytes(self) -> bytes:
-        """Return the names of the table's rows, as they are saved."""
-        return (self.vocabulary if self.before is None else self.before).to_bytes()
-
-    def check_names(self) -> None:
-        """Raise ConfigError if the vocabulary has names that are not those of the table's rows."""
-        if self.before is not None:
-            raise ConfigError(
-                f"table {self._table!r}: its vocabulary belongs to another layer too, and got other names when that one was "
-                "restored. Restore this layer from the same checkpoint, or give it a tpuembed.Vocabulary of its own."
-            )
 
     def check(self, saved: Vocabulary | VocabularyHeader, where: str) -> None:
         """Raise CheckpointMismatchError if a saved vocabulary has another type or other buckets, or needs more rows."""
@@ -261,7 +200,6 @@ class _GraphCopy:
             )
 
     def rows_of(self, names: Tensor, padded: bool) -> Tensor:
-        self.check_names()
         if not len(self.vocabulary):
             raise ConfigError(
                 f"table {self._table!r}: its vocabulary has no names, so all names would be unknown. Restore a checkpoint that "
@@ -281,8 +219,8 @@ class _GraphCopy:
 
 
 def _cells(vocabulary: Vocabulary) -> _Array:
-    salt, keys, numbers = vocabulary.snapshot()
-    cells = np.concatenate([keys, numbers.astype(np.int64)], 1)
+    index = NameIndex(vocabulary)
+    cells = np.concatenate([index.keys, index.numbers.astype(np.int64)], 1)
     last = np.zeros((1, 2 * WAYS), np.int64)
-    last[0, 0] = salt
+    last[0, 0] = index.salt
     return np.concatenate([cells, last])

@@ -1,7 +1,7 @@
 """The tables of a live layer, as rows are read and written besides training."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -129,9 +129,6 @@ class HasTables(Protocol):
 
     def take_names(self, table: str, saved: Vocabulary) -> None:
         """Replace the names of a table whose rows were restored with them."""
-
-    def check_names(self, tables: Collection[str] | None = None) -> None:
-        """Raise ConfigError if the names of one of `tables` were replaced by another layer's. None checks all tables."""
 
 
 def check_writable(layer: str, doing: str, states: Mapping[str, TableState]) -> None:

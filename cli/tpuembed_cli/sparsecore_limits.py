@@ -54,18 +54,19 @@ def sparsecore_limits(
 ) -> None:
     """Estimate limits of ids, padding and memory on SparseCores for the tables in CONFIG, from the ids in SAMPLE.
 
-    CONFIG is a YAML or JSON feature config, or a serving_config with the shapes of its tables. SAMPLE is a .npz (an
-    array of ids per feature, padded with -1), a .csv (a column per feature) or a .jsonl (an object per example).
+    CONFIG is a YAML or JSON feature config. SAMPLE is a .npz with an array of ids per feature, padded with -1.
     """
     import_tensorflow()
     with stdout_on_stderr(), warnings.catch_warnings():
         # TensorFlow warns about --no-stacking, through a function that Python has deprecated.
         warnings.filterwarnings("ignore", "The 'warn' function is deprecated", DeprecationWarning)
         logging.getLogger("absl").setLevel(logging.ERROR)
-        from tpuembed.sizing import Topology, estimate, load_features, read_sample
+        from tpuembed.config import feature_config_from_dict
+        from tpuembed.config.structure import flatten
+        from tpuembed.sizing import Topology, estimate, read_sample
 
         topology = Topology(chips, batch_size, sparse_cores_per_chip)
-        features, ids = load_features(config), read_sample(sample)
+        features, ids = dict(flatten(feature_config_from_dict(config))), read_sample(sample)
         report = estimate(features, ids, topology, margin=margin, optimizer=optimizer, stacking=not no_stacking)
     if as_json:
         print_json(report.to_dict())

@@ -41,8 +41,7 @@ def stats(path: str, table: str | None, checkpoint_options: dict[str, Any], as_j
     """Read every row of TABLE, or of all tables, of the checkpoint or the export at PATH, and describe the rows.
 
     Shows rows with NaN or infinities, rows of zeros, rows that training never updated, norms, the largest rows,
-    near-duplicates of sampled rows, and the error that each storage type of an export would make. Exits with 0
-    whatever it finds.
+    and the error that each storage type of an export would make. Exits with 0 whatever it finds.
     """
     os.environ.setdefault(
         "OPENBLAS_NUM_THREADS", "1"
@@ -63,17 +62,12 @@ def stats(path: str, table: str | None, checkpoint_options: dict[str, Any], as_j
 
 
 def _lines(table: "TableStats") -> list[dict[str, str]]:
-    untouched, near, norms = table.untouched, table.near_duplicates, table.norms
+    untouched, norms = table.untouched, table.norms
     found = {
         "with NaN": _bad(table.nan),
         "with infinity": _bad(table.infinite),
         "of zeros": f"{table.zero_rows:,}",
         "untouched": f"unknown: {untouched.reason}" if untouched.count is None else f"{untouched.count:,}",
-        "near-duplicates": (
-            "a row of width 1 has no direction"
-            if near is None
-            else f"{near.found} of {near.sampled} sampled rows have another row with a cosine of 0.999"
-        ),
     }
     if norms is not None:
         found["norm"] = f"mean {norms.mean:.4g}, from {norms.min:.4g} to {norms.max:.4g}"

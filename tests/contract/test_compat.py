@@ -25,7 +25,6 @@ MODULES = {
     "tpuembed.compat.tfrs.layers.embedding.tpu_embedding_layer": ["TPUEmbedding", "translate_keras_optimizer"],
     "tpuembed.compat.tfrs.experimental.layers.embedding": ["PartialTPUEmbedding", "partial_tpu_embedding"],
     "tpuembed.compat.tfrs.experimental.layers.embedding.partial_tpu_embedding": ["PartialTPUEmbedding"],
-    "tpuembed.compat.tfrs.layers.factorized_top_k": ["BruteForce", "ScaNN", "Streaming", "TopK"],
     "tpuembed.compat.keras_rs.layers": ["DistributedEmbedding", "FeatureConfig", "TableConfig"],
 }
 
@@ -112,19 +111,6 @@ def test_keras_optimizers_are_translated_to_tensorflows() -> None:
             (lambda: tfrs.translate_keras_optimizer(E.SGD(0.1)), "SGD"),
         ],
     )
-
-
-def test_the_best_candidates_are_numpys() -> None:
-    rng = np.random.default_rng(6)
-    vectors, names = rng.normal(size=(50, 4)).astype(np.float32), np.array([f"c{n}" for n in rng.permutation(50)])
-    queries = rng.normal(size=(3, 4)).astype(np.float32)
-    truth = np.argsort(-(queries @ vectors.T), axis=1)[:, :7]
-    data = tf.data.Dataset.from_tensor_slices((names, vectors)).batch(16)
-    factorized = tfrs.layers.factorized_top_k
-    for layer in (factorized.BruteForce(k=7).index(vectors, names), factorized.Streaming(k=7).index_from_dataset(data)):
-        scores, found = layer(queries)
-        np.testing.assert_array_equal(found.numpy().astype(str), names[truth])
-        np.testing.assert_allclose(scores, np.take_along_axis(queries @ vectors.T, truth, 1), rtol=1e-5)
 
 
 # ---- keras-rs

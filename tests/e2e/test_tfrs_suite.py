@@ -32,28 +32,6 @@ SUITES = {
         5,  # 4 and test_session
         {"import tensorflow_recommenders as tfrs": "from tpuembed.compat import tfrs", LEGACY[0]: LEGACY[1]},
     ),
-    "tensorflow_recommenders/layers/factorized_top_k_test.py": (
-        301,  # 297, and 4 of test_session
-        {
-            "from tensorflow_recommenders.layers import": "from tpuembed.compat.tfrs.layers import",
-            "tf.keras.models.load_model": "tf.saved_model.load",  # Keras 3 loads no SavedModels
-        },
-    ),
-    "tensorflow_recommenders/metrics/factorized_top_k_test.py": (
-        7,  # 6 and test_session
-        {
-            "from tensorflow_recommenders import layers": "from tpuembed.compat.tfrs import layers",
-            "from tensorflow_recommenders import metrics": "import tpuembed as metrics",
-            # Ours compares by id alone, so it takes no vectors, and its result has names.
-            "(True, False)": "(True,)",
-            "        query_embeddings=query,": "        queries=query,",
-            "        true_candidate_embeddings=true_candidate_embeddings,\n": "",
-            "true_candidate_ids=true_candidate_ids if use_candidate_ids else None": "true_ids=true_candidate_ids",
-            "          candidates[true_candidate_idx].reshape(1, -1),\n": "",
-            "metric.result())": "metric.result().values())",
-            "metric.result()[0]": "[*metric.result().values()][0]",
-        },
-    ),
 }
 
 

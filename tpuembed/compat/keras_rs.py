@@ -4,17 +4,16 @@
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tpuembed.backends.tf_config import optimizer_to_dict, resolve_optimizer
-from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
+from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy, tpu_call
 from tpuembed.compat import module
 from tpuembed.compat.keras_rs_config import FeatureConfig, TableConfig
-from tpuembed.compat.keras_rs_inputs import prepare
 from tpuembed.compat.partitioned_layer import PartitionedEmbedding, place_features
 from tpuembed.config import FeatureConfig as LayerFeature
 from tpuembed.config.checks import differing
@@ -22,9 +21,12 @@ from tpuembed.config.structure import check_plain, flatten, map_leaves
 from tpuembed.errors import ConfigError
 from tpuembed.layer import TPUEmbedding
 from tpuembed.lookup import as_tensors
+from tpuembed.lookup.ids import Ids, RaggedIds, SparseIds, kind_of
 from tpuembed.runtime.table_scope import current_source
 
 __all__ = ["DistributedEmbedding", "FeatureConfig", "TableConfig", "layers"]
+
+Tensor = Any
 
 _PREPROCESSED = "preprocessed_inputs_per_placement"
 _SPARSECORE, _DEFAULT = "sparsecore", "default_device"
@@ -38,13 +40,12 @@ class DistributedEmbedding(PartitionedEmbedding):
     [batch, ids] are combined, like sparse and ragged ones. An export finds the tables in any placement.
 
     Args:
-        feature_configs: a nested structure of FeatureConfig, or of `tf.tpu.experimental.embedding.FeatureConfig`, whose
-            tables are placed as "auto".
+        feature_configs: a nested structure of FeatureConfig.
         table_stacking: "auto", or None for one stack per table. Only SparseCores stack tables.
         update_stats: must be False.
         optimizer: for tables without their own.
         pipeline_execution_with_tensor_core: overlap lookups with dense computation.
-        sparse_core_embedding_config: TensorFlow's config, used with TensorFlow's feature configs.
+        sparse_core_embedding_config: must be None.
         **kwargs: as for every Keras layer.
 
     Raises:
@@ -67,23 +68,19 @@ class DistributedEmbedding(PartitionedEmbedding):
         **kwargs: Any,
     ) -> None:
         super().__init__(autocast=False, **kwargs)
-        _check_options(table_stacking, update_stats)
+        _check_options(table_stacking, update_stats, sparse_core_embedding_config)
         self._options = _Options(
             table_stacking,
             None if optimizer is None else resolve_optimizer(optimizer),
             pipeline_execution_with_tensor_core,
-            sparse_core_embedding_config,
         )
-        own_configs = _uses_own_configs(feature_configs)
-        _check_config_kind(own_configs, self._options)
-        placement = place_features(feature_configs, lambda config: _place(config, own_configs))
+        placement = place_features(feature_configs, _place)
         configs = dict(flatten(feature_configs))
-        _check_optimizers(configs, optimizer)
-        _check_names(configs if own_configs else {})
+        _check_features(configs, optimizer)
         parts = {place: placement.part(place, configs) for place in (_SPARSECORE, _DEFAULT)}
         makers = {_SPARSECORE: self._on_hardware, _DEFAULT: self._on_default_device}
         self._set_parts(placement, {place: makers[place](part) for place, part in parts.items() if part})
-        self._configs = _Configs(configs, own_configs, _unchangeable(parts[_SPARSECORE]))
+        self._configs = _Configs(configs, _unchangeable(parts[_SPARSECORE]))
 
     def _on_hardware(self, features: dict[str, Any]) -> TPUEmbedding:
         options = self._options
@@ -137,7 +134,11 @@ class DistributedEmbedding(PartitionedEmbedding):
             training: has no effect. Tables are trained when a gradient is taken.
         """
         ids, given = self._leaves(inputs, weights, training)
-        pairs = {path: self._configs.prepare(path, ids[path], None if given is None else given[path]) for path in ids}
+        known = self._configs
+        pairs = {
+            path: _prepare(known.features[path], leaf, None if given is None else given[path], path in known.unchanged)
+            for path, leaf in ids.items()
+        }
         of_pairs = None if given is None else {path: weight for path, (_, weight) in pairs.items()}
         return self._look_up({path: ids for path, (ids, _) in pairs.items()}, of_pairs)
 
@@ -155,21 +156,14 @@ class DistributedEmbedding(PartitionedEmbedding):
     def compute_output_spec(self, inputs: Any, weights: Any = None, training: bool = False) -> Any:
         """Return the symbolic activations of symbolic `inputs`."""
         ids, _ = self._leaves(inputs, weights, training)
-        if not self._configs.own_configs:
-            return self._specs(ids)
+        shapes = {path: config.output_shape[1:] for path, config in self._configs.features.items()}
         specs = {
-            path: keras.KerasTensor(self._configs.output_shape(path, ids[path].shape[0]), self.compute_dtype)
-            for path in ids
+            path: keras.KerasTensor((leaf.shape[0], *shapes[path]), self.compute_dtype) for path, leaf in ids.items()
         }
         return self._placement.value.pack(specs)
 
     def compute_output_shape(self, input_shapes: Any) -> Any:  # noqa: ARG002 - the configs give it
         """Return the output_shape of every feature, with the batch of all replicas."""
-        if not self._configs.own_configs:
-            raise ConfigError(
-                f"layer {self.name!r}: TensorFlow's feature configs do not give the shape of their outputs. "
-                "Use tpuembed.compat.keras_rs.FeatureConfig."
-            )
         return map_leaves(lambda config: config.output_shape, self._placement.value.structure)
 
     # ---- tables
@@ -196,10 +190,6 @@ class DistributedEmbedding(PartitionedEmbedding):
 
     def get_config(self) -> dict[str, Any]:
         """Return the config, without weights. A table that features share is written once, under `tables`."""
-        if not self._configs.own_configs:
-            raise ConfigError(
-                f"layer {self.name!r}: TensorFlow's feature configs cannot be written. Use tpuembed.compat.keras_rs.FeatureConfig."
-            )
         structure = self._placement.value.structure
         check_plain(structure)
         tables = list({id(config.table): config.table for _, config in flatten(structure)}.values())
@@ -227,13 +217,12 @@ class _Options:
     table_stacking: Any
     optimizer: Any
     pipelining: bool
-    sparse_core_config: Any
 
     def sparse_core(self) -> Any:
         """Return TensorFlow's config of SparseCores. None takes its defaults."""
         if self.table_stacking is None and embedding_feature(tf.distribute.get_strategy()) == "V2":
             return tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig(disable_table_stacking=True)
-        return self.sparse_core_config
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -248,25 +237,15 @@ class _Configs:
     """The features by path.
 
     Attributes:
-        features: path -> FeatureConfig, this module's or TensorFlow's.
-        own_configs: True if they are this module's.
+        features: path -> FeatureConfig.
         unchanged: the paths of the features whose ids the hardware takes only as they are.
     """
 
-    features: Mapping[str, Any]
-    own_configs: bool
+    features: Mapping[str, FeatureConfig]
     unchanged: frozenset[str]
 
-    def prepare(self, path: str, ids: Any, weights: Any) -> tuple[Any, Any]:
-        if not self.own_configs:
-            return ids, weights
-        return prepare(self.features[path], ids, weights, path in self.unchanged)
 
-    def output_shape(self, path: str, batch: int | None) -> tuple[int | None, ...]:
-        return (batch, *self.features[path].output_shape[1:])
-
-
-def _check_options(table_stacking: Any, update_stats: bool) -> None:
+def _check_options(table_stacking: Any, update_stats: bool, sparse_core_config: Any) -> None:
     if update_stats:
         raise ConfigError(
             "DistributedEmbedding: update_stats=True needs keras-rs on JAX. "
@@ -277,38 +256,21 @@ def _check_options(table_stacking: Any, update_stats: bool) -> None:
             f"DistributedEmbedding: table_stacking={table_stacking!r} is not supported, because TensorFlow chooses the stacks. "
             "Pass 'auto', or None to stack no tables."
         )
-
-
-def _uses_own_configs(structure: Any) -> bool:
-    """Return True if the features are this module's, False if they are TensorFlow's."""
-    leaves = [leaf for _, leaf in flatten(structure)]
-    own_configs = [isinstance(leaf, FeatureConfig) for leaf in leaves]
-    if not leaves:
-        raise ConfigError("DistributedEmbedding: feature_configs is empty. Name at least one feature.")
-    if any(own_configs) and not all(own_configs):
+    if sparse_core_config is not None:
         raise ConfigError(
-            "DistributedEmbedding: feature_configs mixes tpuembed.compat.keras_rs.FeatureConfig with "
-            f"{type(leaves[own_configs.index(False)]).__name__}. Use one kind."
-        )
-    return any(own_configs)
-
-
-def _check_config_kind(own_configs: bool, options: _Options) -> None:
-    if own_configs and options.sparse_core_config is not None:
-        raise ConfigError(
-            "DistributedEmbedding: sparse_core_embedding_config is for TensorFlow's feature configs. Set max_ids_per_partition "
-            "and max_unique_ids_per_partition of the TableConfig, and table_stacking of the layer."
-        )
-    if not own_configs and options.table_stacking != "auto":
-        raise ConfigError(
-            "DistributedEmbedding: table_stacking is for tpuembed.compat.keras_rs.FeatureConfig. With TensorFlow's configs, set "
-            "disable_table_stacking of the SparseCoreEmbeddingConfig."
+            "DistributedEmbedding: sparse_core_embedding_config is not supported. Set max_ids_per_partition and "
+            "max_unique_ids_per_partition of the TableConfig, and table_stacking of the layer."
         )
 
 
-def _place(config: Any, own_configs: bool) -> str:
+def _place(config: Any) -> str:
     """Return the place of the feature's table. In an export the rows come from a checkpoint, so the hardware does not matter."""
-    wanted = config.table.placement if own_configs else "auto"
+    if not isinstance(config, FeatureConfig):
+        raise ConfigError(
+            f"DistributedEmbedding: feature_configs must have tpuembed.compat.keras_rs.FeatureConfig, got {type(config).__name__}. "
+            "For TensorFlow's configs use tpuembed.TPUEmbedding."
+        )
+    wanted = config.table.placement
     if wanted == _DEFAULT or current_source() is not None:
         return _DEFAULT
     strategy = tf.distribute.get_strategy()
@@ -328,18 +290,16 @@ def _unchangeable(on_hardware: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(on_hardware)
 
 
-def _check_optimizers(configs: Mapping[str, Any], optimizer: Any) -> None:
+def _check_features(configs: Mapping[str, FeatureConfig], optimizer: Any) -> None:
+    """Raise ConfigError if there are none, a table has no optimizer, or two different tables have one name."""
+    if not configs:
+        raise ConfigError("DistributedEmbedding: feature_configs is empty. Name at least one feature.")
+    tables: dict[str, TableConfig] = {}
     for config in configs.values():
-        if optimizer is None and getattr(config, "table", None) is not None and config.table.optimizer is None:
+        if optimizer is None and config.table.optimizer is None:
             raise ConfigError(
                 f"table {config.table.name!r}: neither it nor the layer has an optimizer. Give one of them an optimizer."
             )
-
-
-def _check_names(configs: Mapping[str, FeatureConfig]) -> None:
-    """Raise ConfigError if two different tables have one name. TensorFlow's tables may have no name."""
-    tables: dict[str, TableConfig] = {}
-    for config in configs.values():
         if tables.setdefault(config.table.name, config.table) != config.table:
             raise ConfigError(
                 f"two different tables are called {config.table.name!r}. They differ in "
@@ -349,8 +309,6 @@ def _check_names(configs: Mapping[str, FeatureConfig]) -> None:
 
 def _layer_features(features: Mapping[str, Any], shape: Any) -> dict[str, Any]:
     """Return the features as tpuembed's configs, with `shape(config)` as output_shape. Tables stay shared."""
-    if not all(isinstance(config, FeatureConfig) for config in features.values()):
-        return dict(features)
     tables = {id(config.table): config.table.to_layer() for config in features.values()}
     return {
         path: LayerFeature(tables[id(config.table)], name=config.name, output_shape=shape(config))
@@ -376,6 +334,104 @@ def _features_from(node: Any, tables: list[TableConfig]) -> Any:
     if isinstance(node, Mapping):
         return {key: _features_from(child, tables) for key, child in node.items()}
     return [_features_from(child, tables) for child in node]
+
+
+# ---- ids and weights: keras-rs combines dense ids [batch, ids], `TPUEmbedding` only sparse and ragged ones
+
+
+def _prepare(config: FeatureConfig, ids: Tensor, weights: Tensor, unchanged: bool = False) -> tuple[Tensor, Tensor]:
+    """Return (ids, weights) of one feature for `TPUEmbedding`. Weights may be None.
+
+    Args:
+        config: the feature's config.
+        ids, weights: the feature's arguments of `call`.
+        unchanged: True if the hardware takes only the unchanged arguments of a step.
+
+    Raises:
+        ConfigError: the shape of ids or weights differs from the config's, or they would have to be changed. The
+            message names the feature.
+    """
+    kind = kind_of(ids)
+    ids = ids if kind.is_combined else tf.convert_to_tensor(ids)
+    _check_shape(config, kind, ids)
+    convert = _conversion(config, kind, ids, weights)
+    if convert is None:
+        return ids, weights
+    if unchanged:
+        raise ConfigError(
+            f"feature {config.name!r}: TPUs v2 to v4 take ids as they come from the input pipeline. In the pipeline, convert dense "
+            "[batch, ids] to a tf.RaggedTensor and cut longer examples. Then set input_shape (batch, None)."
+        )
+    if tpu_call() is None:
+        return convert(config, ids, weights)
+    return tf.compat.v1.tpu.outside_compilation(convert, config, ids, weights)  # embedding ids stay on the host
+
+
+def _conversion(
+    config: FeatureConfig, kind: type[Ids], ids: Tensor, weights: Tensor
+) -> Callable[[FeatureConfig, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Return the function that converts ids and weights of a kind. Returns None if they stay as they are."""
+    if kind is RaggedIds:
+        return None if _limit(config) is None else _cut
+    is_ready = kind is SparseIds or not (_lacks_an_axis(config, ids) or config.combined or weights is not None)
+    return None if is_ready else _from_dense
+
+
+def _cut(config: FeatureConfig, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    limit = _limit(config)
+    return ids[:, :limit], None if weights is None else weights[:, :limit]
+
+
+def _from_dense(config: FeatureConfig, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    if _lacks_an_axis(config, ids):
+        weights = None if weights is None else _like(config, ids, weights)[:, None]
+        ids = ids[:, None]
+    if config.combined:
+        return _as_ragged(ids), None if weights is None else _as_ragged(_like(config, ids, weights))
+    if ids.shape.rank == 1 and config.table.combiner == "sum":  # other combiners return the row itself for any weight
+        return _as_ragged(ids[:, None]), _as_ragged(_like(config, ids, weights)[:, None])
+    return ids, None if ids.shape.rank == 1 else weights
+
+
+def _as_ragged(values: Tensor) -> Tensor:
+    """Return [batch, n] as ragged rows of n each. Known sizes stay known, because a TPU program needs them."""
+    rows, length = (
+        known if known is not None else tf.shape(values, tf.int64)[axis] for axis, known in enumerate(values.shape)
+    )
+    return tf.RaggedTensor.from_uniform_row_length(tf.reshape(values, [-1]), length, nrows=rows)
+
+
+def _limit(config: FeatureConfig) -> int | None:
+    return config.input_shape[1] if len(config.input_shape) == 2 else None
+
+
+def _lacks_an_axis(config: FeatureConfig, ids: Tensor) -> bool:
+    """Return True if dense ids [batch] are given for an input_shape (batch, 1)."""
+    return ids.shape.rank == 1 and len(config.input_shape) == 2 and config.input_shape[1] == 1
+
+
+def _check_shape(config: FeatureConfig, kind: type[Ids], ids: Tensor) -> None:
+    """Raise ConfigError if `ids` do not match input_shape. The batch may differ, ids [batch] count as [batch, 1],
+    sparse ids may be narrower."""
+    shape, wanted = tuple(ids.shape), config.input_shape
+    if _lacks_an_axis(config, ids):
+        return
+    sizes = () if kind is RaggedIds else tuple(zip(shape[1:], wanted[1:], strict=False))
+    is_sparse = kind is SparseIds
+    wrong = [pair for pair in sizes if None not in pair and (pair[0] > pair[1] if is_sparse else pair[0] != pair[1])]
+    if len(shape) != len(wanted) or wrong:
+        raise ConfigError(
+            f"feature {config.name!r}: its ids have shape {shape}. Its input_shape is {wanted}. Make all sizes but the batch equal."
+        )
+
+
+def _like(config: FeatureConfig, ids: Tensor, weights: Tensor) -> Tensor:
+    weights = tf.convert_to_tensor(weights)
+    if not weights.shape.is_compatible_with(ids.shape):
+        raise ConfigError(
+            f"feature {config.name!r}: weights have shape {tuple(weights.shape)}, ids {tuple(ids.shape)}. Make them equal."
+        )
+    return weights
 
 
 layers = module(

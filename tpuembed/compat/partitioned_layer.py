@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -21,9 +21,9 @@ from tpuembed.restore import RestoreReport, restore_saved, restore_tables
 from tpuembed.runtime.weight_files import (
     check_tables,
     load_tables,
-    load_vocabularies,
     save_tables,
     save_vocabularies,
+    saved_vocabularies,
 )
 from tpuembed.table_access import LiveTables
 from tpuembed.vocabulary import Vocabulary, attribute_of
@@ -101,13 +101,6 @@ class PartitionedEmbedding(keras.layers.Layer):
             found = dict(zip(found, wait_for_lookups(list(found.values())), strict=True))
         return placement.pack(found)
 
-    def _specs(self, ids: Leaves) -> Any:
-        """Return the symbolic activations of symbolic ids by path."""
-        placement, found = self._placement.value, {}
-        for place, layer in self._parts:
-            found.update(layer.compute_output_spec(placement.part(place, ids)))
-        return placement.pack(found)
-
     def table_variables(self) -> dict[str, Any]:
         """Return {table name: its variable, float32 [vocabulary_size, dim]}."""
         return {
@@ -123,11 +116,6 @@ class PartitionedEmbedding(keras.layers.Layer):
         """Replace the names of a table whose rows are restored with them. See `TPUEmbedding.take_names`."""
         self._layer_of(table).take_names(table, saved)
 
-    def check_names(self, tables: Collection[str] | None = None) -> None:
-        """Raise ConfigError if names of a table were replaced by another layer's. See `TPUEmbedding.check_names`."""
-        for _, layer in self._parts:
-            layer.check_names(tables)
-
     # ---- weight files: by table names, without the places
 
     def save_own_variables(self, store: Any) -> None:
@@ -137,7 +125,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         save_tables(store, self._named_variables(), max(int(count.numpy()) for count in self._counts()), config)
         for _, layer in self._parts:
             if layer._vocabularies is not None:
-                save_vocabularies(store, layer._vocabularies)
+                save_vocabularies(store, layer.vocabularies)
 
     def load_own_variables(self, store: Any) -> None:
         """Assign the arrays of `save_own_variables`, under any strategy.
@@ -148,7 +136,11 @@ class PartitionedEmbedding(keras.layers.Layer):
         if variables := self._named_variables():  # none inside an export, which reads the rows from its checkpoint
             check_tables(store, self.name, variables)  # a file that is refused changes no name
             of_parts = [layer._vocabularies for _, layer in self._parts if layer._vocabularies is not None]
-            load_vocabularies(store, self.name, of_parts)
+            where = f"layer {self.name!r}: the file"
+            found = [part.checked(saved_vocabularies(store, part.copies), where) for part in of_parts]
+            for part, saved in zip(of_parts, found, strict=True):
+                for table, names in saved.items():
+                    part.take(table, names)
             _Counts(self._counts()).assign(load_tables(store, self.name, variables))
 
     def _named_variables(self) -> dict[str, Any]:

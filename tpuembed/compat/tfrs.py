@@ -1,11 +1,10 @@
-"""TensorFlow Recommenders' embedding layers, and its layers that find the best candidates.
+"""TensorFlow Recommenders' embedding layers.
 
     from tensorflow_recommenders.layers.embedding import TPUEmbedding, translate_keras_optimizer
     from tensorflow_recommenders.experimental.layers.embedding import PartialTPUEmbedding
 
 become `from tpuembed.compat.tfrs import ...`. `import tensorflow_recommenders as tfrs` becomes `from tpuembed.compat
-import tfrs`, which has `tfrs.layers.embedding`, `tfrs.layers.factorized_top_k` and `tfrs.experimental.layers.embedding`. Optimizers
-are Keras 3's.
+import tfrs`, which has `tfrs.layers.embedding` and `tfrs.experimental.layers.embedding`. Optimizers are Keras 3's.
 """
 
 import dataclasses
@@ -25,7 +24,6 @@ from tpuembed.backends.tf_config import (
 )
 from tpuembed.compat import module
 from tpuembed.compat.partitioned_layer import PartitionedEmbedding, place_features
-from tpuembed.compat.tfrs_top_k import BruteForce, ScaNN, Streaming, TopK
 from tpuembed.config import FeatureConfig, TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count
 from tpuembed.config.structure import flatten
@@ -38,7 +36,6 @@ __all__ = [
     "SmallEmbedding",
     "TPUEmbedding",
     "experimental",
-    "factorized_top_k",
     "layers",
     "partial_tpu_embedding",
     "tpu_embedding_layer",
@@ -187,7 +184,11 @@ class PartialTPUEmbedding(PartitionedEmbedding):
 
     def compute_output_spec(self, inputs: Mapping[str, Any]) -> Any:
         """Return the symbolic activations of symbolic `inputs`."""
-        return self._specs(self._placement.value.unpack(inputs, "features"))
+        placement, found = self._placement.value, dict[str, Any]()
+        ids = placement.unpack(inputs, "features")
+        for place, layer in self._parts:
+            found.update(layer.compute_output_spec(placement.part(place, ids)))
+        return placement.pack(found)
 
     @property
     def tpu_embedding(self) -> TPUEmbedding | None:
@@ -263,13 +264,9 @@ _EMBEDDING = f"{__name__}.layers.embedding"
 tpu_embedding_layer = module(
     f"{_EMBEDDING}.tpu_embedding_layer", TPUEmbedding=TPUEmbedding, translate_keras_optimizer=translate_keras_optimizer
 )
-factorized_top_k = module(
-    f"{__name__}.layers.factorized_top_k", BruteForce=BruteForce, ScaNN=ScaNN, Streaming=Streaming, TopK=TopK
-)
 layers = module(
     f"{__name__}.layers",
     embedding=module(_EMBEDDING, TPUEmbedding=TPUEmbedding, tpu_embedding_layer=tpu_embedding_layer),
-    factorized_top_k=factorized_top_k,
 )
 _EXPERIMENTAL = f"{__name__}.experimental"
 partial_tpu_embedding = module(

@@ -1,4 +1,4 @@
-"""Conversion of configs to and from dicts, JSON and YAML."""
+"""Conversion of configs to and from dicts, and from JSON and YAML."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from tpuembed.config.tables import FeatureConfig, QuantizationConfig, TableConfi
 from tpuembed.errors import ConfigError, reason
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["dump_config", "feature_config_from_dict", "feature_config_to_dict", "load_mapping"]
+__all__ = ["feature_config_from_dict", "feature_config_to_dict", "load_mapping"]
 
 _TABLE_KEYS = tuple(field.name for field in dataclasses.fields(TableConfig))
 _FEATURE_KEYS = tuple(field.name for field in dataclasses.fields(FeatureConfig))
@@ -32,21 +32,18 @@ def load_mapping(source: str | Path | Mapping[str, Any], what: str) -> Mapping[s
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {path}: cannot be read: {reason(error)}") from None
     try:
-        parsed = (
-            json.loads(text, object_pairs_hook=_unique_pairs) if path.suffix == ".json" else _yaml().load_unique(text)
-        )
+        if path.suffix == ".json":
+            parsed = json.loads(text, object_pairs_hook=_unique_pairs)
+        else:
+            # It costs as much as the other config modules, and most programs write configs in Python.
+            from tpuembed.config.yaml_files import load_unique
+
+            parsed = load_unique(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{what} {path}: cannot be parsed: {' '.join(reason(error).split())}") from None
     if not isinstance(parsed, Mapping):
         raise ConfigError(f"{what} {path}: expected a mapping at the top, got {type(parsed).__name__}")
     return parsed
-
-
-def _yaml() -> Any:
-    """Import YAML on first use. It costs as much as the other config modules, and most programs write configs in Python."""
-    from tpuembed.config import yaml_files
-
-    return yaml_files
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -128,10 +125,3 @@ def _features_from(
             )
         fields["vocabulary"] = shared
     return FeatureConfig(**fields)
-
-
-def dump_config(config: Mapping[str, Any], path: str | Path) -> None:
-    """Write a config's dict to `path`, as JSON if it ends in .json, else as YAML."""
-    path = Path(path)
-    text = json.dumps(config, indent=2) if path.suffix == ".json" else _yaml().dump(config)
-    path.write_text(text, encoding="utf-8")

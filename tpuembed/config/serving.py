@@ -189,13 +189,6 @@ class ServingConfig:
         used = {feature.table for feature in features.values()}
         return ServingConfig(features=features, tables={k: v for k, v in self.tables.items() if k in used})
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the mapping that `parse` reads, without default values."""
-        return {
-            "features": {name: _non_default(feature) for name, feature in self.features.items()},
-            "tables": {name: _non_default(table) for name, table in self.tables.items()},
-        }
-
 
 def _section(mapping: Mapping[str, Any], key: str, cls: Any) -> dict[str, Any]:
     section = mapping.get(key) or {}
@@ -219,17 +212,3 @@ def _entry(where: str, fields: Any, cls: Any) -> Any:
         return cls(**fields)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-def _non_default(entry: Any) -> dict[str, Any]:
-    values = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
-    changed = {
-        field.name: values[field.name] for field in dataclasses.fields(entry) if values[field.name] != field.default
-    }
-    return {name: _plain(value) for name, value in changed.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Vocabulary):
-        return value.options()
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -1,11 +1,10 @@
-"""Reads and writes YAML. Refuses a key that is given twice."""
+"""Reads YAML. Refuses a key that is given twice."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-__all__ = ["dump", "load_unique"]
+__all__ = ["load_unique"]
 
 
 def load_unique(text: str) -> Any:
@@ -18,11 +17,6 @@ def load_unique(text: str) -> Any:
         return yaml.load(text, _UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-
-
-def dump(config: Mapping[str, Any]) -> str:
-    """Return `config` as YAML, with its keys in their order."""
-    return yaml.safe_dump(dict(config), sort_keys=False)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

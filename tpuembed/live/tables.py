@@ -73,8 +73,6 @@ class LiveCheckpoint(Checkpoint):
         self._states = _states(self._live)
         self._stamps = {name: live.stamps for live in self._live for name in live.states}
         self._tables = {name: _info(name, state) for name, state in sorted(self._states.items())}
-        for layer in layers:
-            layer.check_names()
         self._vocabularies = {name: its for layer in layers for name, its in layer.vocabularies.items()}
         self.layer_config = layers[0].checkpoint_config() if len(layers) == 1 else None
         for live in self._live:

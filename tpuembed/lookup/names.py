@@ -9,8 +9,9 @@ import tensorflow as tf
 from tpuembed.errors import ConfigError
 from tpuembed.id_messages import MOST_OF_NAME, unknown_name_texts
 from tpuembed.lookup.branches import not_inlined
+from tpuembed.lookup.name_index import BUCKETS, MIX, WAYS
 from tpuembed.lookup.ranges import DROPPED, NOT_FOR_XLA, NOWHERE, OUTSIDE
-from tpuembed.vocabulary import BUCKETS, MIX, WAYS, Vocabulary
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = [
     "NameArrays",
@@ -76,7 +77,7 @@ def name_keys(names: Tensor, salt: bytes | Tensor) -> Tensor:
 
     Args:
         names: string or int64.
-        salt: the text before each name, or the number of the salt as a tensor, see `Vocabulary.snapshot`.
+        salt: the text before each name, or the number of the salt as a tensor, see `NameIndex`.
     """
     if names.dtype != tf.string:
         return names

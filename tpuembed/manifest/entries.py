@@ -192,11 +192,7 @@ class QuantizationEntry:
 
     def __post_init__(self) -> None:
         check_integers(self, num_buckets=2)
-        bounds = [self.lower, self.upper]
-        if (
-            not all(type(bound) in (int, float) and math.isfinite(bound) for bound in bounds)
-            or self.lower >= self.upper
-        ):
+        if not math.isfinite(self.upper - self.lower) or self.lower >= self.upper:
             raise ConfigError(
                 f"quantization: lower and upper must be two finite numbers, the lower first, got {self.lower!r} and "
                 f"{self.upper!r}."
@@ -468,10 +464,10 @@ def check_integers(entry: Any, **minimums: int) -> None:
             raise ConfigError(f"{what}: {field} must be an integer of at least {minimum}, got {value!r}.")
 
 
-def check_inside(file: object) -> None:
+def check_inside(file: str) -> None:
     """Raise ConfigError unless `file` is a path to a file inside the version directory."""
-    parts = PurePosixPath(file).parts if isinstance(file, str) else ()
-    if not parts or "/".join(parts) != file or ".." in parts or parts[0] == "/" or "\0" in str(file):
+    parts = PurePosixPath(file).parts
+    if not parts or "/".join(parts) != file or ".." in parts or parts[0] == "/" or "\0" in file:
         raise ConfigError(f"file {file!r} is not a path inside the export.")
 
 

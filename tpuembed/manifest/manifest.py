@@ -1,6 +1,7 @@
 """What an export has, and where it comes from."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -8,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Final, Protocol, Union, get_args, get_origin, get_type_hints
 
 from tpuembed.errors import ConfigError, reason
 from tpuembed.manifest.entries import (
     LAYOUTS,
-    ActivationEntry,
     ArrayEntry,
     BaseEntry,
     FeatureEntry,
@@ -21,11 +22,7 @@ from tpuembed.manifest.entries import (
     FromActivations,
     HistoryEntry,
     NamesEntry,
-    OverlayEntry,
-    PackedInput,
-    PackedOutput,
     Packing,
-    QuantizationEntry,
     RetrievalEntry,
     RowStoreEntry,
     StackEntry,
@@ -50,7 +47,6 @@ REQUIRED: Final = ("base", "names", "retrieval", "row_store")
 """The fields that a reader has to understand if they are set. It would serve wrong rows, or lose files, if it ignored one. So
 each that is set is listed in `requires`, and readers refuse names that they do not know.
 """
-T = TypeVar("T")
 
 
 class Folder(Protocol):
@@ -169,8 +165,8 @@ class Manifest:
             return cls._from_dict(json.loads(text))
         except KeyError as error:
             fault = f"it lacks the field {error}"
-        except (TypeError, AttributeError):
-            fault = "a field has a value of another type"
+        except TypeError as error:
+            fault = f"a field has a value of another type: {error}"
         except (ValueError, RecursionError) as error:
             fault = reason(error).removesuffix(".")
         raise ConfigError(f"manifest {path}: not a tpuembed manifest: {fault}. Export again.")
@@ -183,85 +179,51 @@ class Manifest:
             raise ValueError(
                 f"it requires {', '.join(map(str, unknown))}, and this version of tpuembed knows {', '.join(REQUIRED)}"
             )
-        value["tables"] = tuple(_table(entry) for entry in value["tables"])
-        value["stacks"] = tuple(_stack(entry) for entry in value["stacks"])
-        value["errors"] = {name: dict(entry) for name, entry in value["errors"].items()}
-        base, retrieval = value["base"], value["retrieval"]
-        value["base"] = None if base is None else _entry(BaseEntry, base)
-        value["files"] = {path: _entry(FileEntry, entry) for path, entry in value["files"].items()}
-        value["features"] = tuple(_entry(FeatureEntry, entry) for entry in value["features"])
-        value["vocabularies"] = tuple(_entry(VocabularyEntry, entry) for entry in value["vocabularies"])
-        value["histories"] = {name: _history(entry) for name, entry in value["histories"].items()}
-        value["names"] = tuple(_names(entry) for entry in value["names"])
-        value["retrieval"] = None if retrieval is None else _retrieval(retrieval)
-        value["packing"] = _packing(value["packing"])
-        value["from_activations"] = _from_activations(value["from_activations"])
-        value["signatures"] = {name: _signature(sides) for name, sides in value["signatures"].items()}
-        row_store = value["row_store"]
-        value["row_store"] = None if row_store is None else _entry(RowStoreEntry, row_store)
-        return _entry(cls, value)
+        if missing := [field.name for field in dataclasses.fields(cls) if field.name not in value]:
+            raise KeyError(missing[0])
+        found: Manifest = _decoded(cls, value)
+        return found
 
 
-def _entry(kind: type[T], value: Mapping[str, Any]) -> T:
-    """Return the `kind` that has the fields of `value`. Other fields are ignored. Raises KeyError if one is missing."""
-    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
-    needed = (field for field in fields if field.default is field.default_factory is dataclasses.MISSING)
-    if missing := [field.name for field in needed if field.name not in value]:
-        raise KeyError(missing[0])
-    return kind(**{field.name: value[field.name] for field in fields if field.name in value})
+@functools.cache
+def _types(kind: type) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass, by name."""
+    return get_type_hints(kind)
 
 
-def _table(value: Mapping[str, Any]) -> TableEntry:
-    quantization = value["quantization"]
-    found = None if quantization is None else _entry(QuantizationEntry, quantization)
-    return _entry(TableEntry, {**value, "quantization": found})
+def _decoded(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as the type `kind`, with the dataclasses, tuples and mappings in it. Unknown fields are ignored.
 
-
-def _stack(value: Mapping[str, Any]) -> StackEntry:
-    overlay = value["overlay"]
-    if overlay is not None:
-        arrays = {name: _entry(ArrayEntry, overlay[name]) for name in ("rows", "words")}
-        overlay = _entry(OverlayEntry, {**overlay, **arrays})
-    return _entry(StackEntry, {**value, "overlay": overlay})
-
-
-def _names(value: Mapping[str, Any]) -> NamesEntry:
-    return _entry(NamesEntry, {**value, "arrays": tuple(_entry(ArrayEntry, one) for one in value["arrays"])})
-
-
-def _retrieval(value: Mapping[str, Any]) -> RetrievalEntry:
-    arrays = {name: _entry(ArrayEntry, one) for name, one in value["arrays"].items()}
-    recall = tuple((int(nprobe), float(share)) for nprobe, share in value["recall"])
-    return _entry(RetrievalEntry, {**value, "arrays": arrays, "recall": recall})
-
-
-def _history(value: Mapping[str, Any]) -> HistoryEntry:
-    return _entry(HistoryEntry, {**value, "spans": tuple((str(token), int(start)) for token, start in value["spans"])})
-
-
-def _packing(value: Mapping[str, Any]) -> Packing:
-    inputs = tuple(_entry(PackedInput, entry) for entry in value["inputs"])
-    outputs = value["outputs"]
-    if outputs is not None:
-        outputs = tuple(_entry(PackedOutput, {**entry, "shape": tuple(entry["shape"])}) for entry in outputs)
-    return Packing(inputs=inputs, outputs=outputs, left_out=value["left_out"])
-
-
-def _from_activations(value: Mapping[str, Any]) -> FromActivations:
-    return FromActivations(
-        features=tuple(_entry(ActivationEntry, entry) for entry in value["features"]),
-        whole_tables=tuple(value["whole_tables"]),
-        left_out=value["left_out"],
-    )
-
-
-def _signature(sides: Mapping[str, Any]) -> dict[str, dict[str, TensorSpec]]:
-    return {side: {name: _tensor_spec(spec) for name, spec in specs.items()} for side, specs in sides.items()}
-
-
-def _tensor_spec(spec: Mapping[str, Any]) -> TensorSpec:
-    shape = spec["shape"]
-    return TensorSpec(dtype=spec["dtype"], shape=None if shape is None else tuple(shape))
+    Raises:
+        KeyError: a field is missing.
+        TypeError: a value has another type.
+    """
+    container, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        fields = dataclasses.fields(kind)
+        needed = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
+        if missing := [name for name in needed if name not in value]:
+            raise KeyError(missing[0])
+        types = _types(kind)  # type: ignore[arg-type]
+        given = {field.name: _decoded(types[field.name], value[field.name]) for field in fields if field.name in value}
+        return kind(**given)  # type: ignore[operator]
+    if container in (Union, UnionType):  # Python 3.14 gives the first
+        others = [one for one in inner if one is not NoneType]
+        if value is None and len(others) < len(inner):
+            return None
+        return _decoded(others[0] if len(others) == 1 or type(value) is not others[1] else others[1], value)
+    if container is tuple and isinstance(value, list):
+        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(_decoded(one, each) for one, each in zip(kinds, value, strict=True))
+    if container is Mapping and isinstance(value, dict):
+        return {name: _decoded(inner[1], each) for name, each in value.items()}
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise TypeError(f"expected {getattr(container or kind, '__name__', kind)}, got {repr(value)[:60]}")
+    return value
 
 
 def _check_arrays(arrays: Sequence[ArrayEntry], *, mapped: bool) -> None:

@@ -120,8 +120,6 @@ def _restore(
         vocabularies = live_vocabularies(layer)
         plans = plan_tables(checkpoint, live, request, vocabularies)
         names = names_by_number(checkpoint, live, plans, vocabularies, adopt=request.rows_only)
-        # Rows of the other tables are written by names that the layer keeps.
-        layer.check_names({plan.table for plan in plans} - names.keys())
         updates = _updates(checkpoint.path, checkpoint.update_counts(), live, plans) if request.slots else None
         history = None if live.stamps is None or updates is None else _history(checkpoint, live, plans, updates)
         _verify(checkpoint, plans)

@@ -8,7 +8,6 @@ import numpy as np
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import CheckpointMismatchError, ConfigError, warn
-from tpuembed.layer_vocabularies import check_shared
 from tpuembed.table_access import LiveTables
 from tpuembed.vocabulary import Vocabulary
 
@@ -123,7 +122,6 @@ def names_by_number(
                 f"{where} does not have the name {own.names(moved[:1])[0]!r} at row {moved[0]}, where layer {live.layer!r} has "
                 "it. Restore with by='name', or build the layer with an empty vocabulary."
             )
-    check_shared(f"checkpoint {checkpoint.path}", vocabularies, found)
     return found
 
 

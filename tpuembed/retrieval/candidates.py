@@ -1,4 +1,4 @@
-"""Collects candidates: their vectors, ids and tags go into files of a folder, batch by batch."""
+"""Collects candidates, batch by batch: their vectors go into a file, their ids and tags stay in memory."""
 
 import dataclasses
 import hashlib
@@ -20,8 +20,8 @@ __all__ = ["CandidateBatch", "Candidates", "array_of", "collect", "of_array", "o
 
 _BATCH_BYTES: Final = 8 << 20
 
-Ids = Any
-"""int64 [n], or a list of n bytes."""
+Ids = npt.NDArray[Any]
+"""int64 [n], or bytes in an array of dtype object."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CandidateBatch:
 
     Attributes:
         vectors: float32 [n, dim].
-        ids: int64 [n], or n bytes; None for the number of each candidate.
+        ids: None for the number of each candidate.
         tags: uint64 [n], or None.
     """
 
@@ -41,23 +41,26 @@ class CandidateBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """Collected candidates, in files of `folder`, in the order in which they came.
+    """Collected candidates, in the order in which they came.
 
     Attributes:
-        folder: the files `vectors`, `ids` and `tags`; of string ids `ids` has the bytes and `offsets` where each begins.
-        count: how many.
+        folder: has the file `vectors`.
         dim: of the vectors.
-        dtype: of the ids: "int64" or "string".
-        has_tags: any tag is not 0.
+        ids: int64 [count], or bytes in an array of dtype object.
+        tags: uint64 [count]; None if all of them are 0.
         digest: of all of them.
     """
 
     folder: Path
-    count: int
     dim: int
-    dtype: str
-    has_tags: bool
+    ids: npt.NDArray[Any]
+    tags: npt.NDArray[np.uint64] | None
     digest: str
+
+    @property
+    def count(self) -> int:
+        """Return how many there are."""
+        return len(self.ids)
 
     @property
     def vectors(self) -> Floats:
@@ -69,23 +72,6 @@ class Candidates:
         step = max(1, _BATCH_BYTES // (4 * self.dim))
         for start in range(0, self.count, step):
             yield start, np.array(self.vectors[start : start + step])
-
-    @property
-    def ids(self) -> npt.NDArray[Any]:
-        """Return the ids, mapped: int64 [count], or the uint8 of all strings."""
-        path = self.folder / "ids"
-        kind = np.int64 if self.dtype == "int64" else np.uint8
-        return np.memmap(path, kind, "r") if path.stat().st_size else np.empty(0, kind)
-
-    @property
-    def offsets(self) -> npt.NDArray[np.int64]:
-        """Return where each string begins, and the end of the last: int64 [count + 1]."""
-        return np.memmap(self.folder / "offsets", np.int64, "r")
-
-    @property
-    def tags(self) -> npt.NDArray[np.uint64]:
-        """Return the tags, mapped: uint64 [count]."""
-        return np.memmap(self.folder / "tags", np.uint64, "r")
 
 
 def collect(batches: Iterable[CandidateBatch], folder: Path) -> Candidates:
@@ -100,15 +86,8 @@ def collect(batches: Iterable[CandidateBatch], folder: Path) -> Candidates:
             vectors have different widths; or there is no candidate.
     """
     count = dim = 0
-    dtype, offset, any_tag, digest = "", 0, False, hashlib.blake2b(digest_size=16)
-    seen: dict[Any, int] = {}
-    with (
-        (folder / "vectors").open("wb") as vectors_file,
-        (folder / "ids").open("wb") as ids_file,
-        (folder / "offsets").open("wb") as offsets_file,
-        (folder / "tags").open("wb") as tags_file,
-    ):
-        offsets_file.write(np.zeros(1, np.int64).tobytes())
+    all_ids, all_tags, digest = list[Ids](), list[Any](), hashlib.blake2b(digest_size=16)
+    with (folder / "vectors").open("wb") as file:
         for batch in batches:
             vectors = np.ascontiguousarray(batch.vectors, np.float32)
             if vectors.ndim != 2 or vectors.shape[1] != (dim or vectors.shape[1]) or not vectors.shape[1]:
@@ -119,32 +98,31 @@ def collect(batches: Iterable[CandidateBatch], folder: Path) -> Candidates:
             dim = vectors.shape[1]
             _check_finite(vectors, count)
             ids: Ids = np.arange(count, count + len(vectors)) if batch.ids is None else batch.ids
-            kind = "int64" if isinstance(ids, np.ndarray) else "string"
-            if kind != (dtype or kind):
-                raise ConfigError(f"candidates: ids are {dtype}, and after {count} candidates {kind}. Give one type.")
-            dtype = kind
-            if len(ids) != len(vectors):
-                raise ConfigError(f"candidates: {len(vectors)} vectors have {len(ids)} ids. Give one id for each.")
-            if batch.ids is not None:
-                _check_new(ids, seen, count)
+            if all_ids and ids.dtype != all_ids[0].dtype:
+                first, other = (_kind(each) for each in (all_ids[0], ids))
+                raise ConfigError(f"candidates: ids are {first}, and after {count} candidates {other}. Give one type.")
             tags = np.zeros(len(vectors), np.uint64) if batch.tags is None else batch.tags
-            if len(tags) != len(vectors):
-                raise ConfigError(f"candidates: {len(vectors)} vectors have {len(tags)} tags. Give one for each.")
-            any_tag = any_tag or bool(tags.any())
-            pieces = [vectors.tobytes(), tags.tobytes()]
-            if kind == "int64":
-                pieces.append(np.ascontiguousarray(ids, np.int64).tobytes())
-            else:
-                ends = offset + np.cumsum([len(name) for name in ids], dtype=np.int64)
-                pieces += [b"".join(ids), ends.tobytes()]
-                offset = int(ends[-1]) if len(ends) else offset
-            for file, piece in zip((vectors_file, tags_file, ids_file, offsets_file), pieces, strict=False):
-                file.write(piece)
-                digest.update(piece)
+            for given, what, one in ((ids, "ids", "id"), (tags, "tags", "tag")):
+                if len(given) != len(vectors):
+                    raise ConfigError(
+                        f"candidates: {len(vectors)} vectors have {len(given)} {what}. Give one {one} for each."
+                    )
+            all_ids.append(ids)
+            all_tags.append(tags)
+            file.write(vectors.data)
+            digest.update(vectors.data)
             count += len(vectors)
     if not count:
         raise ConfigError("candidates: there are none. Give at least one.")
-    return Candidates(folder, count, dim, dtype, any_tag, digest.hexdigest())
+    ids, tags = np.concatenate(all_ids), np.concatenate(all_tags)
+    _check_ids(ids)
+    digest.update(repr(ids.tolist()).encode())
+    digest.update(tags.data)
+    return Candidates(folder, dim, ids, tags if tags.any() else None, digest.hexdigest())
+
+
+def _kind(ids: Ids) -> str:
+    return "int64" if ids.dtype == np.int64 else "string"
 
 
 def _check_finite(vectors: Floats, first: int) -> None:
@@ -158,18 +136,15 @@ def _check_finite(vectors: Floats, first: int) -> None:
         )
 
 
-def _check_new(ids: Ids, seen: dict[Any, int], first: int) -> None:
-    """Add `ids` to `seen`, and raise ConfigError if one was there or is the padding of exclusions."""
-    padding = -1 if isinstance(ids, np.ndarray) else b""
-    found = (
-        np.flatnonzero(ids == padding) if isinstance(ids, np.ndarray) else [i for i, one in enumerate(ids) if not one]
-    )
-    if len(found):
-        raise ConfigError(
-            f"candidates: the id of candidate {first + int(found[0])} is {padding!r}, which is the padding of exclusions. Give it "
-            "another id."
-        )
-    for number, one in enumerate(ids.tolist() if isinstance(ids, np.ndarray) else ids, first):
+def _check_ids(ids: Ids) -> None:
+    """Raise ConfigError if an id is repeated, or is the padding of exclusions."""
+    padding: Any = b"" if ids.dtype == object else -1
+    seen: dict[Any, int] = {}
+    for number, one in enumerate(ids.tolist()):
+        if one == padding:
+            raise ConfigError(
+                f"candidates: the id of candidate {number} is {padding!r}, which is the padding of exclusions. Give it another id."
+            )
         if (other := seen.setdefault(one, number)) != number:
             raise ConfigError(
                 f"candidates: the id {one!r} is that of candidates {other} and {number}. Give each candidate an id of its own."
@@ -201,8 +176,7 @@ def of_table(checkpoint: Checkpoint, name: str, ids: Ids | None, tags: Any) -> I
             continue
         names = vocabulary.names(np.arange(start, min(stop, vocabulary.rows)))
         named = np.array([index for index, one in enumerate(names) if one is not None], np.int64)
-        chosen: Ids = [names[index] for index in named]
-        chosen = np.array(chosen, np.int64) if vocabulary.dtype == "int64" else chosen
+        chosen = np.array([names[index] for index in named], np.int64 if vocabulary.dtype == "int64" else object)
         yield CandidateBatch(rows[named], chosen, None if its_tags is None else its_tags[named])
 
 
@@ -287,7 +261,7 @@ def _ids(what: str, given: Any) -> Ids:
     if array.ndim == 1 and array.dtype.kind in "SUO":
         names = [one.encode() if isinstance(one, str) else one for one in array.tolist()]
         if all(isinstance(one, bytes) for one in names):
-            return names
+            return np.array(names, object)
     raise ConfigError(
         f"{what} must be integers or strings [n], got {array.dtype} {list(array.shape)}. Give one id for each candidate."
     )

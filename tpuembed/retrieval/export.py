@@ -211,19 +211,22 @@ class _Index:
         order = np.memmap(folder / ORDER, np.int64, "r")
         if kind == "ivf":
             arrays["first_blocks"] = first
-        if candidates.dtype == "int64":
-            arrays["ids"] = _placed(folder / "placed_ids", order, candidates.ids, -1)
+        is_text = candidates.ids.dtype == object
+        if is_text:
+            lengths = np.fromiter(map(len, candidates.ids.tolist()), np.int64, candidates.count)
+            names = np.frombuffer(b"".join(candidates.ids.tolist()), np.uint8)
+            arrays |= {"ids": order, "names": names, "offsets": np.concatenate([[0], np.cumsum(lengths)])}
         else:
-            arrays |= {"ids": order, "names": candidates.ids, "offsets": candidates.offsets}
-        if candidates.has_tags:
-            arrays["tags"] = _placed(folder / "placed_tags", order, candidates.tags.view(np.int64), 0)
+            arrays["ids"] = _placed(order, candidates.ids, -1)
+        if candidates.tags is not None:
+            arrays["tags"] = _placed(order, candidates.tags.view(np.int64), 0)
         entry = RetrievalEntry(
             table=table,
             candidates=candidates.count,
             k=k,
             index=kind,
-            ids=candidates.dtype,
-            has_tags=candidates.has_tags,
+            ids="string" if is_text else "int64",
+            has_tags=candidates.tags is not None,
             block_rows=BLOCK_ROWS,
             partitions=count if kind == "ivf" else 0,
             nprobe=1 if kind == "ivf" else 0,
@@ -247,14 +250,9 @@ class _Index:
         return dataclasses.replace(self, entry=entry)
 
 
-def _placed(path: Path, order: npt.NDArray[np.int64], values: npt.NDArray[Any], padding: int) -> npt.NDArray[np.int64]:
-    """Write `values` in `order` into a file, and return it mapped."""
-    placed = np.memmap(path, np.int64, "w+", shape=order.shape)
-    step = 1 << 20
-    for start in range(0, len(order), step):
-        numbers = order[start : start + step]
-        placed[start : start + step] = np.where(numbers < 0, padding, values[np.maximum(numbers, 0)])
-    return placed
+def _placed(order: npt.NDArray[np.int64], values: npt.NDArray[Any], padding: int) -> npt.NDArray[np.int64]:
+    """Return `values` in `order`, and `padding` at the places of padding."""
+    return np.where(order < 0, padding, values[np.maximum(order, 0)])
 
 
 def _sample(candidates: Candidates, most: int) -> Floats:

@@ -115,8 +115,6 @@ def in_order(partitions: npt.NDArray[np.int32], count: int, out: Callable[[int],
 def true_neighbours(queries: Floats, batches: Iterator[tuple[int, Floats]], k: int) -> Integers:
     """Return the numbers of the `k` vectors with the largest products for each query, int64 [queries, k].
 
-    Of equal products the lower number comes first.
-
     Args:
         queries: [queries, dim].
         batches: the number of the first vector, and the vectors, in order.
@@ -129,21 +127,12 @@ def true_neighbours(queries: Floats, batches: Iterator[tuple[int, Floats]], k: i
     for first, rows in pieces:
         found = queries @ rows.T
         few = min(k, found.shape[1])
-        least = np.partition(found, found.shape[1] - few, axis=1)[:, found.shape[1] - few, None]
-        for_all = _positions_of_best(found, least, few)
-        best = np.concatenate([best, for_all + first], 1)
-        scores = np.concatenate([scores, np.take_along_axis(found, for_all, 1)], 1)
+        places = np.argpartition(-found, few - 1, axis=1)[:, :few]
+        best = np.concatenate([best, places + first], 1)
+        scores = np.concatenate([scores, np.take_along_axis(found, places, 1)], 1)
         order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         best, scores = np.take_along_axis(best, order, 1), np.take_along_axis(scores, order, 1)
     return best
-
-
-def _positions_of_best(scores: Floats, least: Floats, count: int) -> Integers:
-    """Return the positions of the `count` best scores of each row, ascending. Of those equal to `least` the first are taken."""
-    above, equal = scores > least, scores == least
-    needed = count - above.sum(1, keepdims=True)
-    chosen = above | (equal & (np.cumsum(equal, axis=1) <= needed))
-    return np.nonzero(chosen)[1].reshape(len(scores), count).astype(np.int64)
 
 
 def ranks(queries: Floats, centroids: Floats, partitions: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

@@ -85,7 +85,7 @@ def search_partitions(
     passes: Callable[[Tensor, Tensor], Tensor],
     probes: Tensor,
     k: Tensor,
-    search_all_for: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    search_all_for: Callable[[Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Return scores and places of the `k` best rows of the `probes` partitions that are nearest to each query.
 
@@ -100,8 +100,7 @@ def search_partitions(
         passes: (places, int64 [n]; the number of the query) -> bool [n]: which rows may be found.
         probes: int32.
         k: how many, int32.
-        search_all_for: returns scores [k] and places [k] of the best of all rows for the query of a number. None if any `probes`
-            partitions have `k` rows.
+        search_all_for: returns scores [k] and places [k] of the best of all rows for the query of a number.
     """
     nearest = tf.math.top_k(tf.matmul(queries, centroids, transpose_b=True), probes).indices
 
@@ -114,8 +113,6 @@ def search_partitions(
         scores = tf.where(passes(places, number) & (scores > _LOWEST), scores, _LOWEST)  # nor NaN
         found, at = best(scores[None], k)
         places = tf.gather(tf.concat([places, [0]], 0), at[0])  # there may be no row at all
-        if search_all_for is None:
-            return found[0], places
         is_enough = tf.reduce_all(found > _LOWEST) | tf.equal(probes, tf.shape(centroids)[0])
         return tf.cond(is_enough, lambda: (found[0], places), lambda: search_all_for(number))
 

@@ -1,6 +1,6 @@
 """What two towers are trained and measured with: in-batch sampled softmax, and the accuracy of the best candidates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -10,7 +10,7 @@ import tensorflow as tf
 from tpuembed.config.checks import check_count
 from tpuembed.errors import ConfigError
 
-__all__ = ["FactorizedTopK", "in_batch_softmax", "missing_id", "stream_top_k", "without_nan"]
+__all__ = ["FactorizedTopK", "in_batch_softmax"]
 
 Tensor = Any
 
@@ -93,47 +93,6 @@ def _as_many(values: Tensor, others: Tensor, message: str) -> Tensor:
         return tf.identity(values)
 
 
-def stream_top_k(queries: Tensor, candidates: tf.data.Dataset, k: int) -> tuple[Tensor, Tensor]:
-    """Return scores, float32 [batch, k], and ids [batch, k] of the `k` candidates with the largest dot products.
-
-    The best comes first, and of equal ones the first in the dataset. A score that is NaN is never found. If there are fewer than
-    `k`, the other places have the score -infinity and `missing_id`. Memory holds the scores of one batch of candidates.
-
-    Args:
-        queries: float32 [batch, dim].
-        candidates: batches (ids [n], vectors float [n, dim]).
-        k: how many.
-
-    Raises:
-        tf.errors.InvalidArgumentError: a batch has another number of ids than of vectors.
-    """
-    ids_spec, _ = candidates.element_spec
-    missing = missing_id(ids_spec.dtype)
-    shape = [tf.shape(queries)[0], k]
-
-    def merged(state: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        ids, vectors = batch
-        ids = _as_many(ids, vectors, "candidates: a batch must have as many ids as vectors.")
-        found = without_nan(tf.matmul(queries, tf.cast(vectors, tf.float32), transpose_b=True))
-        found, places = tf.math.top_k(found, tf.minimum(k, tf.shape(vectors)[0]))
-        scores, order = tf.math.top_k(tf.concat([state[0], found], 1), k)
-        return scores, tf.gather(tf.concat([state[1], tf.gather(ids, places)], 1), order, batch_dims=1)
-
-    start = tf.fill(shape, float("-inf")), tf.fill(shape, missing)
-    scores, ids = candidates.reduce(start, merged)
-    return tf.ensure_shape(scores, [None, k]), tf.ensure_shape(ids, [None, k])
-
-
-def without_nan(scores: Tensor) -> Tensor:
-    """Return `scores` with -infinity in the place of NaN, which `tf.math.top_k` does not order."""
-    return tf.where(tf.math.is_nan(scores), float("-inf"), scores)
-
-
-def missing_id(dtype: tf.DType) -> Tensor:
-    """Return the id of a place without a candidate: "" or -1, or the largest integer of a type without a sign."""
-    return tf.constant("" if dtype == tf.string else dtype.max if dtype.is_unsigned else -1, dtype)
-
-
 class FactorizedTopK(keras.metrics.Metric):
     """How often a query's own candidate is among the best 1, 5, 10, 50 and 100 of all candidates.
 
@@ -146,7 +105,7 @@ class FactorizedTopK(keras.metrics.Metric):
 
     def __init__(
         self,
-        candidates: tf.data.Dataset | Callable[..., Any],
+        candidates: tf.data.Dataset,
         ks: Sequence[int] = (1, 5, 10, 50, 100),
         name: str = "factorized_top_k",
         **options: Any,
@@ -155,8 +114,7 @@ class FactorizedTopK(keras.metrics.Metric):
 
         Args:
             candidates: a dataset of batches (ids [n], vectors float32 [n, dim]), which is read anew in each update. To compute
-                the vectors by a tower, map it: then they are those of the moment. Or a function of (queries, k) that returns
-                (scores, ids), both [batch, k], the best first, such as a layer of `compat.tfrs.layers.factorized_top_k`.
+                the vectors by a tower, map it: then they are those of the moment.
             ks: the numbers of best candidates to look among, ascending.
             name: of the metric.
             options: of `keras.metrics.Metric`.
@@ -169,15 +127,10 @@ class FactorizedTopK(keras.metrics.Metric):
             check_count("ks", k)
         if not ks or list(ks) != sorted(set(ks)):
             raise ConfigError(f"FactorizedTopK: ks must be different and ascending, got {list(ks)}.")
-        if isinstance(candidates, tf.data.Dataset):
-            spec = candidates.element_spec
-            if not isinstance(spec, tuple) or len(spec) != 2:
-                raise ConfigError(
-                    f"FactorizedTopK: candidates must be batches (ids, vectors), got {spec}. Add the ids."
-                )
-            dataset = candidates
-            candidates = lambda queries, k: stream_top_k(queries, dataset, k)  # noqa: E731
-        self.ks, self._search = tuple(int(k) for k in ks), candidates
+        spec = candidates.element_spec
+        if not isinstance(spec, tuple) or len(spec) != 2:
+            raise ConfigError(f"FactorizedTopK: candidates must be batches (ids, vectors), got {spec}. Add the ids.")
+        self.ks, self._candidates = tuple(int(k) for k in ks), candidates
         self.hits = self.add_variable((len(self.ks),), "zeros", name="hits")
         self.total = self.add_variable((), "zeros", name="total")
 
@@ -190,7 +143,7 @@ class FactorizedTopK(keras.metrics.Metric):
             sample_weight: how much each query counts, [batch] or [batch, 1]. None for 1.
         """
         queries = tf.cast(tf.convert_to_tensor(queries), tf.float32)
-        scores, ids = self._search(queries, self.ks[-1])
+        scores, ids = self._best(queries)
         wanted = tf.reshape(tf.convert_to_tensor(true_ids), [-1, 1])
         wanted = _as_many(wanted, queries, "FactorizedTopK: true_ids must be one for each query.")
         if wanted.dtype != ids.dtype:
@@ -206,6 +159,26 @@ class FactorizedTopK(keras.metrics.Metric):
         weights = _as_many(weights, queries, "FactorizedTopK: sample_weight must be one for each query.")
         self.hits.assign_add(tf.reduce_sum(tf.cast(hits, tf.float32) * weights, 0))
         self.total.assign_add(tf.reduce_sum(weights))
+
+    def _best(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores and the ids of the best candidates, [batch, k] for the largest k. Places without one score -infinity.
+
+        Of equal scores the first in the dataset comes first. Memory holds the scores of one batch of candidates.
+        """
+        k, shape = self.ks[-1], [tf.shape(queries)[0], self.ks[-1]]
+
+        def merged(state: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            ids, vectors = batch
+            ids = _as_many(ids, vectors, "candidates: a batch must have as many ids as vectors.")
+            found = tf.matmul(queries, tf.cast(vectors, tf.float32), transpose_b=True)
+            found = tf.where(tf.math.is_nan(found), float("-inf"), found)  # `top_k` does not order NaN
+            found, places = tf.math.top_k(found, tf.minimum(k, tf.shape(vectors)[0]))
+            scores, order = tf.math.top_k(tf.concat([state[0], found], 1), k)
+            return scores, tf.gather(tf.concat([state[1], tf.gather(ids, places)], 1), order, batch_dims=1)
+
+        start = tf.fill(shape, float("-inf")), tf.zeros(shape, self._candidates.element_spec[0].dtype)
+        scores, ids = self._candidates.reduce(start, merged)
+        return tf.ensure_shape(scores, [None, k]), tf.ensure_shape(ids, [None, k])
 
     def result(self) -> dict[str, Tensor]:
         """Return the share of queries whose candidate is among the best k, for each k."""

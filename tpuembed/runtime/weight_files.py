@@ -1,8 +1,8 @@
 """Reads and writes a layer's arrays in Keras' weight files (`.weights.h5`, `.keras`)."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +14,10 @@ __all__ = [
     "holds_tables",
     "load_stamps",
     "load_tables",
-    "load_vocabularies",
     "save_stamps",
     "save_tables",
     "save_vocabularies",
+    "saved_vocabularies",
 ]
 
 _CONFIG, _UPDATES, _HISTORY = "|config", "|updates", "|history"
@@ -92,45 +92,16 @@ def load_stamps(store: Any, tables: Iterable[str], write: Callable[[str, int, An
     return np.asarray(store[_HISTORY]).tobytes()
 
 
-class Vocabularies(Protocol):
-    """The vocabularies of a layer: `tpuembed.layer_vocabularies.LayerVocabularies`.
-
-    Attributes:
-        copies: has the names of their tables.
-    """
-
-    copies: Mapping[str, Any]
-
-    def to_bytes(self, table: str) -> bytes:
-        """Return the vocabulary of `table`."""
-
-    def checked(self, contents: Mapping[str, bytes], where: str) -> dict[str, Vocabulary]:
-        """Return the vocabularies of {table: bytes}. Raises an error if one does not fit."""
-
-    def take(self, table: str, saved: Vocabulary) -> None:
-        """Replace the vocabulary of `table`."""
-
-
-def save_vocabularies(store: Any, vocabularies: Vocabularies) -> None:
+def save_vocabularies(store: Any, vocabularies: Mapping[str, Vocabulary]) -> None:
     """Write the names of each table's rows, as uint8 [n]."""
-    for table in vocabularies.copies:
-        store[_VOCABULARY + _saved(table)] = np.frombuffer(vocabularies.to_bytes(table), np.uint8)
+    for table, names in vocabularies.items():
+        store[_VOCABULARY + _saved(table)] = np.frombuffer(names.to_bytes(), np.uint8)
 
 
-def load_vocabularies(store: Any, layer: str, of_layers: Sequence[Vocabularies]) -> None:
-    """Replace the names of each table's rows by those of `save_vocabularies`. A table without any in the file keeps its names.
-
-    Raises:
-        CheckpointCorruptError, CheckpointMismatchError: as `LayerVocabularies.load`. No name of any layer has changed then.
-    """
-    checked = []
-    for vocabularies in of_layers:
-        names = {table: _VOCABULARY + _saved(table) for table in vocabularies.copies}
-        found = {table: np.asarray(store[name]).tobytes() for table, name in names.items() if name in store.keys()}  # noqa: SIM118
-        checked.append(vocabularies.checked(found, f"layer {layer!r}: the file"))
-    for vocabularies, saved in zip(of_layers, checked, strict=True):
-        for table, its in saved.items():
-            vocabularies.take(table, its)
+def saved_vocabularies(store: Any, tables: Iterable[str]) -> dict[str, bytes]:
+    """Return {table: what `save_vocabularies` wrote}, of the tables that have names in the file."""
+    names = {table: _VOCABULARY + _saved(table) for table in tables}
+    return {table: np.asarray(store[name]).tobytes() for table, name in names.items() if name in store.keys()}  # noqa: SIM118
 
 
 def _saved(name: str) -> str:

@@ -1,12 +1,11 @@
 """The limits, padding and memory of tables on SparseCores, estimated from a sample of their ids. Nothing runs on a TPU.
 
-`estimate` has three parts. `sample` reads ids. `counting` counts them as TensorFlow's host ops do. `report` compares
-the counts with the layout that TensorFlow would choose and with the tables' limits.
+`counting` reads ids, and counts them as TensorFlow's host ops do. `report` compares the counts with the layout that TensorFlow
+would choose and with the tables' limits.
 """
 
-from tpuembed.sizing.counting import Topology
-from tpuembed.sizing.report import SizingReport, StackSize, TableSize, estimate, load_features
-from tpuembed.sizing.sample import FeatureIds, read_sample
+from tpuembed.sizing.counting import FeatureIds, Topology, read_sample
+from tpuembed.sizing.report import SizingReport, StackSize, TableSize, estimate
 
 __all__ = [
     "FeatureIds",
@@ -15,6 +14,5 @@ __all__ = [
     "TableSize",
     "Topology",
     "estimate",
-    "load_features",
     "read_sample",
 ]

@@ -3,20 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from tpuembed.backends.tf_config import features_to_tf, resolve_optimizer
 from tpuembed.backends.tf_stacks import stack_tables
-from tpuembed.config import FeatureConfig, ServingConfig, TableConfig, feature_config_from_dict
+from tpuembed.config import FeatureConfig, TableConfig
 from tpuembed.config.checks import check_number, did_you_mean
-from tpuembed.config.serialization import load_mapping
-from tpuembed.config.structure import flatten
 from tpuembed.errors import ConfigError
-from tpuembed.sizing.counting import Counts, Lookup, Topology, count
-from tpuembed.sizing.sample import FeatureIds
+from tpuembed.sizing.counting import Counts, FeatureIds, Lookup, Topology, count
 
-__all__ = ["SizingReport", "StackSize", "TableSize", "estimate", "load_features"]
+__all__ = ["SizingReport", "StackSize", "TableSize", "estimate"]
 
 _DEFAULT_LIMIT = 256  # TensorFlow's default for a stack without configured limits
 _FLOAT_BYTES = 4
@@ -103,35 +99,6 @@ class SizingReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
         return dataclasses.asdict(self)
-
-
-def load_features(source: str | Path | Mapping[str, Any]) -> dict[str, FeatureConfig]:
-    """Return path -> FeatureConfig of a feature config, or of a serving_config that gives every table's shape.
-
-    Raises:
-        ConfigError: `source` is neither.
-    """
-    mapping = load_mapping(source, "config")
-    if not _is_serving(mapping):
-        return dict(flatten(feature_config_from_dict(mapping)))
-    serving = ServingConfig.parse(mapping)
-    tables = {}
-    for name in {feature.table for feature in serving.features.values()}:
-        shape = serving.tables.get(name)
-        if shape is None or shape.vocabulary_size is None or shape.dim is None:
-            raise ConfigError(f"config: table {name!r} has no shape. Give its vocabulary_size and dim under tables.")
-        tables[name] = TableConfig(shape.vocabulary_size, shape.dim, name)
-    return {path: FeatureConfig(tables[feature.table]) for path, feature in serving.features.items()}
-
-
-def _is_serving(mapping: Mapping[str, Any]) -> bool:
-    """Return True if a feature has a key that only a serving_config has."""
-    features = mapping.get("features")
-    entries = features.values() if isinstance(features, Mapping) else ()
-    only = {"input", "combiner", "weighted"}
-    return any(
-        isinstance(entry, Mapping) and isinstance(entry.get("table"), str) and only & set(entry) for entry in entries
-    )
 
 
 def estimate(

@@ -4,7 +4,6 @@ from tpuembed.stats.page import stats_page
 from tpuembed.stats.table import (
     BadRows,
     LargeRow,
-    NearDuplicates,
     NormBin,
     Norms,
     PathStats,
@@ -17,7 +16,6 @@ from tpuembed.stats.table import (
 __all__ = [
     "BadRows",
     "LargeRow",
-    "NearDuplicates",
     "NormBin",
     "Norms",
     "PathStats",

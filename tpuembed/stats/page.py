@@ -11,8 +11,6 @@ __all__ = ["stats_page"]
 
 _WIDTH: Final = 640
 _HEIGHT: Final = 180
-_LABELS: Final = 80
-_LINE: Final = 30
 _STYLE: Final = """
 :root { color-scheme: light dark; }
 :root { --text: #1c2024; --quiet: #60646c; --line: #d9d9e0; --back: #fff; --bar: #3a6fd8; --bad: #c62a2f; }
@@ -31,13 +29,12 @@ a { color: var(--bar); }
 td.text { text-align: left; white-space: normal; }
 th, .quiet { color: var(--quiet); font-weight: normal; } .bad { color: var(--bad); }
 svg { max-width: 100%; height: auto; } svg text { fill: var(--quiet); font-size: 12px; } rect.bar { fill: var(--bar); }
-line { stroke: var(--line); } line.span { stroke: var(--bar); stroke-width: 2; }
-circle { fill: var(--bar); stroke: var(--bar); stroke-width: 2; } circle.rms { fill: var(--back); }
+line { stroke: var(--line); }
 """
 
 
 def stats_page(found: PathStats) -> str:
-    """Return a page with a line for each table, and for each the histogram of its norms and its errors by storage type."""
+    """Return a page with a line for each table, and for each the histogram of its norms and the errors of storage types."""
     title = html.escape(found.path)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -79,12 +76,6 @@ def _section(number: int, table: TableStats) -> str:
             if table.untouched.count is None
             else f"{table.untouched.count:,}",
         ),
-        (
-            "near-duplicates",
-            "a row of width 1 has no direction"
-            if table.near_duplicates is None
-            else f"{table.near_duplicates.found} of {table.near_duplicates.sampled} sampled rows",
-        ),
         ("largest norms", ", ".join(f"row {one.row}: {one.norm:.4g}" for one in table.largest) or "-"),
     ]
     lines = "".join(f'<tr><td>{name}</td><td class="text">{value}</td></tr>' for name, value in facts)
@@ -100,7 +91,7 @@ def _section(number: int, table: TableStats) -> str:
             f"<h3>Norms of rows</h3>{_histogram(table)}",
             _table([*figures, "mean"], [[f"{value:.4g}" for value in (*figures.values(), norms.mean)]]),
         ]
-    parts.append(f"<h3>Error of storage types</h3>{_errors(table.storage)}{_storage(table.storage)}")
+    parts.append(f"<h3>Error of storage types</h3>{_storage(table.storage)}")
     return "\n".join(parts)
 
 
@@ -130,41 +121,6 @@ def _histogram(table: TableStats) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + 24}" width="{_WIDTH}" role="img" aria-label="Histogram of the norms of rows">'
         f'{"".join(bars)}<line x1="0" x2="{_WIDTH}" y1="{_HEIGHT}" y2="{_HEIGHT}"/>{labels}</svg>'
         f'<p class="quiet">Up to {most:,} rows a bar; the axis of norms is logarithmic.</p>'
-    )
-
-
-def _errors(storage: Mapping[str, StorageError]) -> str:
-    """Return RMS and largest error of each type as dots over a logarithmic axis; empty if no type has an error."""
-    values = [error for one in storage.values() if one.error for error in (one.error.rms, one.error.max_abs) if error]
-    if not values:
-        return ""
-    low, high = math.floor(math.log10(min(values))), math.floor(math.log10(max(values))) + 1
-
-    def place(value: float) -> float:
-        return _LABELS + (math.log10(value) - low) / (high - low) * (_WIDTH - _LABELS - 20)
-
-    bottom = _LINE * len(storage)
-    drawn = []
-    for power in range(low, high + 1, -(-(high - low) // 6)):
-        x = place(10.0**power)
-        drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}"/>')
-        drawn.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">1e{power}</text>')
-    for number, (name, one) in enumerate(storage.items()):
-        y = _LINE * number + _LINE // 2
-        drawn.append(f'<text x="0" y="{y + 4}">{html.escape(name)}</text>')
-        dots = [("largest", one.error.max_abs), ("rms", one.error.rms)] if one.error else []
-        dots = [(kind, value) for kind, value in dots if value]
-        if not dots:
-            drawn.append(f'<text x="{_LABELS + 8}" y="{y + 4}">{"no error" if one.error else "refused"}</text>')
-            continue
-        left, right = (place(end(value for _, value in dots)) for end in (min, max))
-        drawn.append(f'<line class="span" x1="{left:.1f}" x2="{right:.1f}" y1="{y}" y2="{y}"/>')
-        for kind, value in dots:
-            about = f"<title>{html.escape(name)}: {kind} error {value:.3g}</title>"
-            drawn.append(f'<circle class="{kind}" cx="{place(value):.1f}" cy="{y}" r="4">{about}</circle>')
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {bottom + 24}" width="{_WIDTH}" role="img" aria-label="Error of storage types">'
-        f'{"".join(drawn)}</svg><p class="quiet">Ring: RMS of sampled rows. Dot: the largest error. The axis is logarithmic.</p>'
     )
 
 

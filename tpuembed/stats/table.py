@@ -25,7 +25,6 @@ from tpuembed.files import FilePath
 __all__ = [
     "BadRows",
     "LargeRow",
-    "NearDuplicates",
     "NormBin",
     "Norms",
     "PathStats",
@@ -48,10 +47,6 @@ _LOWEST: Final = -12_000
 """The number of the lowest bin. Its norm, 1e-52, is below every norm of float32 rows."""
 _BINS: Final = 24_000
 _SHOWN_BINS: Final = 50
-_COSINE: Final = 0.999
-_SAMPLED_ROWS: Final = 256
-_COMPARED_ROWS: Final = 4096
-"""Rows that are compared with the sample at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +110,6 @@ class LargeRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class NearDuplicates:
-    """Sampled rows for which another row of the table has a cosine of at least 0.999.
-
-    Attributes:
-        sampled: number of rows that were drawn at random, with a fixed seed. Rows that are zero or not finite do not count.
-        found: how many of them have such another row.
-    """
-
-    sampled: int
-    found: int
-
-
-@dataclasses.dataclass(frozen=True)
 class StorageError:
     """What storing the table as a type does to its rows.
 
@@ -152,7 +134,6 @@ class TableStats:
         untouched: see UntouchedRows.
         norms: None if no row is finite.
         largest: up to ten rows of the largest norms.
-        near_duplicates: None for a table of width 1, whose rows have no direction.
         storage: by storage type.
     """
 
@@ -168,7 +149,6 @@ class TableStats:
     untouched: UntouchedRows
     norms: Norms | None
     largest: tuple[LargeRow, ...]
-    near_duplicates: NearDuplicates | None
     storage: Mapping[str, StorageError]
 
 
@@ -269,7 +249,6 @@ class _Tally:
         self.min, self.max, self.sum = math.inf, -math.inf, 0.0
         self.bins = np.zeros(_BINS, np.int64)
         self.largest: list[LargeRow] = []
-        self.near: npt.NDArray[np.int64] | None = None
         self.errors: dict[str, ErrorSums] = dict.fromkeys(STORAGES, ErrorSums())
         self.refused: dict[str, str] = {}
 
@@ -286,8 +265,6 @@ class _Tally:
         self.bins += other.bins
         both = self.largest + other.largest
         self.largest = sorted(both, key=lambda one: (-one.norm, one.row))[:_LISTED_ROWS]
-        if other.near is not None:
-            self.near = other.near if self.near is None else self.near + other.near
         self.errors = {name: sums + other.errors[name] for name, sums in self.errors.items()}
         self.refused = other.refused | self.refused
 
@@ -297,56 +274,38 @@ class _Table:
 
     def __init__(self, tables: ReadableTables, info: TableInfo) -> None:
         self._tables, self._info = tables, info
-        self._rows = range(info.rows)
         self._initial, self._unknown = _initial_values(tables, info)
         self._row_bytes = info.dim * info.dtype.itemsize
-        self.bytes = len(self._rows) * self._row_bytes * (1 + len(self._initial))
+        self.bytes = info.rows * self._row_bytes * (1 + len(self._initial))
 
     def pieces(self) -> Iterator[tuple[Callable[[], _Tally], int]]:
         """Yield a function that reads and counts a piece of the rows, and the bytes that it reads."""
         step = max(1, _PIECE_BYTES // max(1, 4 * self._info.dim))
-        sample = self._sample()
-        for start in range(self._rows.start, self._rows.stop, step):
-            stop = min(start + step, self._rows.stop)
+        for start in range(0, self._info.rows, step):
+            stop = min(start + step, self._info.rows)
             size = (stop - start) * self._row_bytes * (1 + len(self._initial))
-            yield functools.partial(self._count, start, stop, sample), size
+            yield functools.partial(self._count, start, stop), size
 
     def stats(self, counts: _Tally) -> TableStats:
         """Return the statistics by the counts of all rows."""
-        info, near = self._info, None
-        if info.dim > 1:
-            # Each sampled row is found once in the table: itself.
-            near = NearDuplicates(0, 0) if counts.near is None else _near(counts.near)
+        info = self._info
         return TableStats(
             name=info.name,
-            rows=len(self._rows),
+            rows=info.rows,
             dim=info.dim,
             dtype=info.dtype.name,
             slots=info.slots,
-            bytes=len(self._rows) * self._row_bytes,
+            bytes=info.rows * self._row_bytes,
             nan=BadRows(counts.nan_rows, tuple(counts.nan)),
             infinite=BadRows(counts.infinite_rows, tuple(counts.infinite)),
             zero_rows=counts.zero_rows,
             untouched=UntouchedRows(None if self._unknown else counts.untouched_rows, self._unknown),
             norms=_norms(counts) if counts.finite_rows else None,
             largest=tuple(counts.largest),
-            near_duplicates=near,
             storage={name: self._storage_error(name, counts) for name in STORAGES},
         )
 
-    def _sample(self) -> npt.NDArray[np.float32] | None:
-        """Return random rows [n, dim] of length 1. Rows that are zero or not finite are left out."""
-        info, count = self._info, len(self._rows)
-        if info.dim <= 1 or not count:
-            return None
-        wanted = max(1, min(_SAMPLED_ROWS, _PIECE_BYTES // (4 * info.dim), count))
-        drawn = np.random.default_rng(0).choice(count, wanted, replace=False, shuffle=False)
-        rows = [self._tables.read(info.name, row, row + 1) for row in (np.sort(drawn) + self._rows.start).tolist()]
-        wide = np.concatenate(rows).astype(np.float32)
-        norms = _lengths(wide)
-        return _directions(wide, norms)[(norms > 0) & np.isfinite(norms)]
-
-    def _count(self, start: int, stop: int, sample: npt.NDArray[np.float32] | None) -> _Tally:
+    def _count(self, start: int, stop: int) -> _Tally:
         """Read and count rows [start, stop)."""
         info, counts = self._info, _Tally()
         rows = self._tables.read(info.name, start, stop)
@@ -369,8 +328,6 @@ class _Table:
             numbers = np.floor(np.log(positive) / math.log(_BASE)).astype(np.int64) - _LOWEST
             counts.bins = np.bincount(numbers, minlength=_BINS)
             counts.largest = _largest(start + np.flatnonzero(finite), sound)
-        if sample is not None:
-            counts.near = _count_near(wide, norms, sample)
         self._measure(rows, start, counts)
         if self._initial:
             untouched = np.ones(stop - start, bool)
@@ -421,32 +378,6 @@ def _lengths(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     with np.errstate(invalid="ignore"):
         found: npt.NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
     return found
-
-
-def _directions(rows: npt.NDArray[np.float32], norms: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-    """Return the rows with length 1, and zeros for those that are zero or not finite."""
-    usable = (norms > 0) & np.isfinite(norms)
-    with np.errstate(invalid="ignore"):
-        found: npt.NDArray[np.float32] = (rows / np.where(usable, norms, 1.0)[:, None]).astype(np.float32)
-    found[~usable] = 0
-    return found
-
-
-def _count_near(
-    rows: npt.NDArray[np.float32], norms: npt.NDArray[np.float64], sample: npt.NDArray[np.float32]
-) -> npt.NDArray[np.int64]:
-    """Return for each sampled row how many of `rows` have its direction."""
-    found = np.zeros(len(sample), np.int64)
-    for start in range(0, len(rows), _COMPARED_ROWS):
-        block = slice(start, start + _COMPARED_ROWS)
-        near = _directions(rows[block], norms[block]) @ sample.T >= _COSINE
-        if near.any():
-            found += near.sum(0)
-    return found
-
-
-def _near(found: npt.NDArray[np.int64]) -> NearDuplicates:
-    return NearDuplicates(len(found), int((found > 1).sum()))
 
 
 def _largest(numbers: npt.NDArray[np.int64], norms: npt.NDArray[np.float64]) -> list[LargeRow]:

@@ -3,19 +3,7 @@
 `Vocabulary` numbers names, finds them, and is saved as one array of bytes. It imports no TensorFlow.
 """
 
-from tpuembed.vocabulary.fingerprint import BUCKETS
-from tpuembed.vocabulary.index import MIX, WAYS
-from tpuembed.vocabulary.numbered_names import salt_text
 from tpuembed.vocabulary.saved import VocabularyHeader, attribute_of
 from tpuembed.vocabulary.vocabulary import UNKNOWN, Vocabulary
 
-__all__ = [
-    "BUCKETS",
-    "MIX",
-    "UNKNOWN",
-    "WAYS",
-    "Vocabulary",
-    "VocabularyHeader",
-    "attribute_of",
-    "salt_text",
-]
+__all__ = ["UNKNOWN", "Vocabulary", "VocabularyHeader", "attribute_of"]

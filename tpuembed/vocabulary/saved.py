@@ -9,23 +9,22 @@ Everything is checked against the length of the file before an array is made.
 """
 
 import dataclasses
+import itertools
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 import google_crc32c
 import numpy as np
-import numpy.typing as npt
 
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, reason
-from tpuembed.vocabulary.text import SLACK, Texts
+from tpuembed.vocabulary.names import Names
 
-__all__ = ["MOST_NAMES", "OPTIONS", "VocabularyHeader", "attribute_of", "check_version", "chunks", "parse"]
+__all__ = ["MOST_NAMES", "OPTIONS", "VocabularyHeader", "attribute_of", "check_version", "parse", "saved_form"]
 
 MAGIC: Final = b"tpuembed vocabulary 1\n"
 _HEADER_BYTES: Final = 1 << 16
-_AT_ONCE: Final = 1 << 20
 MOST_NAMES: Final = 2**31 - 1
 OPTIONS: Final = ("dtype", "oov_buckets")
 """The options that say which row a name has, beside the names."""
@@ -78,29 +77,16 @@ class VocabularyHeader:
         return cls(fields["names"], fields["dtype"], fields["oov_buckets"])
 
 
-def chunks(options: Mapping[str, Any], names: Any) -> Iterator[bytes]:
-    """Yield the saved form, some megabytes at a time. `names` are Texts, or int64 [n]."""
-    size = int(names.lengths.sum(dtype=np.int64)) if isinstance(names, Texts) else 0
+def saved_form(options: Mapping[str, Any], names: Names) -> bytes:
+    """Return the saved form of names, which are shorter than 4 GiB each."""
+    if names.dtype == object:
+        lengths = np.fromiter(map(len, names.tolist()), "<u4", len(names))
+        size, body = int(lengths.sum(dtype=np.int64)), [lengths.tobytes(), *names.tolist()]
+    else:
+        size, body = 0, [names.astype("<i8").tobytes()]
     header = json.dumps({**options, "names": len(names), "bytes": size}).encode()
-    checksum = 0
-    for chunk in (MAGIC, struct.pack("<I", len(header)), header, *_body(names)):
-        checksum = google_crc32c.extend(checksum, chunk)
-        yield chunk
-    yield struct.pack("<I", checksum)
-
-
-def _body(names: Any) -> Iterator[bytes]:
-    if not isinstance(names, Texts):
-        yield from _pieces(names, "<i8")
-        return
-    yield from _pieces(names.lengths, "<u4")
-    for piece in names.pieces():
-        yield piece.packed().data[:-SLACK].tobytes()
-
-
-def _pieces(array: npt.NDArray[Any], dtype: str) -> Iterator[bytes]:
-    for start in range(0, len(array), _AT_ONCE):
-        yield array[start : start + _AT_ONCE].astype(dtype).tobytes()
+    content = b"".join([MAGIC, struct.pack("<I", len(header)), header, *body])
+    return content + struct.pack("<I", google_crc32c.value(content))
 
 
 def check_version(content: bytes, where: str) -> None:
@@ -114,8 +100,8 @@ def check_version(content: bytes, where: str) -> None:
         )
 
 
-def parse(content: bytes) -> tuple[dict[str, Any], Any]:
-    """Return the options and the names of what `chunks` made. The names, Texts or int64 [n], are not compared with each other.
+def parse(content: bytes) -> tuple[dict[str, Any], Names]:
+    """Return the options and the names of what `saved_form` made. The names are not compared with each other.
 
     Raises:
         ValueError: it is damaged.
@@ -132,9 +118,10 @@ def parse(content: bytes) -> tuple[dict[str, Any], Any]:
     total = int(lengths.sum(dtype=np.uint64))
     if total != fields["bytes"]:
         raise ValueError(f"its names have {fields['bytes']} bytes, and their lengths add up to {total}")
-    data = np.zeros(total + SLACK, np.uint8)
-    data[:total] = np.frombuffer(body[4 * names :], np.uint8)
-    return options, Texts(data, np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
+    texts, ends = body[4 * names :], np.cumsum(lengths, dtype=np.int64).tolist()
+    found = np.empty(names, object)
+    found[:] = [bytes(texts[start:end]) for start, end in itertools.pairwise([0, *ends])]
+    return options, found
 
 
 def _header(content: bytes) -> tuple[dict[str, Any], memoryview]:

@@ -1,48 +1,76 @@
 """`Vocabulary`: the names of a table's rows."""
 
 import collections
-import copy
-import hashlib
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
-from tpuembed.vocabulary.files import integers_in, names_in, names_of_element
-from tpuembed.vocabulary.index import NONE
-from tpuembed.vocabulary.name_arrays import Batch, DType, name_type
-from tpuembed.vocabulary.numbered_names import NumberedNames
-from tpuembed.vocabulary.saved import MOST_NAMES, OPTIONS, VocabularyHeader, check_version, chunks, parse
+from tpuembed.vocabulary.names import DType, Names, array_of, integers_in, names_in, names_of_element
+from tpuembed.vocabulary.saved import MOST_NAMES, OPTIONS, VocabularyHeader, check_version, parse, saved_form
 
 __all__ = ["UNKNOWN", "Vocabulary"]
 
 _Integers = npt.NDArray[np.int64]
 
 UNKNOWN: Final = -2
-"""The row of a name that is not in a vocabulary without buckets. It is outside of every table."""
-_NAMES_AT_ONCE: Final = 1 << 18
+"""The row of a name that is not in a vocabulary. It is outside of every table."""
 
 
-class Follower(Protocol):
-    """What has to follow when the names of a vocabulary are replaced, such as a layer's table."""
+class _NumberedNames:
+    """Names by their numbers, 0, 1, 2 and so on. They never change.
 
-    def names_replaced(self, before: "Vocabulary") -> None:
-        """Follow the restore of a different follower, which replaced the names. They were `before`."""
+    Attributes:
+        names: [n], in the order of their numbers.
+    """
+
+    def __init__(self, names: Names) -> None:
+        """Number `names`. Raises ConfigError if one is there twice, or there are too many."""
+        if names.ndim != 1:
+            raise ConfigError(f"vocabulary: names must be a list of names, got an array {list(names.shape)}.")
+        if len(names) > MOST_NAMES:
+            raise ConfigError(f"vocabulary: {len(names)} names are more than {MOST_NAMES}. Use several tables.")
+        self.names = names
+        # Equal names have equal hashes, which need a fourth of the memory that a set of names takes.
+        hashes = np.fromiter(map(hash, names.tolist()), np.int64, len(names)) if names.dtype == object else names
+        if len(np.unique(hashes)) < len(names):
+            seen: dict[Any, int] = {}
+            for place, name in enumerate(names.tolist()):
+                if seen.setdefault(name, place) != place:
+                    raise ConfigError(f"vocabulary: name {name!r} is at {seen[name]} and at {place}. Remove one.")
+
+    def find(self, names: Names) -> _Integers:
+        """Return the number of each name, -1 if it is unknown."""
+        if names.dtype == object:
+            return np.fromiter((self._numbers.get(name, -1) for name in names.tolist()), np.int64, len(names))
+        if not len(self.names):
+            return np.full(len(names), -1)
+        places = np.searchsorted(self.names, names, sorter=self._order)
+        found = self._order[np.minimum(places, len(self._order) - 1)]
+        return np.where(self.names[found] == names, found, -1)
+
+    # Both are made when names are looked up, because they take as much memory as the names.
+
+    @functools.cached_property
+    def _numbers(self) -> Mapping[bytes, int]:
+        return {name: number for number, name in enumerate(self.names.tolist())}
+
+    @functools.cached_property
+    def _order(self) -> _Integers:
+        return np.argsort(self.names)
 
 
 class Vocabulary:
     """The names of a table's rows, in the order of the rows.
 
     The first `oov_buckets` rows are for unknown names, and the names have the rows after them, as in Keras' StringLookup and
-    IntegerLookup. Names are kept in arrays: a million names of 12 bytes take 40 MB.
+    IntegerLookup. A million strings of 12 bytes take 56 MB, and twice as much once names are looked up in Python.
 
-    A vocabulary stays as it was made, but a layer that is restored gives it the names of the restored rows. Its methods may be
-    called from several threads.
+    A vocabulary stays as it was made. A layer that is restored has the names of the restored rows: see its `vocabularies`.
 
     Attributes:
         dtype: "string" for names of any bytes, or "int64".
@@ -55,7 +83,7 @@ class Vocabulary:
         Args:
             names: str or bytes, or integers, all different. str is kept as UTF-8.
             dtype: of the names.
-            oov_buckets: number of rows for unknown names. Without buckets they are UNKNOWN.
+            oov_buckets: number of rows for unknown names.
 
         Raises:
             ConfigError: a name is listed twice or has another type, or an option is wrong.
@@ -65,8 +93,6 @@ class Vocabulary:
         _check_count("oov_buckets", oov_buckets, 0, MOST_NAMES)
         self.dtype: DType = dtype
         self.oov_buckets = int(oov_buckets)
-        self._lock = threading.Lock()
-        self._followers: list[weakref.ref[Follower]] = []
         try:
             is_list = not isinstance(names, str | bytes) and iter(names) is not None
         except TypeError:
@@ -75,14 +101,11 @@ class Vocabulary:
             raise ConfigError(
                 f"vocabulary: names must be a list of names, got {names!r}. Vocabulary.from_file reads the names of a file."
             )
-        # Never changed in place, so that a method of another thread sees the names of one moment.
-        self._names = NumberedNames(name_type(dtype), name_type(dtype).batch(names))
+        self._names = _NumberedNames(array_of(names if isinstance(names, np.ndarray) else list(names), dtype))
 
     @classmethod
     def from_file(cls, path: str | Path, *, dtype: DType = "string", oov_buckets: int = 0) -> "Vocabulary":
         """Return the vocabulary of a text file with one name a line, or, for int64, of a .npy file.
-
-        Names are read as arrays, without a Python object for each. At its peak this takes twice the memory of the vocabulary.
 
         Raises:
             ConfigError: the file cannot be read, or has a name twice.
@@ -111,43 +134,40 @@ class Vocabulary:
         """
         found = cls(dtype=dtype, oov_buckets=oov_buckets)
         _check_count("min_count", min_count, 1)
-        counts, of_type = collections.Counter[Any](), name_type(dtype)
+        counts = collections.Counter[Any]()
         for names in data:
-            counts.update(of_type.items(names_of_element(names)))
-        return found._with(of_type.batch([name for name, count in counts.most_common() if count >= min_count]))
+            counts.update(array_of(names_of_element(names), dtype).ravel().tolist())
+        return found._with(array_of([name for name, count in counts.most_common() if count >= min_count], dtype))
 
-    def _with(self, batch: Batch) -> "Vocabulary":
-        """Return it, with the names of `batch` in the place of its own. Only its maker may call this."""
-        self._names = NumberedNames(self._names.type, batch)
+    def _with(self, names: Names) -> "Vocabulary":
+        """Return it, with `names` in the place of its own. Only its maker may call this."""
+        self._names = _NumberedNames(names)
         return self
 
     def __len__(self) -> int:
         """Return the number of names."""
-        return len(self._names)
+        return len(self._names.names)
 
     @property
     def rows(self) -> int:
         """Return the number of rows, those of buckets included: the least size of a table."""
-        return self.oov_buckets + len(self._names)
+        return self.oov_buckets + len(self)
 
     def lookup(self, names: Any) -> _Integers:
         """Return the row of each name: an int64 array of the shape of `names`, which may be an array or nested lists.
 
-        The result is exact: hashes only find a name, and all of its bytes are compared. An unknown name has the row of its
-        bucket, or UNKNOWN if there are no buckets.
+        An unknown name is UNKNOWN, also if there are buckets: the graph of a layer chooses its bucket, see
+        `TPUEmbedding.names_to_rows`.
 
         Raises:
             ConfigError: a name has another type.
         """
-        known = self._names
-        shape, batch = known.type.flat(names)
-        numbers = known.find(batch)
-        unknown = np.flatnonzero(numbers == NONE)
-        rows = numbers + self.oov_buckets
-        rows[unknown] = UNKNOWN
-        if self.oov_buckets and len(unknown):
-            rows[unknown] = known.type.buckets(known.type.take(batch, unknown), self.oov_buckets)
-        return rows.reshape(shape)
+        asked = array_of(names, self.dtype)
+        return self._rows_of(asked.ravel()).reshape(asked.shape)
+
+    def _rows_of(self, names: Names) -> _Integers:
+        found = self._names.find(names)
+        return np.where(found < 0, UNKNOWN, found + self.oov_buckets)
 
     # ---- beside another vocabulary
 
@@ -161,14 +181,10 @@ class Vocabulary:
         """
         if other.dtype != self.dtype:
             raise ConfigError(f"vocabulary: names of {self.dtype} are not in a vocabulary of {other.dtype}.")
-        own, others = self._names, other._names
-        rows = np.full(self.oov_buckets + len(own), UNKNOWN, np.int64)
+        rows = np.full(self.rows, UNKNOWN, np.int64)
         if other.oov_buckets == self.oov_buckets:
             rows[: self.oov_buckets] = np.arange(self.oov_buckets)
-        for start in range(0, len(own), _NAMES_AT_ONCE):
-            found = others.find(own.type.take(own.names, np.arange(start, min(start + _NAMES_AT_ONCE, len(own)))))
-            piece = rows[self.oov_buckets + start :][: len(found)]
-            piece[...] = np.where(found == NONE, UNKNOWN, found + other.oov_buckets)
+        rows[self.oov_buckets :] = other._rows_of(self._names.names)
         return rows
 
     def moved_in(self, other: "Vocabulary") -> _Integers:
@@ -178,16 +194,7 @@ class Vocabulary:
 
     def same_names(self, other: "Vocabulary") -> bool:
         """Return True if both have the same names at the same rows."""
-        own, others = self._names, other._names
-        if own is others:
-            return not self.unlike(other)
-        if self.unlike(other) or len(own) != len(others):
-            return False
-        for start in range(0, len(own), _NAMES_AT_ONCE):
-            numbers = np.arange(start, min(start + _NAMES_AT_ONCE, len(own)))
-            if not own.type.equal(own.type.take(own.names, numbers), own.type.take(others.names, numbers)).all():
-                return False
-        return True
+        return not self.unlike(other) and np.array_equal(self.all_names, other.all_names)
 
     def unlike(self, other: "Vocabulary | VocabularyHeader") -> tuple[str, str, str] | None:
         """Return the first option in which `other` has another value, and both values for messages, or None."""
@@ -205,13 +212,12 @@ class Vocabulary:
         Raises:
             ConfigError: there is no such row.
         """
-        wanted, known = np.asarray(rows, np.int64).ravel(), self._names
-        count = self.oov_buckets + len(known)
-        outside = (wanted < 0) | (wanted >= count)
+        wanted = np.asarray(rows, np.int64).ravel()
+        outside = (wanted < 0) | (wanted >= self.rows)
         if outside.any():
-            raise ConfigError(f"vocabulary: row {wanted[outside][0]} is outside of its {count} rows.")
-        numbers = (wanted - self.oov_buckets).tolist()
-        return [known.type.item(known.names, number) if number >= 0 else None for number in numbers]
+            raise ConfigError(f"vocabulary: row {wanted[outside][0]} is outside of its {self.rows} rows.")
+        known, numbers = self.all_names, (wanted - self.oov_buckets).tolist()
+        return [known.item(number) if number >= 0 else None for number in numbers]
 
     def get_vocabulary(self) -> list[Any]:
         """Return the names of all rows as Keras does: str or int, buckets included.
@@ -219,26 +225,17 @@ class Vocabulary:
         Raises:
             ConfigError: a name is not UTF-8, so that it is no str.
         """
-        known = self._names
-        names = [_text(known.type.item(known.names, number)) for number in range(len(known))]
-        return [known.type.oov_name] * self.oov_buckets + names
+        unknown: Any = "[UNK]" if self.dtype == "string" else -1
+        return [unknown] * self.oov_buckets + [_text(name) for name in self.all_names.tolist()]
 
     def has(self, name: Any) -> bool:
         """Return True if `name` is one of the names."""
-        return bool(self.lookup([name])[0] >= self.oov_buckets)
+        return bool((self.all_names == array_of([name], self.dtype)).any())  # numpy cuts NULs from a name alone
 
-    # ---- for graphs
-
-    def snapshot(self) -> tuple[int, _Integers, npt.NDArray[np.int32]]:
-        """Return what finds names in a graph. The arrays are no copies.
-
-        Returns:
-            The number of the salt (see `salt_text`), which is chosen so that no two names have one fingerprint; the keys of the
-            index, int64 [buckets, WAYS]; and at the same places the numbers of their names, int32, -1 if there is none. The row
-            of a name is `oov_buckets` more than its number.
-        """
-        known = self._names
-        return known.salt, known.index.keys, known.index.rows
+    @property
+    def all_names(self) -> Names:
+        """Return all names, [n], by their numbers: bytes in an array of dtype object, or int64. It is no copy."""
+        return self._names.names
 
     def check_padding(self, where: str) -> None:
         """Raise ConfigError if a name is the padding of lists: "" or -1. `where` begins the message."""
@@ -277,19 +274,7 @@ class Vocabulary:
 
     def to_bytes(self) -> bytes:
         """Return the vocabulary as `from_bytes` reads it, with a checksum."""
-        found: list[bytes] = []
-        self._save(found.append)
-        return b"".join(found)
-
-    def digest(self) -> str:
-        """Return a SHA-256 of what `to_bytes` returns, in hexadecimal digits."""
-        found = hashlib.sha256()
-        self._save(found.update)
-        return found.hexdigest()
-
-    def _save(self, take: Callable[[bytes], object]) -> None:
-        for chunk in chunks(self.options(), self._names.names):
-            take(chunk)
+        return saved_form(self.options(), self.all_names)
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str = "vocabulary") -> "Vocabulary":
@@ -306,31 +291,6 @@ class Vocabulary:
         except (ValueError, TypeError) as error:
             why = str(error).removeprefix("vocabulary: ").partition(". ")[0].removesuffix(".")
             raise CheckpointCorruptError(f"{where}: cannot be read: {why}. Restore it from a copy.") from None
-
-    # ---- replaced by a restore
-
-    def watch(self, follower: Follower) -> None:
-        """Call `follower` after the names were replaced. The vocabulary does not keep it in memory."""
-        with self._lock:
-            self._followers = [*(each for each in self._followers if each() is not None), weakref.ref(follower)]
-
-    def assign(self, other: "Vocabulary", by: Follower) -> None:
-        """Take the names of `other`, which has the same options, because the rows of `by` are restored with them.
-
-        All other followers, whose rows are those of before, are told that.
-        """
-        with self._lock:
-            before, self._names = copy.copy(self), other._names
-            for follower in [each() for each in self._followers]:
-                if follower is not None and follower is not by:
-                    follower.names_replaced(before)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has too. It has no followers, and its names are replaced apart from these."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_followers")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock(), _followers=[])
 
 
 def _check_count(what: str, value: Any, least: int, most: int | None = None) -> None:

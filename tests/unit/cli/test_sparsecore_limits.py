@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 CONFIG = """
@@ -21,9 +22,9 @@ tables:
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
     (tmp_path / "config.yaml").write_text(CONFIG)
-    rows = [f"{n},{n} {n + 4} {n + 8}" for n in range(32)]
-    (tmp_path / "sample.csv").write_text("\n".join(["user,watched", *rows]))
-    return [str(tmp_path / "config.yaml"), str(tmp_path / "sample.csv")]
+    user = np.arange(32)
+    np.savez(tmp_path / "sample.npz", user=user, watched=user[:, None] + [0, 4, 8])
+    return [str(tmp_path / "config.yaml"), str(tmp_path / "sample.npz")]
 
 
 def run(*arguments: str) -> Any:

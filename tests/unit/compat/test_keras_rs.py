@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from tests.support.fake_tpu import fake_tpu
 from tests.support.messages import refused
+from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import SGD, export_saved_model
 from tpuembed.compat.keras_rs import DistributedEmbedding, FeatureConfig, TableConfig
 from tpuembed.errors import ConfigError
-from tpuembed.testing import simulated_tpu
 
 BATCH, DIM = 4, 2
 ROWS = np.arange(20, dtype=np.float32).reshape(10, DIM) + 1
@@ -263,7 +263,7 @@ def test_the_layers_optimizer_is_for_tables_without() -> None:
         ({"table_stacking": "none"}, "table_stacking='none'"),
         (
             {"sparse_core_embedding_config": object()},
-            "sparse_core_embedding_config is for TensorFlow's feature configs",
+            "sparse_core_embedding_config is not supported",
         ),
         ({"optimizer": "rmsprop"}, "optimizer must be one of"),
     ],
@@ -280,19 +280,6 @@ def test_refused_structures() -> None:
         DistributedEmbedding([feature(table()), theirs])
     with refused(ConfigError, match="feature_configs"):
         DistributedEmbedding({})
-    with refused(ConfigError, match="table_stacking"):
-        DistributedEmbedding(theirs, table_stacking=None)
-
-
-def test_tensorflows_configs_are_taken_as_they_are() -> None:
-    theirs = tf_embedding.FeatureConfig(tf_embedding.TableConfig(10, DIM, name="t", optimizer=tf_embedding.SGD(0.1)))
-    layer = DistributedEmbedding({"x": theirs})
-    layer.set_embedding_tables({"t": ROWS})
-    np.testing.assert_array_equal(layer({"x": np.array([[1], [3]])})["x"], ROWS[[[1], [3]]])
-    with refused(ConfigError):
-        layer.get_config()
-    with refused(ConfigError):
-        layer.compute_output_shape(None)
 
 
 def test_the_sparsecore_placement_needs_sparse_cores() -> None:

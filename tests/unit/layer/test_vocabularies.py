@@ -1,7 +1,5 @@
 """Features of names: the layer against Keras' own lookups in front of a layer of ids, and against a dictionary of rows."""
 
-import gc
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
+from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError
-from tpuembed.testing import simulated_tpu
 
 ROWS, DIM = 40, 3
 Array = np.ndarray[Any, Any]
@@ -133,50 +131,29 @@ def test_a_checkpoint_with_the_names_of_some_tables_is_refused(tmp_path: Path) -
     tf.train.Checkpoint(layer=two(a=["p"], b=None)).restore(path)
 
 
-def test_tables_of_one_vocabulary_get_one_set_of_names(tmp_path: Path) -> None:
+def test_tables_of_one_vocabulary_get_names_of_their_own(tmp_path: Path) -> None:
     def two(one: Vocabulary, other: Vocabulary) -> TPUEmbedding:
         given = {"a": one, "b": other}
         features = {name: FeatureConfig(TableConfig(9, DIM, name), vocabulary=its) for name, its in given.items()}
         return TPUEmbedding(features, "sgd", name="embedding")
 
-    path = tf.train.Checkpoint(layer=two(Vocabulary(["x", "y"]), Vocabulary(["y", "x"]))).save(str(tmp_path / "ckpt"))
-    shared = Vocabulary()
-    layer = two(shared, shared)
-    before = tables(layer)
-    with refused(CheckpointMismatchError):
-        tf.train.Checkpoint(layer=layer).restore(path)
-    with refused(CheckpointMismatchError):
-        layer.restore_tables(path)
-    np.testing.assert_equal(tables(layer), before)
+    saved = two(Vocabulary(["x", "y"]), Vocabulary(["y", "x"]))
+    path, shared, names = (
+        tf.train.Checkpoint(layer=saved).save(str(tmp_path / "ckpt")),
+        Vocabulary(),
+        tf.constant(["x"]),
+    )
+    by_tensorflow, ours = two(shared, shared), two(shared, shared)
+    tf.train.Checkpoint(layer=by_tensorflow).restore(path)
+    ours.restore_tables(path)
+    for layer in (by_tensorflow, ours):
+        for name, rows in saved({"a": names, "b": names}).items():
+            np.testing.assert_array_equal(layer({"a": names, "b": names})[name], rows)
+        assert [each.get_vocabulary() for each in layer.vocabularies.values()] == [["x", "y"], ["y", "x"]]
     assert not len(shared)
 
 
-@pytest.mark.parametrize("kind", ["ckpt", "model.weights.h5", "tables"])
-def test_the_names_of_one_of_two_tables_do_not_rename_the_other(kind: str, tmp_path: Path) -> None:
-    """Both tables have one vocabulary, and the save has names of the first alone."""
-
-    class Model(keras.Model):
-        def __init__(self, first: Vocabulary, other: Vocabulary | None) -> None:
-            super().__init__()
-            given = {"a": first, "b": other}
-            features = {name: FeatureConfig(TableConfig(9, DIM, name), vocabulary=its) for name, its in given.items()}
-            self.layer, self.built = TPUEmbedding(features, "sgd", name="embedding"), True
-
-    model = Model(Vocabulary(["y", "x"]), None)
-    model.save_weights(str(tmp_path / "model.weights.h5"))
-    path = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
-    shared = Vocabulary(["x", "y"])
-    model = Model(shared, shared)
-    if kind == "model.weights.h5":
-        with pytest.raises(ValueError, match="could not be loaded"):
-            model.load_weights(str(tmp_path / kind))
-    else:
-        with refused(CheckpointMismatchError):
-            (tf.train.Checkpoint(model=model).restore if kind == "ckpt" else model.layer.restore_tables)(path)
-    assert shared.get_vocabulary() == ["x", "y"]
-
-
-@pytest.mark.parametrize("kind", ["ckpt", "model.weights.h5", "tables"])
+@pytest.mark.parametrize("kind", ["ckpt", "model.weights.h5"])
 def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, tmp_path: Path) -> None:
     """Two models of one vocabulary object, as of a module's features. The rows of the second are not restored."""
 
@@ -191,103 +168,32 @@ def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, tmp_path
             return self.layer({"f": names})["f"]
 
     def save(model: Model, name: str) -> str:
-        folder = tmp_path / name
-        folder.mkdir()
-        if kind != "model.weights.h5":
-            return str(tf.train.Checkpoint(model=model).write(str(folder / "ckpt")))
-        model.save_weights(str(folder / kind))
-        return str(folder / kind)
+        (tmp_path / name).mkdir()
+        if kind == "ckpt":
+            return str(tf.train.Checkpoint(model=model).write(str(tmp_path / name / kind)))
+        model.save_weights(str(tmp_path / name / kind))
+        return str(tmp_path / name / kind)
 
     def restore(model: Model, path: str) -> None:
-        if kind == "ckpt":
-            tf.train.Checkpoint(model=model).restore(path)
-        elif kind == "tables":
-            model.layer.restore_tables(path)
-        else:
-            model.load_weights(path)
+        tf.train.Checkpoint(model=model).restore(path) if kind == "ckpt" else model.load_weights(path)
 
-    names = tf.constant(["ann", "bob"])
-    first = save(Model(Vocabulary(["ann", "bob"])), "first")
+    names, shared = tf.constant(["ann", "bob"]), Vocabulary(["ann", "bob"])
     other = save(Model(Vocabulary(["bob", "ann"])), "other")
-    shared = Vocabulary()
     model, second = Model(shared), Model(shared)
-    restore(model, first)
-    in_graph = tf.function(second.call)
-    assert in_graph(names)[:, 0].numpy().tolist() == [0, 1], "names were added, and none has another row"
-    if kind == "tables":  # which compares the names itself
-        with refused(CheckpointMismatchError):
-            restore(model, other)
-        assert second(names)[:, 0].numpy().tolist() == [0, 1]
-        return
+    in_graph = tf.function(model.call)
+    assert in_graph(names)[:, 0].numpy().tolist() == [0, 1]
     restore(model, other)
-    assert model(names)[:, 0].numpy().tolist() == [1, 0]
-    assert in_graph(names)[:, 0].numpy().tolist() == [0, 1], "a graph has the names of the rows"
-    for use in (
-        lambda: second(names),
-        lambda: second.layer.names_to_rows({"f": names}),
-        lambda: export_model(second, tmp_path / "export"),
-    ):
-        with refused(ConfigError):
-            use()
-    restore(model, first)
-    assert second(names)[:, 0].numpy().tolist() == [0, 1], "the names are those of its rows again"
-    restore(model, other)
-    with refused(ConfigError):
-        second(names)
+    assert in_graph(names)[:, 0].numpy().tolist() == model(names)[:, 0].numpy().tolist() == [1, 0]
+    assert second(names)[:, 0].numpy().tolist() == [0, 1]
+    assert model.layer.vocabularies["t"].get_vocabulary() == ["bob", "ann"]
+    assert shared.get_vocabulary() == ["ann", "bob"]
+    export_model((model, tf.TensorSpec([None], tf.string, name="names")), tmp_path / "export")
+    served = tf.saved_model.load(str(tmp_path / "export" / "1")).signatures["serving_default"]
+    (rows,) = served(names=names).values()
+    assert rows[:, 0].numpy().tolist() == [1, 0]
     again = Model(Vocabulary())
-    restore(again, save(second, "again"))
-    assert again(names)[:, 0].numpy().tolist() == [0, 1], "a save has the names of the rows"
-    restore(second, other)
-    assert second(names)[:, 0].numpy().tolist() == [1, 0]
-    assert model(names)[:, 0].numpy().tolist() == [1, 0]
-
-
-@pytest.mark.parametrize("by", ["name", "number"])
-def test_restore_tables_refuses_a_layer_whose_names_are_those_of_another(by: str, tmp_path: Path) -> None:
-    """Rows would be written at the numbers of the other layer's names, and saved with its own."""
-
-    def make_one(names: list[str], vocabulary: Vocabulary | None = None) -> TPUEmbedding:
-        own = Vocabulary(names) if vocabulary is None else vocabulary
-        layer = TPUEmbedding({"f": FeatureConfig(TableConfig(9, 1, "t"), vocabulary=own)}, "sgd")
-        layer.update_embedding_table("t", np.arange(9, dtype=np.float32)[:, None])
-        return layer
-
-    def write(layer: TPUEmbedding, name: str) -> str:
-        return str(tf.train.Checkpoint(layer=layer).write(str(tmp_path / name)))
-
-    other = write(make_one(["bob", "ann", "eve"]), "other")
-    fewer = write(make_one(["bob", "ann"]), "fewer")
-    shared = Vocabulary(["ann", "bob", "eve"])
-    first, second = make_one([], shared), make_one([], shared)
-    tf.train.Checkpoint(layer=first).restore(other)
-    with refused(ConfigError):
-        second.restore_tables(other if by == "name" else fewer, by=by)
-    again = make_one([])
-    tf.train.Checkpoint(layer=again).restore(write(second, "second"))
-    assert again({"f": tf.constant(["ann", "bob", "eve"])})["f"][:, 0].numpy().tolist() == [0, 1, 2]
-    second.restore_tables(other)
-    assert second({"f": tf.constant(["ann", "bob", "eve"])})["f"][:, 0].numpy().tolist() == [1, 0, 2]
-
-
-def test_a_graph_of_a_second_layer_finds_the_names_that_a_restore_of_the_first_brings(tmp_path: Path) -> None:
-    path = tf.train.Checkpoint(layer=make(Vocabulary(["a", "b"]))).write(str(tmp_path / "ckpt"))
-    shared = Vocabulary(["a"])
-    first, second = make(shared, "zeros"), make(shared, "zeros")
-    inputs = {"bag": tf.ragged.constant([["a"]]), "one": tf.constant(["b"]), "ids": tf.constant([0])}
-    look_up = tf.function(second)
-    assert not look_up(inputs)["one"].numpy().any()
-    tf.train.Checkpoint(layer=first).restore(path)
-    assert look_up(inputs)["one"].numpy().all()
-
-
-def test_a_vocabulary_does_not_keep_its_layers(tmp_path: Path) -> None:
-    path = tf.train.Checkpoint(layer=make(Vocabulary(["b", "a"]))).write(str(tmp_path / "ckpt"))
-    shared = Vocabulary(["a", "b"])
-    first, second = make(shared), weakref.ref(make(shared))
-    gc.collect()
-    assert second() is None
-    tf.train.Checkpoint(layer=first).restore(path)
-    assert shared.get_vocabulary() == ["b", "a"]
+    restore(again, save(model, "again"))
+    assert again(names)[:, 0].numpy().tolist() == [1, 0]
 
 
 def test_a_restore_that_is_refused_too_late_says_so(tmp_path: Path) -> None:

@@ -19,11 +19,10 @@ from tpuembed import Vocabulary, export_saved_model
 from tpuembed import native_lookup as native
 from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.errors import ConfigError
+from tpuembed.lookup import name_index
+from tpuembed.lookup.name_index import WAYS, Index, fingerprints
 from tpuembed.lookup.names import find_names, row_numbers
 from tpuembed.manifest import Manifest
-from tpuembed.vocabulary import WAYS, name_arrays
-from tpuembed.vocabulary.fingerprint import fingerprints
-from tpuembed.vocabulary.index import Index
 from tpuembed_serving.core.status import plain_message
 
 pytestmark = pytest.mark.skipif(
@@ -257,7 +256,7 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Case:
         return fingerprints(some, salt) % (500 if collides else 2**63 - 1)
 
     with exports_in_this_process(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(name_arrays, "fingerprints", colliding)
+        patch.setattr(name_index, "fingerprints", colliding)
         made = Case(tmp_path_factory.mktemp("names"), request.param == "overlay")
     assert made.salts["users"]
     assert not made.salts["tags"]

@@ -18,7 +18,7 @@ from tests.support.checkpoint.bundles import write
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, ServingConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import ConfigError, UnknownTableError
-from tpuembed.stats import NearDuplicates, PathStats, TableStats, read_stats, stats_page, table
+from tpuembed.stats import PathStats, TableStats, read_stats, stats_page, table
 
 ODD = st.sampled_from([0.0, -0.0, 1.0, np.nan, np.inf, -np.inf, 1e-45, 3e38, -3e38, 1e-20, 65520.0])
 VALUES = st.floats(width=32) | ODD
@@ -79,7 +79,6 @@ def test_tables_of_few_rows(tmp_path: Path, shape: tuple[int, int]) -> None:
     found = stats_of(tmp_path, rows)
     compare(found, rows)
     assert all(one.error is not None and one.error.max_abs == 0 for one in found.storage.values())
-    assert found.near_duplicates in (None, NearDuplicates(len(rows), 0))
     stats_page(PathStats("path", (found,)))
 
 
@@ -103,7 +102,6 @@ def test_shards_of_different_sizes(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", ml_dtypes.bfloat16, "float16"])
 def test_tables_of_several_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
     monkeypatch.setattr(table, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(table, "_COMPARED_ROWS", 5)
     random = np.random.default_rng(1)
     rows = (random.lognormal(0, 2, (5000, 1)) * random.standard_normal((5000, 5))).astype(dtype)
     rows[17], rows[4000, 2], rows[3:2000:100] = np.nan, -np.inf, 0
@@ -113,38 +111,6 @@ def test_tables_of_several_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     compare(found, rows)
     assert calls == sorted(calls)
     assert calls[-1] == (rows.nbytes, rows.nbytes)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 1 << 30), copies=st.integers(0, 20), dim=st.integers(2, 9))
-def test_near_duplicates_of_all_rows(tmp_path: Path, seed: int, copies: int, dim: int) -> None:
-    random = np.random.default_rng(seed)
-    rows = random.standard_normal((120, dim)).astype(np.float32)
-    for _ in range(copies):
-        at, of = random.integers(0, 120, 2)
-        rows[at] = rows[of] * 10.0 ** random.integers(-15, 15) + 0.001 * random.standard_normal(dim)
-    rows[5], rows[6, 0] = 0, np.nan
-    wide = rows[np.isfinite(rows).all(1) & rows.any(1)].astype(np.float64)
-    unit = wide / np.linalg.norm(wide, axis=1, keepdims=True)
-    cosines = unit @ unit.T
-    np.fill_diagonal(cosines, 0)
-    sure, maybe = (int((cosines >= 0.999 + slack).any(1).sum()) for slack in (1e-6, -1e-6))
-    near = stats_of(tmp_path, rows).near_duplicates
-    assert near is not None
-    assert near.sampled == len(wide)
-    assert sure <= near.found <= maybe
-
-
-def test_near_duplicates_are_sought_in_the_whole_table(tmp_path: Path) -> None:
-    """Each row has one other: few of the pairs are both in the sample."""
-    half = np.random.default_rng(2).standard_normal((5000, 16)).astype(np.float32)
-    near = stats_of(tmp_path, np.concatenate([half, 2 * half])).near_duplicates
-    assert near is not None
-    assert (near.sampled, near.found) == (256, 256)
-    near = stats_of(tmp_path, half).near_duplicates
-    assert near is not None
-    assert (near.sampled, near.found) == (256, 0)
-    assert stats_of(tmp_path, half[:, :1]).near_duplicates is None
 
 
 def test_errors_of_storage_types(tmp_path: Path) -> None:

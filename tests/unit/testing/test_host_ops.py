@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tpuembed.testing.host_ops import HostOps
+from tests.support.simulated_tpu.host_ops import HostOps
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "sparse_core_ops"
 CALLS: list[dict[str, Any]] = json.loads((GOLDEN / "truth.json").read_text())["calls"]
@@ -71,39 +71,3 @@ def test_fails_as_the_kernel_does(number: int) -> None:
 def test_every_case_is_there() -> None:
     assert len(SUCCEED) > 30
     assert {CALLS[number]["case"] for number in FAIL} == {"no_room", "too_many", "too_many_unique"}
-
-
-def convert(**changed: Any) -> Any:
-    """Four samples of one id each on two SparseCores."""
-    arguments = {
-        "indices_or_row_splits": np.zeros(0, np.int32),
-        "values": np.arange(4, dtype=np.int32),
-        "weights": np.ones(4, np.float32),
-        "sample_count": 4,
-        "combiner": "sum",
-        "num_sc_per_chip": 2,
-        "row_offset": 0,
-        "col_offset": 0,
-        "col_shift": 0,
-        "num_sc_shards": 2,
-        "stacked_table_sample_count": 4,
-        **changed,
-    }
-    return HostOps().convert_to_list_of_sparse_core_coo_tensors(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"sample_count": 3}, "3 samples on 2 SparseCores"),
-        ({"sample_count": 6}, "4 dense ids for 6 samples"),
-        ({"weights": np.ones(3, np.float32)}, "4 ids with 3 weights"),
-        ({"indices_or_row_splits": np.array([[0, 0], [1, 0], [0, 1], [3, 0]])}, "must be sorted"),
-        ({"indices_or_row_splits": np.array([[0, 0], [1, 0], [2, 0], [4, 0]])}, "beyond 4 samples"),
-        ({"indices_or_row_splits": np.array([0, 2, 3, 4])}, "3 rows of ragged ids for 4 samples"),
-    ],
-)
-def test_inputs_that_contradict_each_other_are_refused(changed: dict[str, Any], message: str) -> None:
-    convert()
-    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        convert(**changed)

@@ -9,10 +9,8 @@ import tensorflow as tf
 
 from tests.support.layer.simulated import EXAMPLES, Array, Ids, inputs, make_layer
 from tests.support.layer.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
-from tests.support.messages import refused
+from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
-from tpuembed.errors import ConfigError
-from tpuembed.testing import simulated_tpu
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The 'warn' function is deprecated:DeprecationWarning"
@@ -172,44 +170,6 @@ def test_tensorflows_own_class_and_an_id_outside_of_its_stack(bad: int) -> None:
             np.testing.assert_array_equal(of_replica, np.ones((EXAMPLES, 8)))
         with pytest.raises(tf.errors.InvalidArgumentError, match="outside the stack"):
             strategy.run(lambda: theirs(tf.fill([EXAMPLES], bad)))
-
-
-def test_what_is_not_simulated_is_refused() -> None:
-    with refused(ConfigError, match="'V1'"), simulated_tpu("V1"):
-        pass
-    for wrong in ({"replicas": 3}, {"sparse_cores": 0}):
-        with refused(ConfigError), simulated_tpu(**wrong):  # type: ignore[arg-type]
-            pass
-    with simulated_tpu() as strategy:
-        with refused(ConfigError):
-            strategy.run(lambda: None, options=tf.distribute.RunOptions())
-        with refused(ConfigError, match=r"tf\.function"):
-            tf.function(lambda: strategy.run(lambda: None))()
-        with strategy.scope():
-            features = FeatureConfig(TableConfig(9, 4, "t"), output_shape=(EXAMPLES,))
-            layer = TPUEmbedding(features, "sgd", pipeline_execution_with_tensor_core=True)
-        with refused(ConfigError, match="pipeline_execution_with_tensor_core"):
-            strategy.run(lambda: layer(tf.zeros(EXAMPLES, tf.int64)))
-
-
-def test_nothing_of_it_stays_behind() -> None:
-    from tensorflow.python.tpu import tpu_embedding_v3
-
-    from tpuembed.backends import accelerator
-
-    before = (
-        dict(vars(tpu_embedding_v3)),
-        dict(vars(tpu_embedding_v3.TPUEmbeddingShardedVariable)),
-        vars(accelerator).copy(),
-    )
-    with pytest.raises(KeyError), simulated_tpu():
-        raise KeyError
-    after = (
-        dict(vars(tpu_embedding_v3)),
-        dict(vars(tpu_embedding_v3.TPUEmbeddingShardedVariable)),
-        vars(accelerator).copy(),
-    )
-    assert before == after
 
 
 @pytest.mark.parametrize("policy", ["zeros", 5])

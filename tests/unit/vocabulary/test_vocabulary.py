@@ -1,9 +1,8 @@
-"""`Vocabulary` against Keras' lookups, TensorFlow's hash, and a dictionary."""
+"""`Vocabulary` and its index, against a dictionary."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.support.messages import refused
 from tpuembed.errors import CheckpointCorruptError, ConfigError
-from tpuembed.vocabulary import UNKNOWN, Vocabulary, files, name_arrays
-from tpuembed.vocabulary.fingerprint import BUCKETS, fingerprints
-from tpuembed.vocabulary.index import NONE, Index
-from tpuembed.vocabulary.text import Texts
+from tpuembed.lookup import name_index
+from tpuembed.lookup.name_index import NONE, Index, NameIndex, fingerprints
+from tpuembed.lookup.names import find_keys
+from tpuembed.vocabulary import UNKNOWN, Vocabulary
 
 HOSTILE = [
     b"",
@@ -34,21 +33,13 @@ HOSTILE = [
 NAMES = st.one_of(st.binary(max_size=80), st.sampled_from(HOSTILE[:-2]))
 
 
-@settings(deadline=None)
-@given(st.lists(st.binary(max_size=300), max_size=40))
-def test_fingerprints_are_those_of_tensorflow(names: list[bytes]) -> None:
-    expected = tf.strings.to_hash_bucket_fast(tf.constant(names, tf.string), BUCKETS).numpy()
-    np.testing.assert_array_equal(fingerprints(Texts.of(names)), expected)
-
-
-def test_fingerprints_of_every_length() -> None:
-    random = np.random.default_rng(0)
-    names = [random.bytes(length) for length in (*range(400), 4095, 4096, 100_001)]
-    expected = tf.strings.to_hash_bucket_fast(tf.constant(names), BUCKETS).numpy()
-    np.testing.assert_array_equal(fingerprints(Texts.of(names)), expected)
-
-
 INTEGERS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-20, 20))
+
+
+def find(index: Index, keys: Any) -> Any:
+    """Return the rows of keys, as a graph finds them."""
+    arrays: Any = SimpleNamespace(keys=index.keys, numbers=index.rows.reshape(-1), buckets=len(index.keys))
+    return find_keys(tf.constant(keys, tf.int64), arrays).numpy()
 
 
 @settings(deadline=None)
@@ -56,7 +47,7 @@ INTEGERS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-20, 20))
 def test_an_index_is_a_dictionary(keys: list[int]) -> None:
     index, expected = Index(np.array(keys, np.int64)), {key: row for row, key in enumerate(keys)}
     asked = [*expected, *(key ^ 1 for key in expected), -1, 0]
-    found = index.find(np.array(asked, np.int64)).tolist()
+    found = find(index, asked).tolist()
     assert found == [expected.get(key, NONE) for key in asked]
 
 
@@ -64,22 +55,22 @@ def test_an_index_of_many_keys() -> None:
     keys = np.unique(np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 50_000))
     np.random.default_rng(1).shuffle(keys)
     index = Index(keys)
-    np.testing.assert_array_equal(index.find(keys), np.arange(len(keys)))
+    np.testing.assert_array_equal(find(index, keys), np.arange(len(keys)))
     assert index.keys.size < 1.2 * len(keys)
-    assert (index.find(keys + 1)[~np.isin(keys + 1, keys)] == NONE).all()
+    assert (find(index, keys + 1)[~np.isin(keys + 1, keys)] == NONE).all()
 
 
 @pytest.mark.parametrize("factor", [2, 1024, 2**40, 3 * 5 * 7, -1, 6151])
 def test_keys_that_are_multiples_fill_a_table(factor: int) -> None:
     keys = np.arange(20_000) * np.int64(factor)
     index = Index(keys)
-    np.testing.assert_array_equal(index.find(keys), np.arange(len(keys)))
+    np.testing.assert_array_equal(find(index, keys), np.arange(len(keys)))
     assert len(keys) > 0.7 * index.keys.size
 
 
 def test_keys_that_were_made_to_collide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = np.arange(40) * np.int64(np.lcm.reduce(np.arange(8, 24)))
-    assert (Index(keys).find(keys) == np.arange(40)).all()
+    assert (find(Index(keys), keys) == np.arange(40)).all()
     monkeypatch.setattr(Index, "_first", lambda _, keys: np.zeros(len(keys), np.int64))
     monkeypatch.setattr(Index, "_second", lambda _, keys: np.ones(len(keys), np.int64))
     with refused(ConfigError):
@@ -110,16 +101,12 @@ def test_hostile_names() -> None:
     assert mine.lookup([b"x" * 999_998, b"A"]).tolist() == [UNKNOWN] * 2
 
 
-def test_names_with_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(name_arrays, "fingerprints", lambda batch, salt: fingerprints(batch, salt) % 500)
-    words = [f"{index}" for index in range(60)]
-    mine = Vocabulary(words)
-    assert mine.snapshot()[0] > 0
-    assert mine.lookup(words).tolist() == list(range(60))
-    others = [f"other {index}" for index in range(2000)]
-    assert mine.lookup(others).tolist() == [UNKNOWN] * 2000
+def test_names_with_equal_hashes_get_a_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(name_index, "fingerprints", lambda names, salt: fingerprints(names, salt) % 500)
+    assert NameIndex(Vocabulary(map(str, range(60)))).salt > 0
+    monkeypatch.setattr(name_index, "fingerprints", lambda names, _: np.zeros(len(names), np.int64))
     with refused(ConfigError):
-        Vocabulary([*words, "7"])
+        NameIndex(Vocabulary(["a", "b"]))
 
 
 def test_shapes() -> None:
@@ -129,6 +116,7 @@ def test_shapes() -> None:
     assert mine.lookup(np.zeros((0, 3), object)).shape == (0, 3)
     assert mine.lookup(np.array([b"a", b"b"])).tolist() == [2, 3]
     assert mine.names([0, 1, 2, 3]) == [None, None, b"a", b"b"]
+    assert mine.lookup(["c"]).tolist() == [UNKNOWN]
     numbers = Vocabulary([7, -1], dtype="int64")
     assert numbers.lookup([7, -1, 8]).tolist() == [0, 1, UNKNOWN]
 
@@ -151,8 +139,7 @@ def test_adapt_takes_tensors_of_all_kinds() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"a\nb", b"\n", b"a\n\nb\n", b"\0\n\xff\n", b"a\r\nb\n"])
-def test_files_have_one_name_a_line(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_PIECE_BYTES", 2)
+def test_files_have_one_name_a_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "names").write_bytes(content)
     lines = content.split(b"\n")
     expected = lines[:-1] if lines[-1] == b"" else lines
@@ -175,6 +162,9 @@ def test_refusals(tmp_path: Path) -> None:
         lambda: Vocabulary(None),  # type: ignore[arg-type]
         lambda: Vocabulary(["\ud800"]),
         lambda: Vocabulary([3.5], dtype="int64"),
+        lambda: Vocabulary([True], dtype="int64"),
+        lambda: Vocabulary([-1, 2**63], dtype="int64"),
+        lambda: Vocabulary([["a"], ["b"]]),
         lambda: Vocabulary([2**63], dtype="int64"),
         lambda: Vocabulary(dtype="float"),  # type: ignore[arg-type]
         lambda: Vocabulary(oov_buckets=-1),
@@ -222,15 +212,6 @@ def test_lines_that_end_with_crlf_are_refused(tmp_path: Path) -> None:
     assert Vocabulary.from_file(path).get_vocabulary() == ["ann\r", "bob"]
     path.write_bytes(b"5\r\n7\r\n")
     assert Vocabulary.from_file(path, dtype="int64").get_vocabulary()[-2:] == [5, 7]
-
-
-@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, lambda mine: pickle.loads(pickle.dumps(mine))])
-def test_a_copy_keeps_its_names(take: Callable[[Vocabulary], Vocabulary]) -> None:
-    mine = Vocabulary(["a", "b"])
-    copied = take(mine)
-    mine.assign(Vocabulary(["b", "c", "a"]), by=None)  # type: ignore[arg-type]
-    assert mine.get_vocabulary() == ["b", "c", "a"]
-    assert copied.get_vocabulary() == ["a", "b"]
 
 
 @pytest.mark.parametrize("dtype", ["string", "int64"])

@@ -154,6 +154,5 @@ def _numbers_of(path: str, table: str, vocabulary: Vocabulary, names: Sequence[s
     numbers = vocabulary.lookup(names)
     for name, number in zip(names, numbers.tolist(), strict=True):
         if number < vocabulary.oov_buckets:
-            bucket = f" Its bucket is row {number}." if number >= 0 else ""
-            raise ConfigError(f"{where} has no row of the name {name!r}.{bucket} Print names with head --names.")
+            raise ConfigError(f"{where} has no row of the name {name!r}. Print names with head --names.")
     return numbers

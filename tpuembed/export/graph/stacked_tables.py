@@ -19,10 +19,11 @@ from tpuembed.export.storage.formats import STORAGES
 from tpuembed.id_messages import Span
 from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.branches import not_inlined
+from tpuembed.lookup.name_index import WAYS, NameIndex, salt_text
 from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
 from tpuembed.manifest import NAMES_FOLDER, NamesEntry
-from tpuembed.vocabulary import WAYS, Vocabulary, salt_text
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["StackedTables", "TableNames", "constant_names", "make_names", "ran_without_rows", "span_of"]
 
@@ -458,20 +459,20 @@ def make_names(
     arrays: dict[str, TableNames] = {}
     entries = []
     for number, (table, vocabulary) in enumerate(sorted(vocabularies.items())):
-        salt, of_index, numbers_of_index = vocabulary.snapshot()
+        index = NameIndex(vocabulary)
         stored = [
             store_array(value, f"names_{number}_{what}", folder, f"{NAMES_FOLDER}/{number}.{what}", layout)
-            for what, value in (("keys", of_index), ("numbers", numbers_of_index.reshape(-1)))
+            for what, value in (("keys", index.keys), ("numbers", index.numbers.reshape(-1)))
         ]
         (keys, _), (numbers, _) = stored
-        arrays[table] = TableNames(keys, numbers, len(of_index), salt_text(salt))
+        arrays[table] = TableNames(keys, numbers, len(index.keys), salt_text(index.salt))
         entries.append(
             NamesEntry(
                 table=table,
                 dtype=vocabulary.dtype,
                 count=len(vocabulary),
                 oov_buckets=vocabulary.oov_buckets,
-                salt=salt_text(salt).decode(),
+                salt=salt_text(index.salt).decode(),
                 arrays=tuple(entry for _, entry in stored if entry is not None),
             )
         )
@@ -480,8 +481,9 @@ def make_names(
 
 def constant_names(vocabulary: Vocabulary) -> TableNames:
     """Return the names as constants, for a model that runs while it is exported."""
-    salt, keys, numbers = vocabulary.snapshot()
-    return TableNames(tf.constant(keys), tf.constant(numbers.reshape(-1)), len(keys), salt_text(salt))
+    index = NameIndex(vocabulary)
+    numbers = tf.constant(index.numbers.reshape(-1))
+    return TableNames(tf.constant(index.keys), numbers, len(index.keys), salt_text(index.salt))
 
 
 def _stand_in_names() -> TableNames:

@@ -1,22 +1,26 @@
-"""A hash table of int64 keys in arrays, so that a graph can look names up in mapped files with stock operations.
+"""The index of a vocabulary: a hash table in arrays, so that a graph can look names up in mapped files with stock operations.
 
-It is a bucketed cuckoo table: a key lies in one of two buckets, each with room for four. The form was measured
-against others; see docs/performance.md.
+It is a bucketed cuckoo table of int64 keys: integers are their own keys, and strings have fingerprints. A key lies in one of two
+buckets, each with room for four. The form was measured against others; see docs/performance.md.
 """
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import tensorflow as tf
 
 from tpuembed.errors import ConfigError
+from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["MIX", "NONE", "WAYS", "Index", "second_bucket"]
+__all__ = ["BUCKETS", "MIX", "NONE", "WAYS", "Index", "NameIndex", "salt_text"]
 
 _Integers = npt.NDArray[np.int64]
 _Rows = npt.NDArray[np.int32]
 
+BUCKETS: Final = 2**63 - 1
+"""A fingerprint is a hash modulo this number, so that it is an int64 of 0 or more."""
 WAYS: Final = 4
 """Keys in a bucket."""
 NONE: Final = -1
@@ -31,8 +35,53 @@ _MOST_ROUNDS: Final = 500
 _MOST_TIMES: Final = 32
 """A table that is not placed in as many times the buckets that it needs has keys that were made to collide."""
 _AT_ONCE: Final = 1 << 20
+_MOST_SALTS: Final = 100
 _MOST_TRIES: Final = 40
 """How often a key is tried, on the average of many, before the table is taken to be too full."""
+
+
+class NameIndex:
+    """Finds the names of a vocabulary in a graph.
+
+    Attributes:
+        salt: the number that `salt_text` makes of, what is put before each string when it is hashed. It is chosen so that no two
+            names have one fingerprint.
+        keys: int64 [buckets, WAYS], see `Index`.
+        numbers: int32 [buckets, WAYS], at the same places the numbers of the names, -1 if there is none. The row of a name is
+            `oov_buckets` more than its number.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Index the names of `vocabulary`.
+
+        Raises:
+            ConfigError: the names, or their hashes, were made to collide.
+        """
+        names = vocabulary.all_names
+        for self.salt in range(_MOST_SALTS):
+            keys = names if vocabulary.dtype == "int64" else fingerprints(names, salt_text(self.salt))
+            if len(np.unique(keys)) == len(keys):
+                break
+        else:
+            raise ConfigError("vocabulary: its names were made to have equal hashes. Use integers of your own hash.")
+        index = Index(keys)
+        self.keys, self.numbers = index.keys, index.rows
+
+
+def salt_text(number: int) -> bytes:
+    """Return the text before each name when it is hashed, of a salt's number. Number 0 has none."""
+    return str(number).encode() + b"\0" if number else b""
+
+
+def fingerprints(names: npt.NDArray[Any], salt: bytes) -> _Integers:
+    """Return the fingerprint of each string with `salt` before it, int64 [n]. Two strings may have the same one."""
+    found = np.empty(len(names), np.int64)
+    with tf.init_scope(), tf.device("CPU"):
+        for start in range(0, len(names), _AT_ONCE):
+            some = names[start : start + _AT_ONCE].tolist()
+            given = tf.constant([salt + name for name in some] if salt else some, tf.string)
+            found[start : start + len(some)] = tf.strings.to_hash_bucket_fast(given, BUCKETS).numpy()
+    return found
 
 
 class Index:
@@ -63,32 +112,13 @@ class Index:
             buckets += buckets // 8
         raise ConfigError("vocabulary: its keys were made to collide, so that some find no place. Hash the names.")
 
-    def find(self, keys: _Integers) -> _Integers:
-        """Return the row of each key, int64 [n]; NONE for one that is not in the table."""
-        found = np.empty(len(keys), np.int64)
-        rows = self.rows.reshape(-1)
-        for start in range(0, len(keys), _AT_ONCE):
-            places = self._places(keys[start : start + _AT_ONCE])
-            found[start : start + _AT_ONCE] = np.where(places < 0, NONE, rows[places])
-        return found
-
-    def _places(self, keys: _Integers) -> _Integers:
-        """Return the place of each key in the flat arrays, or -1."""
-        places = self._places_in(self._first(keys), keys)
-        rest = np.flatnonzero(places < 0)
-        places[rest] = self._places_in(self._second(keys[rest]), keys[rest])
-        return places
-
-    def _places_in(self, buckets: _Integers, keys: _Integers) -> _Integers:
-        hits = _four_flags(self.keys[buckets] == keys[:, None])
-        way = (hits > 0xFF).view(np.int8) + (hits > 0xFFFF).view(np.int8) + (hits > 0xFFFFFF).view(np.int8)
-        return np.where(hits == 0, np.int64(-1), buckets * WAYS + way)
-
     def _first(self, keys: _Integers) -> _Integers:
         return keys % len(self.keys)
 
     def _second(self, keys: _Integers) -> _Integers:
-        return second_bucket(keys, len(self.keys))
+        with np.errstate(over="ignore"):
+            mixed = ((keys * np.int64(MIX)) >> np.int64(1)) & np.int64(2**63 - 1)
+        return mixed % len(self.keys)
 
     def _place(self, keys: _Integers) -> bool:
         """Place all keys, with their rows. Returns False if there is no place for one of them."""
@@ -111,7 +141,7 @@ class Index:
             order = np.argsort(at, kind="stable")
             at, keys, rows = at[order], keys[order], rows[order]
             is_second, failures = is_second[order], failures[order]
-            used = (_four_flags(self.keys[at] != self.empty) * np.uint32(0x01010101)) >> np.uint32(24)
+            used = np.count_nonzero(self.keys[at] != self.empty, axis=1)
             place = used + np.arange(len(at)) - np.searchsorted(at, at)
             fits = place < WAYS
             self.keys[at[fits], place[fits]], self.rows[at[fits], place[fits]] = keys[fits], rows[fits]
@@ -146,15 +176,3 @@ def _not_among(keys: _Integers) -> int:
         if len(free):
             return below - int(free[0])
         below, count = below - count, 2 * count
-
-
-def _four_flags(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:
-    """Return flags, bool [n, WAYS], as the bytes of integers, uint32 [n]."""
-    return np.ascontiguousarray(flags).view("<u4")[:, 0]
-
-
-def second_bucket(keys: _Integers, buckets: int) -> _Integers:
-    """Return the second bucket of each key."""
-    with np.errstate(over="ignore"):
-        mixed = ((keys * np.int64(MIX)) >> np.int64(1)) & np.int64(2**63 - 1)
-    return mixed % buckets
