@@ -13,12 +13,10 @@ class VersionLabels:
     Labels of the first config wait until their versions are available. TensorFlow Serving would not start with them.
     """
 
-    def __init__(self, model: str, labels: Mapping[str, int], *, allow_unavailable: bool) -> None:
-        """Store the labels. `allow_unavailable` lets a new label name a version that is not available."""
+    def __init__(self, model: str, labels: Mapping[str, int]) -> None:
         self._model = model
-        self._allow_unavailable = allow_unavailable
-        self._assigned: dict[str, int] = dict(labels) if allow_unavailable else {}
-        self._waiting: dict[str, int] = {} if allow_unavailable else dict(labels)
+        self._assigned: dict[str, int] = {}
+        self._waiting: dict[str, int] = dict(labels)
 
     def version(self, label: str) -> int:
         """Return the version that `label` names.
@@ -37,9 +35,8 @@ class VersionLabels:
 
     def fault(self, labels: Mapping[str, int], available: Collection[int]) -> str:
         """Return why `labels` cannot be assigned now, in TensorFlow Serving's words. Empty if they can."""
-        for label, version in labels.items():
-            moved = self._assigned.get(label, version) != version
-            if version not in available and (moved or not self._allow_unavailable):
+        for version in labels.values():
+            if version not in available:
                 what = f"Request to assign label to version {version} of model {self._model}"
                 return f"{what}, which is not currently available for inference"
         return ""
