@@ -159,10 +159,6 @@ LOCKED = {
     **{f"GET /v2/models/model{choice}{part}": None for choice in ("", "/versions/1") for part in ("", "/ready")},
     **{f"POST /v2/models/model{choice}/infer": TENSOR for choice in ("", "/versions/1")},
     "GET /models": None,
-    "GET /openapi.json": None,
-    "GET /docs": None,
-    "GET /console/state": None,
-    "GET /console/signatures?model=model&version=1": None,
     "GET /monitoring/prometheus/metrics": None,
 }
 NO_SIGNATURE = {name for name in LOCKED if ":classify" in name or ":regress" in name}
@@ -178,7 +174,7 @@ def locked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     config = f'config {{ name: "model" base_path: "{model}" model_platform: "tensorflow" {label} }}'
     (folder / "models.config").write_text(f"model_config_list {{ {config} }}")
     options = ["--config", str(folder / "models.config"), "--api-key-file", str(folder / "keys"), "--metrics"]
-    options += ["--allow-version-labels-for-unavailable-models", "--grpc-port", "0"]
+    options += ["--grpc-port", "0"]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in VERTEX.items():
             patch.setenv(name, value)

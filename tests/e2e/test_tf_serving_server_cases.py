@@ -143,20 +143,14 @@ def config_of(folder: Path, *names: str) -> str:
 def started(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     """Servers that start side by side. `default` has the options that upstream's tests give to every server."""
     folder = tmp_path_factory.mktemp("servers")
-    monitoring, several, polled = (folder / name for name in ("monitoring.txt", "several.config", "polled.config"))
-    monitoring.write_text('prometheus_config: { enable: true, path: "/monitoring/prometheus/metrics" }')
+    several, polled = folder / "several.config", folder / "polled.config"
     names = ("half_plus_two", "half_plus_three", "half_plus_two_tf2", "tf_saved_model_save", "two_signatures")
     several.write_text(config_of(models, *names, "sequential", "mirrored", "half_plus_two_tflite"))
     polled.write_text(config_of(models, "half_plus_two"))
-    every = ("--grpc_socket_path", str(folder / "tf-serving.sock"), "--rest-timeout-ms", "20000")
-    reuse, ended = "grpc.so_reuseaddr=1", "grpc.max_connection_age_ms=2000,grpc.lb_policy_name=grpclb"
-    default = ("--name", "default", *every)
+    default = ("--name", "default", "--rest-timeout-ms", "20000", "--metrics")
     options: dict[str, tuple[Path | None, tuple[str, ...]]] = {
-        "default": (
-            models / "half_plus_two",
-            (*default, "--monitoring_config_file", str(monitoring), "--grpc_channel_arguments", reuse),
-        ),
-        "several": (None, ("--config", str(several), "--grpc_channel_arguments", f"{ended},{reuse}")),
+        "default": (models / "half_plus_two", default),
+        "several": (None, ("--config", str(several))),
         "polled": (None, ("--config", str(polled), "--config-poll-seconds", "1")),
     }
     servers: dict[str, Server] = {}
@@ -336,11 +330,6 @@ def test_a_config_that_is_not_polled(several: Server, models: Path) -> None:
     path.write_text(before)
 
 
-def test_channel_arguments(several: Server) -> None:
-    """testGoodGrpcChannelArgs."""
-    check_predict(several.prediction, 3.0, model="half_plus_two")
-
-
 def test_classify_over_rest(default: Server) -> None:
     """testClassifyREST."""
     body = {"signature_name": "classify_x_to_y", "examples": [{"x": 2.0}]}
@@ -400,14 +389,6 @@ def test_metrics(default: Server) -> None:
     assert b"# TYPE" in body
 
 
-def test_predict_over_a_unix_socket(default: Server) -> None:
-    """testPredictUDS."""
-    path = default.announced("gRPC also at ")
-    assert path == f"unix:{default.log_path.with_name('tf-serving.sock')}"
-    with grpc.insecure_channel(path) as channel:
-        check_predict(prediction_service_pb2_grpc.PredictionServiceStub(channel), 3.0)
-
-
 def test_a_saved_function(several: Server) -> None:
     """test_tf_saved_model_save."""
     check_predict(several.prediction, 12.0, model="tf_saved_model_save")
@@ -451,11 +432,8 @@ def test_a_service_that_is_not_there_is_unimplemented(default: Server, method: s
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_the_stop_removes_the_socket(started: dict[str, Server], default: Server) -> None:
-    path = default.log_path.with_name("tf-serving.sock")
-    assert path.is_socket()
+def test_the_stop(started: dict[str, Server], default: Server) -> None:
     assert default.stop() == 0
-    assert not path.exists()
     assert "Traceback" not in "".join(server.log for server in started.values())
     with pytest.raises((ConnectionError, http.client.HTTPException)):
         default.request("GET", "/healthz")
