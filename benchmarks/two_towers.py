@@ -101,6 +101,7 @@ def measure_ours(pairs: Any, seed: int) -> dict[str, float]:
             return tf.reduce_sum(in_batch_softmax(*y_pred))
 
         def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            del y, sample_weight
             if self.measures:
                 self.top_k.update_state(y_pred[0], x["items"])
             return self.get_metrics_result()
