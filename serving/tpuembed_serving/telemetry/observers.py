@@ -15,9 +15,14 @@ from tpuembed_serving.core.servable import Servable, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.settings import TelemetrySettings
 from tpuembed_serving.telemetry.access_log import AccessLog, check_writable
-from tpuembed_serving.telemetry.metric_types import Snapshot, merge_snapshots, to_text
-from tpuembed_serving.telemetry.metrics import ServerMetrics, version_snapshot
-from tpuembed_serving.telemetry.process_metrics import process_snapshot
+from tpuembed_serving.telemetry.metrics import (
+    ServerMetrics,
+    Snapshot,
+    merge_snapshots,
+    process_snapshot,
+    to_text,
+    version_snapshot,
+)
 from tpuembed_serving.telemetry.tracing import Tracing, check_tracing, make_provider
 from tpuembed_serving.workers.link import WorkerGroup, WorkerLink
 

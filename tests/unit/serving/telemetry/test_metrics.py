@@ -21,9 +21,14 @@ from tpuembed_serving.core.servable import State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.settings import TelemetrySettings
-from tpuembed_serving.telemetry.metric_types import merge_snapshots, to_text
-from tpuembed_serving.telemetry.metrics import DEFAULT_PATH, ServerMetrics, version_snapshot
-from tpuembed_serving.telemetry.process_metrics import process_snapshot
+from tpuembed_serving.telemetry.metrics import (
+    DEFAULT_PATH,
+    ServerMetrics,
+    merge_snapshots,
+    process_snapshot,
+    to_text,
+    version_snapshot,
+)
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
