@@ -35,7 +35,7 @@
         }
         if (!answer.ok) throw new Error(`it answered ${answer.status}`);
         const { models } = await answer.json();
-        show(models, await (await ask("readyz")).json(), await counts());
+        show(models, await counts());
       }
     } catch (error) {
       $("banner").textContent = `The server does not answer: ${error.message}. The page below is old.`;
@@ -84,14 +84,15 @@
     poll();
   });
 
-  function show(models, { status }, figures) {
+  function show(models, figures) {
     $("banner").hidden = true;
     $("login").hidden = true;
     $("main").hidden = false;
     $("key").value = "";
     $("none").hidden = models.length > 0;
     $("metrics").hidden = hasMetrics;
-    health(status, status === "ready" ? "good" : "");
+    const missing = models.filter((model) => !available(model).length).length;
+    health(missing ? `not ready: ${missing} of ${models.length} models` : "ready", missing ? "" : "good");
     for (const [name, card] of cards) {
       if (!models.some((model) => model.name === name)) {
         card.root.remove();
@@ -130,9 +131,8 @@
       if (seen === this.seen) return; // what is selected or unfolded stays so
       this.seen = seen;
       this.find("tbody").replaceChildren(...model.model_version_status.map((one) => this.row(one, model.labels)));
-      const available = model.model_version_status.filter((one) => one.state === "AVAILABLE").map((one) => one.version);
-      this.find(".open").disabled = !available.length;
-      options(this.find(".version"), [["", "newest"], ...available.map((one) => [`/versions/${one}`, one])]);
+      this.find(".open").disabled = !available(model).length;
+      options(this.find(".version"), [["", "newest"], ...available(model).map((one) => [`/versions/${one}`, one])]);
     }
 
     row({ version, state, status }, labels) {
@@ -212,6 +212,10 @@
       const url = new URL(this.url(`:${this.method}`), document.baseURI).href;
       this.find(".snippet").textContent = `curl ${quoted(url)}${secret} -d ${quoted(this.find(".body").value)}`;
     }
+  }
+
+  function available(model) {
+    return model.model_version_status.filter((one) => one.state === "AVAILABLE").map((one) => one.version);
   }
 
   function options(select, choices) {
