@@ -1,6 +1,7 @@
 """Models in object stores: one thread of a server downloads the wanted versions, and its processes load the copies.
 
 CACHE/.lock                    held by the server that downloads into it
+CACHE/NAME-HASH/url            the store's URL
 CACHE/NAME-HASH/state.json     which versions are here, and why others are not
 CACHE/NAME-HASH/3-DIGEST/3/    a version, as it is in the store; it appears by one rename
 """
@@ -39,6 +40,7 @@ __all__ = ["Puller", "StoreFolder"]
 logger = logging.getLogger(__name__)
 
 _STATE_FILE: Final = "state.json"
+_URL_FILE: Final = "url"
 _SUCCESS_FILE: Final = "_SUCCESS"
 """An object that the writer of a version creates last. It says that the version is complete."""
 _QUIET_POLLS: Final = 2
@@ -224,12 +226,15 @@ class Puller:
                 return
             except Exception:  # polling must survive anything that a store can hold
                 logger.exception("model %s: the poll of %s failed", store.users, store.url)
-        for place in self._places() - {store.place for store in stores}:
-            _remove_all(place, ())
+        try:
+            for place in self._places() - {store.place for store in stores}:
+                _remove_all(place, ())
+        except OSError as error:
+            logger.warning("cache folder %s: cannot be cleaned: %s", self._folder, reason(error))
 
     def _places(self) -> set[Path]:
         """Return the folders of stores, also of those that are not configured any more."""
-        return {path.parent for path in self._folder.glob(f"*/{_STATE_FILE}")}
+        return {path.parent for path in self._folder.glob(f"*/{_URL_FILE}")}
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
@@ -257,6 +262,7 @@ class _Store:
         self.users = ""
         self.place = _place(cache, url)
         self.place.mkdir(exist_ok=True)
+        (self.place / _URL_FILE).write_text(f"{url}\n", encoding="utf-8")
         (self.place / _STATE_FILE).unlink(missing_ok=True)
         self._here: dict[int, Path] | None = None
         self._proven: set[Path] = set()
