@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import tensorflow as tf
 
 from tests.support.serving.served import free_port
 

@@ -1,7 +1,5 @@
 """What an operator reads at the start of a server, and nothing of TensorFlow's."""
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
