@@ -31,56 +31,18 @@ _OF_LOADING = {
 }
 """Options without a meaning if another server loads and runs the models."""
 _SECTIONS = {
-    "Models and versions": [
-        "--name",
-        "--config",
-        "--config-poll-seconds",
-        "--poll-seconds",
-        "--keep-versions",
-        "--cache-dir",
-        "--lookups",
-        "--row-store",
-        "--default-model",
-    ],
-    "Ports, processes and stop": [
-        "--host",
-        "--rest-port",
-        "--grpc-port",
-        "--no-grpc",
-        "--workers",
-        "--lame-duck-seconds",
-        "--drain-seconds",
-    ],
-    "Batching and requests": [
-        "--run-threads",
-        "--max-queued-requests",
-        "--rest-timeout-ms",
-        "--enable-batching",
-        "--batching-parameters-file",
-        "--enable-per-model-batching-parameters",
-        "--max-batch-rows",
-    ],
-    "Log and telemetry": [
-        "--log-format",
-        "--verbose",
-        "--quiet",
-        "--access-log",
-        "--metrics",
-        "--otel",
-    ],
-    "Access and limits": [
-        "--api-key-file",
-        "--tls-cert",
-        "--tls-key",
-        "--tls-client-ca",
-        "--enable-cors",
-        "--max-request-memory",
-        "--max-body-bytes",
-        "--max-connections",
-        "--max-header-bytes",
-        "--receive-seconds",
-    ],
-    "TensorFlow Serving": ["--target"],
+    title: flags.split()
+    for title, flags in {
+        "Models and versions": "--name --config --config-poll-seconds --poll-seconds --keep-versions --cache-dir --lookups "
+        "--row-store --default-model",
+        "Ports, processes and stop": "--host --rest-port --grpc-port --no-grpc --workers --lame-duck-seconds --drain-seconds",
+        "Batching and requests": "--run-threads --max-queued-requests --rest-timeout-ms --enable-batching "
+        "--batching-parameters-file --enable-per-model-batching-parameters --max-batch-rows",
+        "Log and telemetry": "--log-format --verbose --quiet --access-log --metrics --otel",
+        "Access and limits": "--api-key-file --tls-cert --tls-key --tls-client-ca --enable-cors --max-request-memory "
+        "--max-body-bytes --max-connections --max-header-bytes --receive-seconds",
+        "TensorFlow Serving": "--target",
+    }.items()
 }
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 VARIABLES = "TPUEMBED_SERVE_"
