@@ -58,7 +58,7 @@ class ServingApp(FastAPI):
         self._server = None if settings.target is None else TensorFlowServing(settings.target)
         self.executor = _executor(settings, self._server)
         self.worker_group: WorkerGroup = link or SingleProcess()
-        self.telemetry = Telemetry.of(settings.telemetry, self.runs_here, self.worker_group, settings.security.api_keys)
+        self.telemetry = Telemetry(settings.telemetry, self.runs_here, self.worker_group, settings.security.api_keys)
         load = load or functools.partial(
             load_version, settings=settings, stopping=self.stopping, warmed_up=self.telemetry.warmed_up
         )

@@ -15,8 +15,7 @@ from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.servable import LoadedVersion, Servable, State, VersionProgress, VersionStatus
-from tpuembed_serving.core.status import Code, LoadStopped, StatusError, servable_not_found
-from tpuembed_serving.models.labels import VersionLabels
+from tpuembed_serving.core.status import Code, LoadStopped, StatusError, invalid_argument, servable_not_found
 from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
 from tpuembed_serving.models.stores import StoreFolder
 from tpuembed_serving.models.versions import Identity, find_versions, fingerprint, identity, replaces
@@ -140,6 +139,51 @@ class _ModelFolder:
         return identity(path)
 
 
+class _VersionLabels:
+    """The labels of one model. The caller of a method holds the lock of the model's versions.
+
+    Labels of the first config wait until their versions are available. TensorFlow Serving would not start with them.
+    """
+
+    def __init__(self, model: str, labels: Mapping[str, int]) -> None:
+        self._model = model
+        self._assigned: dict[str, int] = {}
+        self._waiting: dict[str, int] = dict(labels)
+
+    def version(self, label: str) -> int:
+        """Return the version that `label` names.
+
+        Raises:
+            StatusError: INVALID_ARGUMENT, the label is unknown.
+        """
+        if label not in self._assigned:
+            raise invalid_argument(f"Unrecognized servable version label: {label}")
+        return self._assigned[label]
+
+    @property
+    def assigned(self) -> dict[str, int]:
+        """Return label -> version, in the order of labels, as requests may use them now."""
+        return dict(sorted(self._assigned.items()))
+
+    def fault(self, labels: Mapping[str, int], available: Collection[int]) -> str:
+        """Return why `labels` cannot be assigned now, in TensorFlow Serving's words. Empty if they can."""
+        for version in labels.values():
+            if version not in available:
+                what = f"Request to assign label to version {version} of model {self._model}"
+                return f"{what}, which is not currently available for inference"
+        return ""
+
+    def assign(self, labels: Mapping[str, int]) -> None:
+        """Replace all labels with these."""
+        self._assigned, self._waiting = dict(labels), {}
+
+    def settle(self, available: Collection[int]) -> None:
+        """Assign the waiting labels whose version is available now."""
+        due = {label: version for label, version in self._waiting.items() if version in available}
+        self._assigned.update(due)
+        self._waiting = {label: version for label, version in self._waiting.items() if label not in due}
+
+
 class ServedModel:
     """The versions of one model. A version is loaded before the one that it replaces is unloaded.
 
@@ -173,7 +217,7 @@ class ServedModel:
         self._versions: dict[int, _Version] = {}
         self._missing: frozenset[int] = frozenset()
         self._replaced: list[_Version] = []
-        self._labels = VersionLabels(settings.name, settings.labels)
+        self._labels = _VersionLabels(settings.name, settings.labels)
         self._folder: _ModelFolder | StoreFolder
         if isinstance(settings.base_path, UrlPath):
             assert cache is not None
