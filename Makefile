@@ -65,7 +65,7 @@ test-docs: $(STAMP) load-tools  ## the pages of docs/tutorials, docs/how-to and 
 test-clients: $(STAMP) .venv-clients/.installed  ## tritonclient and KServe's SDK against a whole server, in an environment of their own
 	$(BIN)/python -m pytest -n 0 -m nightly tests/clients
 
-test-console: $(STAMP)  ## the server's console in a headless Chromium; screenshots under build/screenshots
+test-console: $(STAMP)  ## the server's console in a headless Chromium
 	@command -v chromedriver >/dev/null || [ "$$(id -u)" != 0 ] || { apt-get -qq update && apt-get -qq install -y chromium chromium-driver; }
 	$(BIN)/python -m pytest -n 0 -m nightly tests/e2e/test_serve_console.py
 

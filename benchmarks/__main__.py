@@ -29,7 +29,6 @@ RUNS = {
     "serve_plain": "serve.run_plain()",
     "read_checkpoint": "read_checkpoint.run()",
     "stats": "stats.run()",
-    "console": "console.run()",
     "vocabularies": "vocabularies.run()",
     "retrieval": "retrieval.run()",
     "redis": "redis.run()",

@@ -206,7 +206,7 @@ def _rates(what: str, case: Mapping[str, Any], peers: list[str]) -> Iterator[Lin
 
 
 def _notes() -> Iterator[str]:
-    bad, console = _result("serve")["1 of 16 clients sends bad ids"], _result("console")
+    bad = _result("serve")["1 of 16 clients sends bad ids"]
     yield (
         "## What the lines mean\n\n"
         "- The layer updates the rows of a step. Keras and keras-rs update the whole table.\n"
@@ -214,7 +214,6 @@ def _notes() -> Iterator[str]:
         "  alone. The model of grpc.aio is the shortest server that parses, runs and answers.\n"
         f"- When 1 of 16 clients sends bad ids, {bad['good requests failed']} requests of the others fail. They get "
         f"{bad['good throughput, ratio']:.2f} of their rate without it.\n"
-        f"- With {console['pages']} open consoles the server answers {console['open / closed']:.2f} of the requests.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Two towers on MovieLens 100K: `tpuembed demo --retrieval` beside TensorFlow Recommenders' tutorial "basic retrieval".
+"""Two towers on MovieLens 100K: the layer beside TensorFlow Recommenders' tutorial "basic retrieval".
 
     python -m benchmarks.two_towers RATINGS [--seeds N] [--tfrs-python PYTHON] [--tfrs-path FOLDER]
 
@@ -70,23 +70,56 @@ def run(ratings: str, seeds: int = 5, tfrs_python: str | None = None, tfrs_path:
 
 
 def measure_ours(pairs: Any, seed: int) -> dict[str, float]:
-    """Train the demo's model."""
+    """Train two towers of this layer, with the other movies of the batch as negatives."""
     import keras
+    import tensorflow as tf
 
-    from tpuembed_cli.ratings.data import Ratings
-    from tpuembed_cli.ratings.retrieval import TwoTowers, measure, train
+    from tpuembed import Adagrad, FactorizedTopK, FeatureConfig, TableConfig, TPUEmbedding, in_batch_softmax
 
     keras.utils.set_random_seed(seed)
-    training, test = (
-        Ratings(pairs[f"{part}users"], pairs[f"{part}items"], np.zeros(len(pairs[f"{part}users"]), np.float32))
-        for part in ("", "test_")
-    )
-    every = [np.concatenate([getattr(training, name), getattr(test, name)]) for name in ("users", "items")]
-    model = TwoTowers(int(every[0].max()) + 1, int(every[1].max()) + 1, np.unique(every[1]))
+    users, items = (np.concatenate([pairs[name], pairs[f"test_{name}"]]) for name in ("users", "items"))
+
+    def tower(name: str, rows: int) -> Any:
+        uniform = keras.initializers.RandomUniform()
+        table = TableConfig(rows, DIM, f"{name}_table", initializer=uniform, optimizer=Adagrad(0.1))
+        ids = keras.Input((), dtype="int64", name=name)
+        return keras.Model({name: ids}, TPUEmbedding({name: FeatureConfig(table)})({name: ids})[name])
+
+    class TwoTowers(keras.Model):
+        measures = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.candidate = tower("users", int(users.max()) + 1), tower("items", int(items.max()) + 1)
+            movies = tf.data.Dataset.from_tensor_slices(np.unique(items)).batch(128)
+            self.top_k = FactorizedTopK(movies.map(lambda ids: (ids, self.candidate({"items": ids}))), ks=KS)
+
+        def call(self, inputs: Any) -> Any:
+            return self.query({"users": inputs["users"]}), self.candidate({"items": inputs["items"]})
+
+        def compute_loss(self, y_pred: Any = None, **_: Any) -> Any:
+            return tf.reduce_sum(in_batch_softmax(*y_pred))
+
+        def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            del y, sample_weight
+            if self.measures:
+                self.top_k.update_state(y_pred[0], x["items"])
+            return self.get_metrics_result()
+
+    model = TwoTowers()
+    model.compile()
+    data = {"users": pairs["users"], "items": pairs["items"]}
     started = time.perf_counter()
-    train(model, training, EPOCHS, lambda _: None)
+    dataset = tf.data.Dataset.from_tensor_slices(data).shuffle(len(users), seed=42).batch(BATCH)
+    model.fit(dataset, epochs=EPOCHS, verbose=0, shuffle=False)
     seconds = time.perf_counter() - started
-    return {"train s": seconds, **{f"top {k}": share for k, share in measure(model, test).items()}}
+    model.measures = True
+    model.compile()
+    test = {"users": pairs["test_users"], "items": pairs["test_items"]}
+    found = model.evaluate(test, batch_size=4096, return_dict=True, verbose=0)
+    return {"train s": seconds} | {
+        f"top {k}": float(found[f"factorized_top_k/top_{k}_categorical_accuracy"]) for k in KS
+    }
 
 
 def measure_tfrs(pairs: Any, seed: int) -> dict[str, float]:

@@ -16,9 +16,6 @@ from tpuembed.files import UrlPath, as_path
 from tpuembed_cli.command import Command
 from tpuembed_cli.options import SIZE
 from tpuembed_cli.platforms import Platform
-from tpuembed_cli.serving_options.batching import batching_options, take_batching
-from tpuembed_cli.serving_options.security import security_options, take_security
-from tpuembed_cli.serving_options.telemetry import take_log, take_telemetry, telemetry_options
 
 if TYPE_CHECKING:  # only this command imports the server's package
     from tpuembed_serving import ServerSettings
@@ -29,84 +26,27 @@ _PACKAGES = ("tensorflow", "tensorflow_serving", "fastapi", "uvicorn", "orjson")
 _GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
 _GRPC_PORT = 8500
 _OF_LOADING = {
-    "config",
-    "config_poll_seconds",
-    "keep_versions",
-    "max_load_retries",
-    "load_retry_seconds",
-    "labels_for_unavailable",
-} | {
-    *("run_threads", "prewarm", "verify_on_load", "lookups", "random_access", "row_store", "cache_dir", "cache_bytes"),
+    *("config", "config_poll_seconds", "keep_versions", "run_threads", "lookups", "row_store", "cache_dir"),
     *("enable_batching", "batching_parameters_file", "per_model_batching", "max_batch_rows"),
 }
 """Options without a meaning if another server loads and runs the models."""
 _SECTIONS = {
-    "Models and versions": [
-        "--name",
-        "--config",
-        "--config-poll-seconds",
-        "--poll-seconds",
-        "--keep-versions",
-        "--cache-dir",
-        "--cache-bytes",
-        "--max-load-retries",
-        "--load-retry-seconds",
-        "--allow-version-labels-for-unavailable-models",
-        "--verify-on-load",
-        "--prewarm",
-        "--lookups",
-        "--random-access",
-        "--row-store",
-        "--default-model",
-    ],
-    "Ports, processes and stop": [
-        "--host",
-        "--rest-port",
-        "--grpc-port",
-        "--grpc-socket-path",
-        "--grpc-channel-arguments",
-        "--no-grpc",
-        "--workers",
-        "--listen-when-loaded",
-        "--lame-duck-seconds",
-        "--drain-seconds",
-    ],
-    "Batching and requests": [
-        "--run-threads",
-        "--max-queued-requests",
-        "--rest-timeout-ms",
-        "--enable-batching",
-        "--batching-parameters-file",
-        "--enable-per-model-batching-parameters",
-        "--max-batch-rows",
-    ],
-    "Log and telemetry": [
-        "--log-format",
-        "--verbose",
-        "--quiet",
-        "--access-log",
-        "--request-log-bytes",
-        "--metrics",
-        "--monitoring-config-file",
-        "--otel",
-        "--no-console",
-    ],
-    "Access and limits": [
-        "--api-key-file",
-        "--tls-cert",
-        "--tls-key",
-        "--tls-client-ca",
-        "--enable-cors",
-        "--max-request-memory",
-        "--max-body-bytes",
-        "--max-connections",
-        "--max-header-bytes",
-        "--receive-seconds",
-    ],
-    "TensorFlow Serving": ["--target"],
+    title: flags.split()
+    for title, flags in {
+        "Models and versions": "--name --config --config-poll-seconds --poll-seconds --keep-versions --cache-dir --lookups "
+        "--row-store --default-model",
+        "Ports, processes and stop": "--host --rest-port --grpc-port --no-grpc --workers --lame-duck-seconds --drain-seconds",
+        "Batching and requests": "--run-threads --max-queued-requests --rest-timeout-ms --enable-batching "
+        "--batching-parameters-file --enable-per-model-batching-parameters --max-batch-rows",
+        "Log and telemetry": "--log-format --verbose --quiet --access-log --metrics --otel",
+        "Access and limits": "--api-key-file --tls-cert --tls-key --tls-client-ca --enable-cors --max-request-memory "
+        "--max-body-bytes --max-connections --max-header-bytes --receive-seconds",
+        "TensorFlow Serving": "--target",
+    }.items()
 }
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 VARIABLES = "TPUEMBED_SERVE_"
+_FILE = click.Path(path_type=Path)
 _POSITIVE = click.IntRange(min=1)
 _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 
@@ -149,21 +89,8 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     type=click.IntRange(0, 65535),
     help=f"The gRPC port; 0 picks a free one.  [default: {_GRPC_PORT}, if it is free]",
 )
-@click.option(
-    "--grpc-socket-path",
-    "--grpc_socket_path",
-    type=click.Path(path_type=Path),
-    help="A Unix socket on which gRPC listens too; needs one worker.",
-)
-@click.option(
-    "--grpc-channel-arguments",
-    "--grpc_channel_arguments",
-    metavar="KEY=VALUE,...",
-    callback=lambda _, __, text: () if text is None else _channel_arguments(text),
-    help="gRPC's channel arguments, such as grpc.max_connection_age_ms=2000.",
-)
 @click.option("--no-grpc", is_flag=True, help="Serve only the REST API.")
-@click.option("--config", type=click.Path(path_type=Path), help="A models.config, instead of MODEL_DIR.")
+@click.option("--config", type=_FILE, help="A models.config, instead of MODEL_DIR.")
 @click.option(
     "--keep-versions",
     type=_POSITIVE,
@@ -189,30 +116,8 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
 )
 @click.option(
     "--cache-dir",
-    type=click.Path(path_type=Path),
+    type=_FILE,
     help="The folder into which versions are pulled from stores.  [default: tpuembed/serve in the user's cache folder]",
-)
-@click.option(
-    "--cache-bytes",
-    type=SIZE,
-    help="Also keep versions in the cache that are not served, up to this size in all.  [default: keep none]",
-)
-@click.option(
-    "--max-load-retries",
-    type=click.IntRange(min=0),
-    default=5,
-    show_default=True,
-    help="How often loading a version is retried.",
-)
-@click.option(
-    "--load-retry-seconds", type=_POSITIVE_FLOAT, default=60.0, show_default=True, help="The pause before each retry."
-)
-@click.option(
-    "--allow-version-labels-for-unavailable-models",
-    "--allow_version_labels_for_unavailable_models",
-    "labels_for_unavailable",
-    is_flag=True,
-    help="New labels may name versions that are not loaded.",
 )
 @click.option(
     "--run-threads", type=_POSITIVE, help="Parallel executions of the model, per worker.  [default: CPUs / workers]"
@@ -251,17 +156,6 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     help="How long to wait for requests after the ports are closed.",
 )
 @click.option(
-    "--listen-when-loaded",
-    is_flag=True,
-    help="Listen only when the models are loaded or have failed to load. The ports are bound before.",
-)
-@click.option(
-    "--prewarm", is_flag=True, help="Read mapped tables, and check their checksums, before a version is available."
-)
-@click.option(
-    "--verify-on-load", is_flag=True, help="Check the checksum of every file of an export before it is loaded."
-)
-@click.option(
     "--lookups",
     type=click.Choice(("auto", "native", "tensorflow")),
     default="auto",
@@ -269,11 +163,32 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     help="What runs the lookups of exports with layout mmap: the C library, TensorFlow, or for each request the faster one.",
 )
 @click.option(
-    "--random-access",
-    is_flag=True,
-    help="Read mapped tables as if they were larger than the memory: all pages of a request at once, without readahead.",
+    "--enable-batching/--disable-batching",
+    "--enable_batching/--disable_batching",
+    "enable_batching",
+    default=None,
+    help="Always or never batch requests.  [default: batch if the graph proves that this changes no answer]",
 )
-@batching_options
+@click.option(
+    "--batching-parameters-file",
+    "--batching_parameters_file",
+    type=_FILE,
+    help="TensorFlow Serving's BatchingParameters; needs --enable-batching.",
+)
+@click.option(
+    "--enable-per-model-batching-parameters",
+    "--enable_per_model_batching_parameters",
+    "per_model_batching",
+    is_flag=True,
+    help="Read batching_params.pbtxt in each version's folder; needs --enable-batching.",
+)
+@click.option(
+    "--max-batch-rows",
+    type=_POSITIVE,
+    default=512,
+    show_default=True,
+    help="The most rows of a batch of several requests. Batching parameters take its place.",
+)
 @click.option(
     "--target", metavar="HOST:PORT", help="Forward the requests for --name to this gRPC port of TensorFlow Serving."
 )
@@ -282,14 +197,68 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     metavar="URL",
     help="Where the rows of versions are that tpuembed publish wrote: redis://[USER@]HOST:PORT, or rediss:// for TLS.",
 )
-@telemetry_options
+@click.option(
+    "--metrics", is_flag=True, help="Metrics for Prometheus at /monitoring/prometheus/metrics, on the REST port."
+)
+@click.option(
+    "--access-log",
+    metavar="FILE",
+    help="Append a line of JSON for every request to FILE; - is stderr.  [default: none]",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(("text", "json")),
+    default="text",
+    show_default=True,
+    help="The server's log on stderr: lines of text, or an object of JSON per line.",
+)
+@click.option("--verbose", "-v", is_flag=True, help="Also log debug messages, and show TensorFlow's own messages.")
+@click.option("--quiet", "-q", is_flag=True, help="Log warnings and errors only.")
+@click.option("--otel", is_flag=True, help="Export a trace of every request by OTLP, as the OTEL_* variables say.")
 @click.option(
     "--default-model",
     metavar="NAME",
     help="The model for POST /invocations and AIP_PREDICT_ROUTE, whose requests name no model.  [default: the only one]",
 )
-@click.option("--no-console", is_flag=True, help="Turn off the console for browsers at GET /.")
-@security_options
+@click.option(
+    "--api-key-file",
+    type=_FILE,
+    help="A file with one KEY, 'NAME: KEY' or 'NAME admin: KEY' per line; requests need one ('Authorization: Bearer KEY' or "
+    "'X-API-Key: KEY'), and gRPC's reload an admin's.",
+)
+@click.option("--tls-cert", type=_FILE, help="The server's certificate and its chain, PEM: TLS on both ports.")
+@click.option("--tls-key", type=_FILE, help="The private key of the certificate, PEM, without a password.")
+@click.option(
+    "--tls-client-ca",
+    type=_FILE,
+    help="Certificate authorities, PEM. Clients need a certificate of one of them.  [default: none]",
+)
+@click.option(
+    "--enable-cors",
+    "--rest_api_enable_cors_support",
+    "cors",
+    is_flag=True,
+    help="Allow requests from pages of other sites.",
+)
+@click.option(
+    "--max-connections",
+    type=_POSITIVE,
+    help="The most open connections per worker; more are answered 503.  [default: no limit]",
+)
+@click.option(
+    "--max-header-bytes",
+    type=_POSITIVE,
+    default=64 << 10,
+    show_default=True,
+    help="Longer request lines and headers are answered 431.",
+)
+@click.option(
+    "--receive-seconds",
+    type=_POSITIVE_FLOAT,
+    default=60.0,
+    show_default=True,
+    help="Time limit for a request to arrive, and for a client to read some of its answer.",
+)
 @click.pass_context
 def serve(
     context: click.Context,
@@ -302,10 +271,6 @@ def serve(
     config: Path | None,
     keep_versions: int | None,
     cache_dir: Path | None,
-    cache_bytes: int | None,
-    max_load_retries: int,
-    load_retry_seconds: float,
-    labels_for_unavailable: bool,
     run_threads: int | None,
     **options: Any,
 ) -> None:
@@ -326,32 +291,29 @@ def serve(
     options |= _of_platform(context, platform)
     if platform.model_dir is not None:
         model_dir = _platform_model_dir(platform.model_dir)
-    grpc_options = (grpc_port, options["grpc_socket_path"], options["grpc_channel_arguments"] or None)
-    no_grpc = no_grpc or (platform.no_grpc and grpc_options == (None, None, None))
+    if no_grpc and grpc_port is not None:
+        raise click.UsageError("--grpc-port and --no-grpc contradict each other. Leave one out.")
+    no_grpc = no_grpc or (platform.no_grpc and grpc_port is None)
     if target is not None:
         _check_target(context, model_dir, name, target)
     else:
         _check_what(model_dir, name, config, options["config_poll_seconds"])
-    socket_path, arguments = options.pop("grpc_socket_path"), options.pop("grpc_channel_arguments")
-    options |= _grpc_options(grpc_port, no_grpc, socket_path, arguments, options["workers"])
+    if not no_grpc:  # the default port is optional: a server for REST clients works without it
+        options |= {"grpc_port": _GRPC_PORT if grpc_port is None else grpc_port, "grpc_optional": grpc_port is None}
     _check_extra(() if no_grpc else _GRPC_PACKAGES)
-    from tpuembed_serving import LoadSettings, ServerSettings
+    from tpuembed_serving import ServerSettings
 
-    options["batching"] = take_batching(options)
-    options["telemetry"] = take_telemetry(options)
-    options["log"] = take_log(options)
-    options["console"] = not options.pop("no_console")
-    options["security"] = take_security(options)
+    options["batching"] = _take_batching(options)
+    options["telemetry"] = _take_telemetry(options)
+    options["log"] = _take_log(options)
+    options["security"] = _take_security(options)
     options["run_threads"] = run_threads or max(1, available_cpus() // options["workers"])
-    options["load"] = LoadSettings(
-        max_retries=max_load_retries, retry_seconds=load_retry_seconds, labels_for_unavailable=labels_for_unavailable
-    )
     if target is not None:
         assert name is not None
         _serve(context, ServerSettings.for_target(target, name=name, **options))
     elif config is None:
         assert model_dir is not None
-        options["cache"] = _cache(cache_dir, cache_bytes, [model_dir])
+        options["cache"] = _cache(cache_dir, [model_dir])
         _serve(context, ServerSettings.for_model_dir(model_dir, name=name, keep_versions=keep_versions or 1, **options))
     elif keep_versions is not None:
         raise click.UsageError("--keep-versions: not supported with --config. Write its model_version_policy there")
@@ -359,7 +321,7 @@ def serve(
         from tpuembed_serving.models.config import read_models
 
         models = read_models(config)
-        options["cache"] = _cache(cache_dir, cache_bytes, [model.base_path for model in models])
+        options["cache"] = _cache(cache_dir, [model.base_path for model in models])
         _serve(context, ServerSettings(models=models, config_file=config, **options))
 
 
@@ -371,19 +333,76 @@ def _model_dir(text: str) -> Path | UrlPath:
         raise click.BadParameter(str(error)) from None
 
 
-def _cache(folder: Path | None, max_bytes: int | None, base_paths: Sequence[Path | UrlPath]) -> Any:
+def _cache(folder: Path | None, base_paths: Sequence[Path | UrlPath]) -> Path | None:
     """Return the cache for models in stores. None if no model is in one, and no folder is given for a later one."""
-    from tpuembed_serving import CacheSettings
-
     stores = [path for path in base_paths if isinstance(path, UrlPath)]
     if stores and importlib.util.find_spec("obstore") is None:
         raise MissingExtraError(f"serving {stores[0]}", "obstore", "cloud")
     if folder is None and not stores:
-        if max_bytes is not None:
-            raise click.UsageError("--cache-bytes needs a model in a store, or --cache-dir for a later one")
         return None
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpuembed" / "serve"
-    return CacheSettings(folder=(folder or default).absolute(), max_bytes=max_bytes)
+    return (folder or default).absolute()
+
+
+def _take_batching(options: dict[str, Any]) -> Any:
+    """Remove the options of batching from `options`, and return their settings."""
+    from tpuembed_serving.batching.parameters import read_parameters
+    from tpuembed_serving.settings import BatchingSettings
+
+    file = options.pop("batching_parameters_file")
+    return BatchingSettings(
+        enabled=options.pop("enable_batching"),
+        parameters=None if file is None else read_parameters(file),
+        per_model=options.pop("per_model_batching"),
+        max_rows=options.pop("max_batch_rows"),
+    )
+
+
+def _take_telemetry(options: dict[str, Any]) -> Any:
+    """Remove the options of telemetry from `options`, and return their settings."""
+    from tpuembed_serving import TelemetrySettings
+    from tpuembed_serving.telemetry.metrics import DEFAULT_PATH
+
+    path = DEFAULT_PATH if options.pop("metrics") else None
+    return TelemetrySettings(metrics_path=path, access_log=options.pop("access_log"), traces=options.pop("otel"))
+
+
+def _take_log(options: dict[str, Any]) -> Any:
+    """Remove the options of the log from `options`, and return their settings."""
+    from tpuembed_serving import LogSettings
+
+    verbose, quiet = options.pop("verbose"), options.pop("quiet")
+    if verbose and quiet:
+        source = click.get_current_context().get_parameter_source
+        from_flags = [source(name) is ParameterSource.COMMANDLINE for name in ("verbose", "quiet")]
+        if any(from_flags) and not all(from_flags):  # a flag wins over a variable
+            verbose, quiet = from_flags
+    if verbose and quiet:
+        raise click.UsageError("--verbose and --quiet contradict each other. Leave one out.")
+    level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
+    return LogSettings(format=options.pop("log_format"), level=level)
+
+
+def _take_security(options: dict[str, Any]) -> Any:
+    """Remove the options of keys, TLS and connections from `options`, and return their settings."""
+    from tpuembed_serving.core.api_keys import ApiKeys
+    from tpuembed_serving.core.security import ConnectionLimits, SecuritySettings
+    from tpuembed_serving.core.tls import TlsSettings
+
+    limits = ConnectionLimits(
+        connections=options.pop("max_connections"),
+        header_bytes=options.pop("max_header_bytes"),
+        receive_seconds=options.pop("receive_seconds"),
+    )
+    keys, tls = options.pop("api_key_file"), None
+    certificate, key, client_ca = (options.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca"))
+    if certificate is not None and key is not None:
+        tls = TlsSettings(certificate=certificate, key=key, client_ca=client_ca)
+    elif (certificate, key, client_ca) != (None, None, None):
+        raise click.UsageError("TLS needs both --tls-cert and --tls-key")
+    return SecuritySettings(
+        api_keys=None if keys is None else ApiKeys.read(keys), tls=tls, cors=options.pop("cors"), limits=limits
+    )
 
 
 def _serve(context: click.Context, settings: "ServerSettings") -> None:
@@ -403,38 +422,6 @@ def _warn(settings: "ServerSettings", text: str) -> None:
 
     log_to_stderr(settings.log)
     logging.getLogger("tpuembed_serving").warning(text)
-
-
-def _channel_arguments(text: str) -> Any:
-    """Return gRPC's channel arguments, or raise BadParameter."""
-    from tpuembed_serving.grpc.listening import parse_channel_arguments
-
-    try:
-        return parse_channel_arguments(text)
-    except ConfigError as error:
-        raise click.BadParameter(str(error)) from None
-
-
-def _grpc_options(
-    port: int | None, off: bool, socket_path: Path | None, arguments: Any, workers: int
-) -> dict[str, Any]:
-    """Return the gRPC options. The default port is optional: a server for REST clients works without it."""
-    given = {"--grpc-port": port, "--grpc-socket-path": socket_path, "--grpc-channel-arguments": arguments}
-    for option, value in given.items():
-        if off and value not in (None, ()):
-            raise click.UsageError(f"{option} and --no-grpc contradict each other. Leave one out.")
-    if off:
-        return {"grpc_port": None}
-    if socket_path is not None and workers > 1:
-        raise click.UsageError(
-            f"--grpc-socket-path and --workers {workers}: processes cannot share a Unix socket. Leave one out."
-        )
-    return {
-        "grpc_port": _GRPC_PORT if port is None else port,
-        "grpc_optional": port is None and socket_path is None,
-        "grpc_socket_path": None if socket_path is None else socket_path.absolute(),
-        "grpc_channel_arguments": arguments,
-    }
 
 
 def _of_platform(context: click.Context, platform: Platform) -> dict[str, Any]:

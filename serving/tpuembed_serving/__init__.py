@@ -12,13 +12,11 @@ if TYPE_CHECKING:
     from tpuembed_serving.models.in_use import versions_in_use
     from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions
     from tpuembed_serving.server import serve
-    from tpuembed_serving.settings import CacheSettings, LoadSettings, ModelSettings, ServerSettings, TelemetrySettings
+    from tpuembed_serving.settings import LogSettings, ModelSettings, ServerSettings, TelemetrySettings
 
 _HOME = {
     "AllVersions": "tpuembed_serving.models.policies",
-    "CacheSettings": "tpuembed_serving.settings",
     "LatestVersions": "tpuembed_serving.models.policies",
-    "LoadSettings": "tpuembed_serving.settings",
     "LogSettings": "tpuembed_serving.settings",
     "ModelSettings": "tpuembed_serving.settings",
     "ServerSettings": "tpuembed_serving.settings",
@@ -33,9 +31,7 @@ _HOME = {
 
 __all__ = [
     "AllVersions",
-    "CacheSettings",
     "LatestVersions",
-    "LoadSettings",
     "LogSettings",
     "ModelSettings",
     "ServerSettings",

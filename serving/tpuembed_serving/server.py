@@ -5,26 +5,22 @@ import dataclasses
 import logging
 import shlex
 import socket
-import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tpuembed.errors import ServingError, reason
 from tpuembed_serving.core.noop import noop
-from tpuembed_serving.grpc.listening import check_socket_path
 from tpuembed_serving.http.app import create_app
-from tpuembed_serving.http.example_requests import EXAMPLES
 from tpuembed_serving.http.server import prepare_tensorflow, run_app
 from tpuembed_serving.models.config_file import ConfigFile
-from tpuembed_serving.models.stores.puller import Puller
+from tpuembed_serving.models.stores import Puller
 from tpuembed_serving.models.versions import GRAPH_FILE, find_versions
 from tpuembed_serving.settings import ModelSettings, ServerSettings
 from tpuembed_serving.telemetry.observers import check_telemetry
 from tpuembed_serving.telemetry.server_log import log_to_stderr
 from tpuembed_serving.telemetry.state_log import StateLog
-from tpuembed_serving.workers.sockets import bind, bind_shared, reserve
+from tpuembed_serving.workers.sockets import bind, reserve
 from tpuembed_serving.workers.stopping import Stop, stop_on_signals
 from tpuembed_serving.workers.supervisor import Supervisor
 
@@ -41,13 +37,11 @@ def serve(settings: ServerSettings) -> None:
     The ports are bound at once. The models load in the background. Progress is logged to stderr.
 
     Raises:
-        ServingError: a model's folder is missing, unreadable, or not a folder of versions; or a port or the Unix socket
-            cannot be bound.
+        ServingError: a model's folder is missing, unreadable, or not a folder of versions; or a port cannot be bound.
     """
     prepare_tensorflow(settings.log)
     check_telemetry(settings.telemetry)
     here = () if settings.target else settings.models
-    takes_path = settings.grpc_socket_path is not None and check_socket_path(settings.grpc_socket_path)
     empty = [
         (model, path)
         for model in here
@@ -62,10 +56,6 @@ def serve(settings: ServerSettings) -> None:
         log_to_stderr(settings.log)
         if no_grpc:
             logger.warning("gRPC is off: %s", no_grpc)
-        if takes_path:
-            logger.warning(
-                "another server listens at %s. New connections will reach this one", settings.grpc_socket_path
-            )
         for model, path in empty:
             below = next(path.glob(f"*/*/{GRAPH_FILE}"), None)
             hint = "" if below is None else f". {below.parents[1]} has a version: give that folder to serve it"
@@ -83,37 +73,26 @@ def _pulling(settings: ServerSettings) -> Iterator[_Configure]:
     if settings.cache is None:
         yield noop
         return
-    puller = Puller(settings.cache, settings.poll_seconds, settings.load.retry_seconds)
+    puller = Puller(settings.cache, settings.poll_seconds)
     with puller.running(settings.models):
         yield puller.configure
 
 
 def _listener(settings: ServerSettings) -> contextlib.AbstractContextManager[socket.socket]:
-    """Bind or reserve the REST port, so that a port in use fails at once.
-
-    It listens now unless there are several workers, or `listen_when_loaded` is set.
-    """
-    listen = reserve if settings.workers > 1 or settings.listen_when_loaded else bind
+    """Bind the REST port, or reserve it for several workers, so that a port in use fails at once."""
+    listen = reserve if settings.workers > 1 else bind
     return listen(settings.host, settings.rest_port, "--rest-port")
 
 
 def _serve_here(settings: ServerSettings, listener: socket.socket, stop: Stop, configure: _Configure) -> None:
-    def announce_ready() -> None:  # in a thread: this is called by the event loop
-        threading.Thread(
-            target=lambda: _announce_ready(settings, app.worker_group.gather(EXAMPLES)), name="announce", daemon=True
-        ).start()
-
-    log = StateLog(announce_ready)
+    log = StateLog(lambda: _announce_ready(settings))
     app = create_app(settings, on_change=log.note, on_configured=configure)
-    with contextlib.ExitStack() as stack:
-        if settings.listen_when_loaded:
-            listener = stack.enter_context(bind_shared(settings.host, settings.rest_port))
-        stack.enter_context(_following_config(settings, app.repository.reload))
+    with _following_config(settings, app.repository.reload):
         run_app(app, listener, stop, on_listening=lambda: _announce(settings, log))
 
 
 def _supervise(settings: ServerSettings, stop: Stop, configure: _Configure) -> None:
-    log = StateLog(lambda: supervisor.ask(EXAMPLES, lambda answers: _announce_ready(settings, answers)))
+    log = StateLog(lambda: _announce_ready(settings))
     supervisor = Supervisor(
         settings,
         on_listening=lambda: _announce(settings, log),
@@ -175,7 +154,7 @@ def _reserve_grpc_port(settings: ServerSettings) -> Iterator[tuple[int | None, s
                 held = stack.enter_context(reserve(settings.host, settings.grpc_port, "--grpc-port"))
                 port = int(held.getsockname()[1])
         except ServingError as error:
-            if not settings.grpc_optional or settings.grpc_socket_path is not None:
+            if not settings.grpc_optional:
                 raise
             fault = str(error)
         yield port, fault
@@ -190,33 +169,18 @@ def _announce(settings: ServerSettings, log: StateLog) -> None:
         logger.info("no model to serve yet, listening at %s", url)
     if settings.grpc_port is not None:
         logger.info("gRPC at %s:%d", _in_url(settings.host), settings.grpc_port)
-    if settings.grpc_socket_path is not None:
-        logger.info("gRPC also at unix:%s", settings.grpc_socket_path)
     log.listening()
 
 
-def _announce_ready(settings: ServerSettings, answers: Sequence[Any]) -> None:
-    """Log how to use the server. `answers` are the example requests of each worker, by model."""
-    examples: dict[str, str | None] = next((one for one in answers if isinstance(one, dict)), {})
+def _announce_ready(settings: ServerSettings) -> None:
+    """Log how to use the server."""
     url = _url(settings, {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host))
-    for name, body in examples.items():
-        model_url = _model_url(url, name)
-        logger.info("ready: %s", model_url, extra={"fields": {"model": name, "url": model_url}})
-        if body is not None:
-            command = ["curl", *_curl_options(settings), "-d", shlex.quote(body), shlex.quote(f"{model_url}:predict")]
-            logger.info("try: %s", " ".join(command), extra={"fields": {"model": name}})
-    if not examples:
+    for model in settings.models:
+        model_url = _model_url(url, model.name)
+        logger.info("ready: %s", model_url, extra={"fields": {"model": model.name, "url": model_url}})
+    if not settings.models:
         logger.info("ready: %s", url, extra={"fields": {"url": url}})
     logger.info("docs: %s/docs", url, extra={"fields": {"url": f"{url}/docs"}})
-
-
-def _curl_options(settings: ServerSettings) -> list[str]:
-    """Return what curl needs to trust the server's certificate and to send a key. The key itself is not logged."""
-    security = settings.security
-    trust = ["--cacert", shlex.quote(str(security.tls.certificate))] if security.tls else []
-    if security.tls and security.tls.client_ca:
-        trust += ["--cert", "CERT", "--key", "KEY"]
-    return trust + (["-H", '"X-API-Key: $API_KEY"'] if security.api_keys else [])
 
 
 def _url(settings: ServerSettings, host: str) -> str:

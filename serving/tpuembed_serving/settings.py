@@ -15,16 +15,12 @@ from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.request_record import RequestLogging
 from tpuembed_serving.core.security import SecuritySettings, check_positive
-from tpuembed_serving.grpc.listening import ChannelArgument
 from tpuembed_serving.models.policies import LatestVersions, VersionPolicy
 
 __all__ = [
-    "DEFAULT_LOAD",
     "LOG_FORMATS",
     "REST_BODY_BYTES",
     "BatchingSettings",
-    "CacheSettings",
-    "LoadSettings",
     "LogSettings",
     "ModelSettings",
     "ServerSettings",
@@ -70,42 +66,6 @@ def reload_paths(models: Sequence[ModelSettings]) -> ReloadPaths:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheSettings:
-    """The folder into which versions are pulled from object stores.
-
-    Attributes:
-        folder: on a local disk, for one server alone.
-        max_bytes: how much of it versions may take. Those that are not served are kept up to this size; None keeps none.
-    """
-
-    folder: Path
-    max_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        check_positive("max_bytes", self.max_bytes)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadSettings:
-    """Retries of versions that fail to load, and labels of versions that are not loaded.
-
-    Attributes:
-        max_retries: how often a failed version is retried, until its files change.
-        retry_seconds: the pause before each retry.
-        labels_for_unavailable: whether a new label may name a version that is not available.
-    """
-
-    max_retries: int = 5
-    retry_seconds: float = 60.0
-    labels_for_unavailable: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_retries < 0:
-            raise ConfigError(f"max_retries is {self.max_retries}. Give 0 (no retry) or more")
-        check_positive("retry_seconds", self.retry_seconds)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchingSettings:
     """Settings of batching.
 
@@ -146,16 +106,13 @@ class TelemetrySettings:
         metrics_path: the URL path of Prometheus metrics on the REST port; None is off.
         access_log: the file that gets a line of JSON for every request; "-" is stderr, None is off.
         traces: whether spans are exported, as the OTEL_* environment variables configure.
-        request_log_bytes: the most bytes of the files that log a model's requests. The oldest are removed.
     """
 
     metrics_path: str | None = None
     access_log: str | None = None
     traces: bool = False
-    request_log_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
-        check_positive("request_log_bytes", self.request_log_bytes)
         path = self.metrics_path
         if path is not None and (
             not path.startswith("/") or _is_own(path) or path.lower().startswith("/v1/") or set(path) & set("?{}")
@@ -205,15 +162,11 @@ class ServerSettings:
     Attributes:
         models: the models, each with another name. They may be empty: gRPC or the config file may add models later.
         config_file: the file of `models`. It is read again every `config_poll_seconds`; None is never.
-        load: retries of failed loads, and labels.
-        cache: where versions are pulled to from object stores; None refuses models in stores.
+        cache: the folder, of this server alone, into which versions are pulled from object stores; None refuses models in stores.
         workers: how many processes answer requests.
-        verify_on_load: compare every file of a version with the checksums of its manifest before loading it.
         host, rest_port: the address of the REST API; port 0 picks a free port.
         grpc_port: the port of the gRPC API on the same host; None is off.
         grpc_optional: serve without gRPC if its port is in use.
-        grpc_socket_path: a Unix socket at which gRPC listens too; None is none.
-        grpc_channel_arguments: gRPC's channel arguments, such as ("grpc.max_connection_age_ms", 2000).
         poll_seconds: the pause between two polls of the models' folders.
         rest_timeout_ms: the longest duration of a request, which is then answered 504.
         run_threads: how many TensorFlow runs are in progress at once.
@@ -225,18 +178,12 @@ class ServerSettings:
         lame_duck_seconds: how long requests are still answered after SIGTERM, while clients are told to use another server.
             Then the port is closed; 0 closes it at once.
         drain_seconds: how long requests in progress may take after the port is closed.
-        listen_when_loaded: open the ports after the first load of each model. By default they are open from the start, and
-            requests are UNAVAILABLE until then.
-        prewarm: read mapped tables and compare their checksums before a version is available.
         lookups: what runs the lookups of exports with layout mmap: "native" (the C library), "tensorflow", or "auto", the
             faster one for each request.
-        random_access: read mapped tables as if they were larger than the memory: all pages of a request at once, without the disk's
-            readahead.
         batching: which requests are batched.
         target: HOST:PORT of the gRPC API of a TensorFlow Serving that runs the models; None runs them here.
         row_store: the URL of the Redis that has the rows of versions without tables; None if there is none.
         telemetry: metrics, access log and traces.
-        console: whether browsers get the console at `/`.
         default_model: the model of requests whose URL names none. None is the only model; with several, they are refused.
         health_route: a URL path that answers as /readyz does, besides it; None is none.
         predict_route: a URL path that answers predict requests for the default model, as /invocations does; None is none.
@@ -248,16 +195,12 @@ class ServerSettings:
     models: tuple[ModelSettings, ...]
     config_file: Path | None = None
     config_poll_seconds: float | None = None
-    load: LoadSettings = dataclasses.field(default_factory=LoadSettings)
-    cache: CacheSettings | None = None
+    cache: Path | None = None
     workers: int = 1
-    verify_on_load: bool = False
     host: str = "127.0.0.1"
     rest_port: int = 8501
     grpc_port: int | None = None
     grpc_optional: bool = False
-    grpc_socket_path: Path | None = None
-    grpc_channel_arguments: tuple[ChannelArgument, ...] = ()
     poll_seconds: float = 1.0
     rest_timeout_ms: int = 30_000
     run_threads: int = dataclasses.field(default_factory=available_cpus)
@@ -266,15 +209,11 @@ class ServerSettings:
     max_request_memory: int = 1 << 30
     lame_duck_seconds: float = 5.0
     drain_seconds: float = 30.0
-    listen_when_loaded: bool = False
-    prewarm: bool = False
     lookups: Literal["auto", "native", "tensorflow"] = "auto"
-    random_access: bool = False
     batching: BatchingSettings = dataclasses.field(default_factory=BatchingSettings)
     target: str | None = None
     row_store: str | None = None
     telemetry: TelemetrySettings = dataclasses.field(default_factory=TelemetrySettings)
-    console: bool = True
     default_model: str | None = None
     health_route: str | None = None
     predict_route: str | None = None
@@ -289,7 +228,7 @@ class ServerSettings:
         for model in self.models:
             if self.cache is None and isinstance(model.base_path, UrlPath):
                 raise ConfigError(
-                    f"model {model.name}: {model.base_path} is in a store, and there is no cache. Give cache=CacheSettings(...)"
+                    f"model {model.name}: {model.base_path} is in a store, and there is no cache. Give cache=FOLDER"
                 )
         if self.row_store is not None:
             from tpuembed.row_store import check_url  # here, because it imports numpy
@@ -318,7 +257,6 @@ class ServerSettings:
             raise ConfigError(f"lame_duck_seconds is {self.lame_duck_seconds:g}. Give 0 (close at once) or more")
         for name in ("max_body_bytes", "config_poll_seconds"):
             check_positive(name, getattr(self, name))
-        self._check_grpc()
         self._check_routes()
 
     def check_served(self, models: Sequence[ModelSettings]) -> None:
@@ -353,20 +291,6 @@ class ServerSettings:
                 )
         if self.health_route is not None and self.health_route == self.predict_route:
             raise ConfigError(f"health_route and predict_route are both {self.health_route}. Give two paths")
-
-    def _check_grpc(self) -> None:
-        if self.grpc_socket_path is not None and self.grpc_port is None:
-            raise ConfigError("grpc_socket_path is given, but grpc_port is not, so gRPC is off. Give grpc_port as well")
-        if self.grpc_socket_path is not None and self.workers > 1:
-            raise ConfigError(
-                f"grpc_socket_path is given, and workers is {self.workers}. Processes cannot share a Unix socket. "
-                "Give one worker, or no grpc_socket_path"
-            )
-        if self.max_body_bytes is not None and "grpc.max_receive_message_length" in dict(self.grpc_channel_arguments):
-            raise ConfigError(
-                "max_body_bytes and the channel argument grpc.max_receive_message_length both limit gRPC requests. "
-                "Give one of them"
-            )
 
     @classmethod
     def for_target(cls, target: str, *, name: str, **options: Any) -> "ServerSettings":
@@ -407,7 +331,3 @@ def check_models(models: Iterable[ModelSettings]) -> None:
 def _check_port(name: str, port: int | None) -> None:
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError(f"{name} is {port}. Give a port from 0 (any free port) to 65535")
-
-
-DEFAULT_LOAD: Final = LoadSettings()
-"""TensorFlow Serving's defaults: five retries, a minute apart; labels only for available versions."""

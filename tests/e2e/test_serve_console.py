@@ -1,15 +1,14 @@
 """The console in a real Chromium: what it shows, what it sends, and what it says when things fail."""
 
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 
 from tests.support.serving.browser import Browser
 from tests.support.serving.process import ServerProcess
@@ -38,13 +37,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("console")
     features = {"user": {"table": "users", "input": "id"}, "watched": {"table": "items", "combiner": "sum"}}
     for step in (1, 2):
-        # A value of the rows that the recorded request asks for differs between the versions.
-        items = ROWS + 1
-        items[3, 1] += step - 1
-        tables = tf.train.Checkpoint(users=tf.Variable(ROWS, name="users"), items=tf.Variable(items, name="items"))
+        tables = tf.train.Checkpoint(
+            users=tf.Variable(ROWS, name="users"), items=tf.Variable(ROWS + step, name="items")
+        )
         written = tables.write(str(root / "checkpoints" / f"step-{step}000"))
         export_saved_model(written, root / "movies", serving_config={"features": features})
-        record(root / "movies" / str(step), user=[7], watched=[[3, 4]])
     function = tf.function(lambda ids: {"<b>y</b>": ids * 2}, input_signature=[tf.TensorSpec([None], tf.int64, "ids")])
     module = tf.Module()
     module.f = function
@@ -56,24 +53,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def record(version: Path, **inputs: Any) -> None:
-    """Write a warm-up record."""
-    request = predict_pb2.PredictRequest()
-    request.model_spec.name = "movies"
-    for name, values in inputs.items():
-        request.inputs[name].CopyFrom(tf.make_tensor_proto(values, tf.int64))
-    log = prediction_log_pb2.PredictionLog(predict_log=prediction_log_pb2.PredictLog(request=request))
-    path = version / "assets.extra" / "tf_serving_warmup_requests"
-    path.parent.mkdir(exist_ok=True)
-    with tf.io.TFRecordWriter(str(path)) as writer:
-        writer.write(log.SerializeToString())
-
-
 class Console(ServerProcess):
     """A server of all models. One of them never loads, so the server is never ready."""
 
     def __init__(self, root: Path, *options: str) -> None:
-        super().__init__(None, root / "log", "--config", str(root / "models.config"), "--grpc-port", "0", *options)
+        super().__init__(None, root / "log", "--config", str(root / "models.config"), "--metrics", *options)
         self.url = f"http://{self.host}:{self.port}/"
 
     def wait_for_movies(self, headers: dict[str, str] | None = None) -> None:
@@ -112,10 +96,6 @@ CARDS = "[...document.querySelectorAll('.card')]"
 MOVIES = f"{CARDS}.find((card) => card.querySelector('h2').textContent === 'movies')"
 
 
-def card(browser: Browser, selector: str) -> str:
-    return str(browser.js(f"{MOVIES}.querySelector('{selector}').textContent"))
-
-
 def open_trial(browser: Browser) -> None:
     browser.wait(f"!!{MOVIES} && !{MOVIES}.querySelector('.open').disabled")
     browser.js(f"{MOVIES}.setAttribute('id', 'movies')")
@@ -132,24 +112,17 @@ def check_clean(browser: Browser, server: ServerProcess, *allowed: str) -> None:
     assert not [url for url in asked if KEY in url]
 
 
-def test_the_overview_has_models_versions_figures_and_errors(server: Console, browser: Browser) -> None:
+def test_the_overview_has_models_versions_counts_and_errors(server: Console, browser: Browser) -> None:
     server.use()
     browser.open(server.url)
-    browser.wait(f"{CARDS}.length === 3 && {MOVIES}.querySelector('.p99').textContent !== '\\u2013'")
-    browser.wait(f"parseFloat({MOVIES}.querySelector('.rate').textContent) > 0")
-    assert card(browser, ".answers") == "200"
-    assert card(browser, "dd.errors") == "20"
-    assert card(browser, ".codes") == "20 \u00d7 INVALID_ARGUMENT"
-    rows = browser.js(f"[...{MOVIES}.querySelectorAll('tbody tr:not(.tables)')].map((row) => row.innerText)")
+    browser.wait(f"{CARDS}.length === 3 && {MOVIES}.querySelector('.figures').textContent !== ''")
+    browser.wait(f"{MOVIES}.querySelector('.figures').textContent.includes('20 \u00d7 INVALID_ARGUMENT')")
+    rows = browser.js(f"[...{MOVIES}.querySelectorAll('tbody tr')].map((row) => row.innerText)")
     assert ["canary" in rows[0], "stable" in rows[1]] == [True, True]
-    assert all("AVAILABLE" in row and "variables" in row and "KiB" in row for row in rows)
-    assert [f"step-{step}000" in row for step, row in zip((2, 1), rows, strict=True)] == [True, True]
-    # The curve leaves out the slot that still counts, so the failures may come one slot after the answers.
-    browser.wait(f"{MOVIES}.querySelectorAll('.spark path').length === 3")
+    assert all("AVAILABLE" in row for row in rows)
     text = browser.text
     assert "FAILED" in text
     assert "saved_model.pb" in text
-    browser.screenshot("overview-light")
     check_clean(browser, server)
 
 
@@ -157,78 +130,38 @@ def test_names_and_errors_are_text(server: Console, browser: Browser) -> None:
     browser.open(server.url)
     browser.wait(f"{CARDS}.length === 3")
     assert HOSTILE in browser.js(f"{CARDS}.map((card) => card.querySelector('h2').textContent)")
-    assert browser.js("document.querySelectorAll('main img, main script, main b').length") == 0
     browser.js(f"{CARDS}.find((card) => card.textContent.includes('onerror')).setAttribute('id', 'hostile')")
     browser.click("#hostile .open")
     browser.wait("document.querySelector('#hostile .body').value !== ''")
     browser.click("#hostile .send")
-    browser.wait("document.querySelector('#hostile .status')?.textContent === '200'")
+    browser.wait("document.querySelector('#hostile .status').textContent === '200'")
     assert "<b>y</b>" in browser.js("document.querySelector('#hostile .describes').textContent")
     assert browser.js("document.querySelectorAll('main img, main script, main b').length") == 0
     assert browser.js("document.title") == "tpuembed console"
     check_clean(browser, server)
 
 
-def test_the_recorded_request_is_sent_and_answered(server: Console, browser: Browser) -> None:
+def test_a_request_is_sent_answered_and_copied(server: Console, browser: Browser) -> None:
     browser.open(server.url)
     open_trial(browser)
     body = browser.js("document.querySelector('#movies .body').value")
-    assert json.loads(body) == {"instances": [{"user": 7, "watched": [3, 4]}]}
+    assert json.loads(body) == {"instances": [{"user": 0, "watched": [0]}]}
+    browser.choose("#movies .version", "1")
+    browser.wait("document.querySelector('#movies .snippet').textContent.includes('/versions/1:predict')")
     browser.click("#movies .send")
-    browser.wait("document.querySelector('#movies .status')?.textContent === '200'")
-    answer = json.loads(browser.js("document.querySelector('#movies .answers-of pre').textContent"))
-    assert answer == {"predictions": [{"user": [14.0, 15.0], "watched": [16.0, 19.0]}]}
+    browser.wait("document.querySelector('#movies .status').textContent === '200'")
+    answer = json.loads(browser.js("document.querySelector('#movies .answer pre').textContent"))
+    assert answer == {"predictions": [{"user": [0.0, 1.0], "watched": [1.0, 2.0]}]}
     assert browser.js("document.querySelector('#movies .duration').textContent").endswith("ms")
-    browser.screenshot("try-it")
+    command = browser.js("document.querySelector('#movies .snippet').textContent")
+    done = subprocess.run(
+        ["bash", "-c", f"{command} --silent"], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert json.loads(done.stdout) == answer
     browser.fill("#movies .body", '{"instances": [')
     browser.click("#movies .send")
-    browser.wait("document.querySelector('#movies .status')?.textContent === '400'")
+    browser.wait("document.querySelector('#movies .status').textContent === '400'")
     check_clean(browser, server, "400 (Bad Request)")
-
-
-def test_snippets_that_run(server: Console, browser: Browser, tmp_path: Path) -> None:
-    """Each is what a person would paste, and has the same answer."""
-    import subprocess
-    import sys
-
-    browser.open(server.url)
-    open_trial(browser)
-    browser.choose("#movies .version", "stable (1)")
-    found = {}
-    for kind in ("curl", "python", "grpc"):
-        browser.click(f"#movies [data-kind={kind}]")
-        found[kind] = browser.js("document.querySelector('#movies .snippet').textContent")
-    before = int(card(browser, ".answers").replace(",", ""))
-    commands = {
-        "curl": ["bash", "-c", found["curl"]],
-        **{kind: [sys.executable, "-c", found[kind]] for kind in ("python", "grpc")},
-    }
-    said = {}
-    for kind, command in commands.items():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
-        assert done.returncode == 0, (found[kind], done.stderr)
-        said[kind] = done.stdout
-    wanted = {"predictions": [{"user": [14.0, 15.0], "watched": [16.0, 18.0]}]}
-    assert json.loads(said["curl"]) == wanted
-    assert said["python"] == f"{wanted}\n"
-    assert "float_val: 18\n" in said["grpc"] or "float_val: 18.0" in said["grpc"], said["grpc"]
-    browser.wait(f"{MOVIES}.querySelector('.answers').textContent.replace(',', '') === '{before + 3}'")
-
-
-def test_two_versions_side_by_side(server: Console, browser: Browser) -> None:
-    browser.open(server.url)
-    open_trial(browser)
-    browser.choose("#movies .version", "1")
-    browser.choose("#movies .other", "2")
-    browser.click("#movies .send")
-    browser.wait("document.querySelectorAll('#movies .status').length === 2")
-    assert browser.js("[...document.querySelectorAll('#movies mark')].map((one) => one.textContent)") == [
-        "18.0",
-        "19.0",
-    ]
-    assert "1 value differs" in browser.js("document.querySelector('#movies .note').textContent")
-    browser.screenshot("compare")
-    check_clean(browser, server)
 
 
 def test_the_keyboard_reaches_everything(server: Console, browser: Browser) -> None:
@@ -242,11 +175,9 @@ def test_the_keyboard_reaches_everything(server: Console, browser: Browser) -> N
         seen.append(
             browser.js("document.activeElement.getAttribute('aria-label') || document.activeElement.textContent")
         )
-    assert seen[:2] == ["Skip to the models", "API docs"]
-    assert "Try model movies" in seen
+    assert {"API docs", "Try model movies"} <= set(seen)
     names = "[...document.querySelectorAll('input, select, textarea')].every((one) => one.labels.length === 1)"
     assert browser.js(names) is True
-    assert browser.js("[...document.querySelectorAll('.spark')].every((one) => one.getAttribute('aria-label'))") is True
 
 
 def test_a_server_that_stops_and_comes_back(root: Path, browser: Browser) -> None:
@@ -259,7 +190,6 @@ def test_a_server_that_stops_and_comes_back(root: Path, browser: Browser) -> Non
     browser.wait("!document.getElementById('banner').hidden")
     assert "The server does not answer" in browser.text
     assert browser.js("document.getElementById('health').textContent") == "not answering"
-    browser.screenshot("error")
     with Console(root, "--rest-port", str(port)):
         browser.wait("document.getElementById('banner').hidden")
         browser.wait("document.getElementById('health').textContent === 'not ready: 1 of 3 models'")
@@ -271,7 +201,6 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(root: Path, browser: Browser
         browser.open(server.url)
         browser.wait("!document.getElementById('login').hidden")
         assert browser.js("document.getElementById('main').hidden") is True
-        browser.screenshot("login")
         browser.fill("#key", "this-is-not-the-key-000")
         browser.click("#login button")
         browser.wait("document.getElementById('refusal').textContent === 'The server refused this key.'")
@@ -280,7 +209,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(root: Path, browser: Browser
         browser.click("#login button")
         open_trial(browser)
         browser.click("#movies .send")
-        browser.wait("document.querySelector('#movies .status')?.textContent === '200'")
+        browser.wait("document.querySelector('#movies .status').textContent === '200'")
         assert KEY not in browser.js("document.documentElement.outerHTML")
         assert "$API_KEY" in browser.js("document.querySelector('#movies .snippet').textContent")
         assert browser.js("[localStorage.length, sessionStorage.length, document.cookie, location.href]") == [
@@ -292,36 +221,24 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(root: Path, browser: Browser
         check_clean(browser, server, "401 (Unauthorized)")
         browser.driver.refresh()
         browser.wait("!document.getElementById('login').hidden")
-        browser.open(f"{server.url}docs")
-        browser.fill("#key", KEY)
-        browser.click("#login button")
-        browser.wait("document.querySelectorAll('.opblock').length > 5")
-        check_clean(browser, server, "401 (Unauthorized)")
-        browser.screenshot("docs-with-key")
 
 
-def test_figures_are_those_of_all_workers(root: Path, browser: Browser) -> None:
+def test_counts_are_those_of_all_workers(root: Path, browser: Browser) -> None:
     with Console(root, "--workers", "2") as server:
         server.wait_for_movies()
         for _ in range(20):  # a connection each, which the kernel distributes
             server.use(10)
         browser.open(server.url)
         for _ in range(4):
-            browser.wait(f"{MOVIES}?.querySelector('.answers').textContent === '200'")
+            browser.wait(f"{MOVIES}?.querySelector('.figures').textContent.includes('20 \u00d7 INVALID_ARGUMENT')")
             browser.driver.refresh()
-        browser.wait("document.getElementById('total-workers').textContent === '2 of 2'")
         check_clean(browser, server)
 
 
-def test_the_documentation_has_the_models(server: Console, browser: Browser) -> None:
+def test_the_documentation_shows_the_routes(server: Console, browser: Browser) -> None:
     browser.open(f"{server.url}docs")
     browser.wait("document.querySelectorAll('.opblock').length > 5")
     browser.click("#operations-predict-predict .opblock-summary-control")
     browser.wait("document.querySelectorAll('#operations-predict-predict select option').length > 2")
-    offered = browser.js("document.querySelector('#operations-predict-predict .opblock-body').innerText")
-    assert "movies" in offered
-    assert "onerror" in offered
-    assert '"watched": [' in offered
     assert browser.js("document.title") == "tpuembed serving"
-    browser.screenshot("docs")
     check_clean(browser, server)

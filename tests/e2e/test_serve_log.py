@@ -1,7 +1,5 @@
 """What an operator reads at the start of a server, and nothing of TensorFlow's."""
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,13 +25,9 @@ def test_the_start_of_a_server(workers: str, tmp_path: Path) -> None:
                 f"loading scale from {tmp_path}/scale/1",
                 f"model scale version 1 is available after {seconds} s",
                 f"ready: {url}/v1/models/scale",
-                f"""try: curl -d '{{"instances": [{{"x": 0.0}}]}}' {url}/v1/models/scale:predict""",
                 f"docs: {url}/docs",
             ]
         )
-        assert lines[-3].startswith("ready: ")
-        command = server.announced("try: ")
-        done = subprocess.run(f"{command} --silent --fail", shell=True, capture_output=True, text=True, check=True)
-        assert json.loads(done.stdout) == {"predictions": [0.0]}
+        assert lines[-2].startswith("ready: ")
         status, page = server.request("GET", server.announced("docs: ").removeprefix(url))
         assert (status, b"swagger" in page) == (200, True)

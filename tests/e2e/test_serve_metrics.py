@@ -50,7 +50,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def server(request: pytest.FixtureRequest, config: Path) -> Iterator[ServerProcess]:
     log = config.with_name(f"{request.param[0]}.log")
-    options = ("--config", str(config), "--metrics", "--max-load-retries", "0", "--listen-when-loaded", *request.param)
+    options = ("--config", str(config), "--metrics", *request.param)
     with ServerProcess(None, log, *options) as running:
         running.wait_for(3)
         running.wait_for(4, "END")

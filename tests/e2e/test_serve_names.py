@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ServerProcess]:
-    options = ("--grpc-port", "0", "--lookups", "native", "--metrics", "--verify-on-load", "--prewarm")
+    options = ("--grpc-port", "0", "--lookups", "native", "--metrics")
     with ServerProcess(None, folder / "log", "--config", str(folder / "models.config"), *options) as running:
         running.wait_for(1)
         while running.request("GET", "/v2/health/ready")[0] != 200:

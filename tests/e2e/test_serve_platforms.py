@@ -17,7 +17,6 @@ from tests.support.messages import said
 from tests.support.serving.doubles import wait_for
 from tests.support.serving.process import SCRIPT, ServerProcess
 from tpuembed_serving import ServerSettings, create_app
-from tpuembed_serving.http.openapi import REST_PATHS
 
 KEY = "the-key-of-this-test-0123456789"
 # What Vertex AI sets where a model has no routes of its own: they begin like TensorFlow Serving's.
@@ -135,7 +134,7 @@ def test_a_reload_leaves_the_routes_their_model(
 OPEN = (
     "GET /", "HEAD /", "GET /healthz", "HEAD /healthz", "GET /readyz", "HEAD /readyz", "GET /ping", "HEAD /ping",
     f"GET {HEALTH}", f"HEAD {HEALTH}", "GET /v2/health/live", "GET /v2/health/ready",
-    "GET /console/console.css", "GET /console/console.js", "GET /console/icon.svg", "GET /docs/docs.css",
+    "GET /console/console.css", "GET /console/console.js", "GET /console/icon.svg", "GET /docs", "GET /openapi.json",
     "GET /docs/docs.js", "GET /docs/assets/swagger-ui-bundle.js", "GET /docs/assets/swagger-ui.css",
 )  # fmt: skip
 ROW, COLUMN = json.dumps({"instances": ROWS}), json.dumps({"inputs": {"x": ROWS}})
@@ -159,10 +158,6 @@ LOCKED = {
     **{f"GET /v2/models/model{choice}{part}": None for choice in ("", "/versions/1") for part in ("", "/ready")},
     **{f"POST /v2/models/model{choice}/infer": TENSOR for choice in ("", "/versions/1")},
     "GET /models": None,
-    "GET /openapi.json": None,
-    "GET /docs": None,
-    "GET /console/state": None,
-    "GET /console/signatures?model=model&version=1": None,
     "GET /monitoring/prometheus/metrics": None,
 }
 NO_SIGNATURE = {name for name in LOCKED if ":classify" in name or ":regress" in name}
@@ -178,7 +173,7 @@ def locked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     config = f'config {{ name: "model" base_path: "{model}" model_platform: "tensorflow" {label} }}'
     (folder / "models.config").write_text(f"model_config_list {{ {config} }}")
     options = ["--config", str(folder / "models.config"), "--api-key-file", str(folder / "keys"), "--metrics"]
-    options += ["--allow-version-labels-for-unavailable-models", "--grpc-port", "0"]
+    options += ["--grpc-port", "0"]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in VERTEX.items():
             patch.setenv(name, value)
@@ -214,14 +209,15 @@ def test_routes_with_a_key(locked: ServerProcess, route: str) -> None:
 
 def test_every_route_is_above(model: Path) -> None:
     settings = ServerSettings.for_model_dir(model, health_route=HEALTH, predict_route=PREDICT)
-    routes: list[Any] = create_app(settings).routes
+    app = create_app(settings)
+    routes: list[Any] = app.routes
     found = {
         f"{method} {route.path}"
         for route in routes
         for method in getattr(route, "methods", None) or ["GET"]
         if not route.path.startswith("/docs/assets")  # a folder
     }
-    found |= {f"{method.upper()} {path}" for path, item in REST_PATHS.items() for method in item} | {f"POST {PREDICT}"}
+    found |= {f"{method.upper()} {path}" for path, item in app.openapi()["paths"].items() for method in item}
     for name, value in {"model": "model", "version": "1", "label": "stable"}.items():
         found = {route.replace(f"{{{name}}}", value) for route in found}
     assert found - {route.partition("?")[0] for route in (*OPEN, *LOCKED)} == set()

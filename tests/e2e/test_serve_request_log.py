@@ -23,9 +23,13 @@ from tensorflow_serving.apis import (
 )
 
 from tests.support.messages import said
+from tests.support.serving.asgi import running, send, wait_until_ready
 from tests.support.serving.doubles import wait_for
 from tests.support.serving.half_plus_two import save_graph
 from tests.support.serving.process import ServerProcess, run_command
+from tpuembed_serving import ModelSettings, ServerSettings, create_app
+from tpuembed_serving.core.request_record import RequestLogging
+from tpuembed_serving.grpc.request_log import RequestLog
 
 NUMBER = 123
 
@@ -193,27 +197,30 @@ def test_sampling_and_reloads(models: Path, tmp_path: Path) -> None:
         assert len(logs(prefix)) == sampled
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_files_are_bounded(models: Path, tmp_path: Path, workers: int) -> None:
-    """The newest records stay. Files of others with such a prefix stay too."""
+@pytest.mark.parametrize("processes", [1, 3])
+def test_the_files_are_bounded(models: Path, tmp_path: Path, processes: int) -> None:
+    """The newest records stay. Files of others with such a prefix stay too. Each process has its part."""
     prefix = tmp_path / "half"
     kept = tmp_path / "half-notes.tfrecord"
     kept.write_bytes(b"")
-    options = ("--request-log-bytes", "100000", "--workers", str(workers))
-    with serving(models, tmp_path, config(models, prefix), *options) as server:
+    logging = RequestLogging(str(prefix), 1.0)
+    app = create_app(
+        ServerSettings(models=(ModelSettings(name="half", base_path=models / "half", request_logging=logging),))
+    )
+    app.request_log = RequestLog(processes=processes, max_bytes=100_000)
+    app.pipeline.log = app.request_log.log
+    with running(app):
+        wait_until_ready(app)
         for number in range(300):
             values = ",".join(f"[{number}.0]" for _ in range(200))
-            assert server.request("POST", "/v1/models/half:predict", f'{{"instances": [{values}]}}')[0] == 200
-        assert server.stop() == 0
+            assert send(app, "POST", "/v1/models/half:predict", f'{{"instances": [{values}]}}').status == 200
+    app.request_log.close()
     assert kept.exists()
     files = [path for path in tmp_path.glob("half-*.tfrecord") if path != kept]
     assert 60_000 < sum(path.stat().st_size for path in files) <= 100_000
     kept.unlink()
     numbers = sorted(int(tf.make_ndarray(log.predict_log.request.inputs["x"])[0, 0]) for log in logs(prefix))
-    assert numbers[-1] == 299
-    if workers == 1:
-        assert numbers == [*range(300 - len(numbers), 300)]
+    assert numbers == [*range(300 - len(numbers), 300)]
 
 
 def test_files_that_others_remove_are_created_again(models: Path, tmp_path: Path) -> None:

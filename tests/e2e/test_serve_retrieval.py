@@ -40,7 +40,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     export_retrieval(
         prefix, folder / "m", query=query, candidates=FILM_VECTORS, ids=NAMES, tags=TAGS, k=K, layout="mmap"
     )
-    options = ("--lookups", request.param, "--grpc-port", "0", "--verify-on-load")
+    options = ("--lookups", request.param, "--grpc-port", "0")
     with ServerProcess(folder / "m", folder / "log", *options) as running:
         running.wait_for(1)
         yield running

@@ -78,7 +78,7 @@ def in_time_wait(port: int) -> int:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", [(), ("--workers", "2"), ("--listen-when-loaded",)])
+@pytest.mark.parametrize("options", [(), ("--workers", "2")])
 def test_one_port_for_two_servers(tmp_path: Path, options: tuple[str, ...]) -> None:
     """From the first moment, before models are loaded, whatever the two are."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -86,11 +86,11 @@ def test_one_port_for_two_servers(tmp_path: Path, options: tuple[str, ...]) -> N
     (tmp_path / "empty").mkdir()
     commands = [
         [str(SCRIPT), "serve", str(tmp_path / "empty"), "--rest-port", str(port), "--no-grpc", *more]
-        for more in (options, ("--workers", "2"), ("--listen-when-loaded",), ())
+        for more in (options, ("--workers", "2"), ())
     ]
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     try:
-        wait_for(lambda: sum(one.poll() is not None for one in running) == 3)
+        wait_for(lambda: sum(one.poll() is not None for one in running) == 2)
         for one in running:
             if one.poll() is not None:
                 assert one.stderr is not None

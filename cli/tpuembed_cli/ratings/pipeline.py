@@ -18,7 +18,7 @@ from tpuembed_cli.ratings.client import Client, serving
 from tpuembed_cli.ratings.data import Ratings
 from tpuembed_cli.ratings.model import build, rmse
 
-__all__ = ["DemoResult", "make_folder", "run_demo"]
+__all__ = ["DemoResult", "run_demo"]
 
 _BATCH = 256
 _TIMED_REQUESTS = 300
@@ -51,7 +51,10 @@ class DemoResult:
 
 def run_demo(ratings: Ratings, origin: str, out: Path, epochs: int, say: Callable[[str], None]) -> DemoResult:
     """Run the whole pipeline. All files are written to `out`."""
-    make_folder(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be created: {error.strerror}. Give another folder.") from None
     keras.utils.set_random_seed(42)
     train, test = data.split(ratings)
     users, items = int(ratings.users.max()) + 1, int(ratings.items.max()) + 1
@@ -85,14 +88,6 @@ def run_demo(ratings: Ratings, origin: str, out: Path, epochs: int, say: Callabl
         compared=len(test),
         predict_p50_ms=p50,
     )
-
-
-def make_folder(out: Path) -> None:
-    """Create the folder of `--out`. Raises ConfigError if it cannot be created."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be created: {error.strerror}. Give another folder.") from None
 
 
 def _inputs(ratings: Ratings) -> dict[str, npt.NDArray[np.int64]]:

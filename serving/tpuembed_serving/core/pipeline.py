@@ -30,7 +30,6 @@ from tpuembed_serving.core.status import (
     stopping,
     timed_out,
 )
-from tpuembed_serving.core.traffic import Traffic
 
 __all__ = [
     "INLINE_BYTES",
@@ -191,7 +190,6 @@ class Call:
         prediction: converts the request and its answer.
         body: the request's bytes, decompressed.
         model: the model that it names; empty before it is known.
-        started: when its body had arrived, by `time.monotonic`.
         deadline: when it is answered DEADLINE_EXCEEDED, by `time.monotonic`.
         record: what observers learn about it; None without observers.
         is_over: True once it is answered or its client has left.
@@ -214,8 +212,7 @@ class Call:
         self, prediction: Prediction, body: bytes, seconds: float, record: RequestRecord | None, respond: Respond
     ) -> None:
         self.prediction, self.body, self.record, self.model = prediction, body, record, prediction.model
-        self.started = time.monotonic()
-        self.deadline = self.started + seconds
+        self.deadline = time.monotonic() + seconds
         self.respond: Respond | None = respond
         self.runs: list[Any] = []
 
@@ -264,7 +261,6 @@ class Pipeline:
     """Answers calls. One event loop uses it.
 
     Attributes:
-        traffic: counts every answer.
         log: takes sampled calls of the models whose requests are logged, and their answers. Must not block.
     """
 
@@ -286,7 +282,7 @@ class Pipeline:
             timeout_seconds: the longest duration of a call, from the arrival of its body to its answer.
             memory: the memory of all calls.
         """
-        self.service, self.memory, self.traffic = service, memory, Traffic()
+        self.service, self.memory = service, memory
         self._executor, self._timeout_seconds = executor, timeout_seconds
         self._loop_check = _LoopCheck()
         self._is_closed = False
@@ -510,10 +506,7 @@ class Pipeline:
         respond, call.respond = call.respond, None  # without reference cycles, the garbage collector has less to do
         call.runs = []
         if answer is not None and respond is not None:
-            if isinstance(answer, Exception):
-                self.traffic.count(call.model, call.started, answer)
-            else:
-                self.traffic.count(call.model, call.started, None)
+            if not isinstance(answer, Exception):
                 sampled = call.loaded.request_logging
                 if sampled is not None and random.random() < sampled.sampling_rate:
                     self.log(call, answer)

@@ -233,12 +233,11 @@ class VersionStatus:
 
 
 class VersionProgress(NamedTuple):
-    """How far a version is, for the log and the console.
+    """How far a version is, for the log.
 
     Attributes:
         fault: why it did not load, and what happens next. Empty if nothing failed.
         tries: how many loads failed.
-        load_seconds: the duration of the last load that succeeded, with its warm-up; None before one did.
     """
 
     model: str
@@ -247,7 +246,6 @@ class VersionProgress(NamedTuple):
     state: State
     fault: str = ""
     tries: int = 0
-    load_seconds: float | None = None
 
 
 class LoadedVersion(NamedTuple):

@@ -16,7 +16,7 @@ from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 from tpuembed_serving.grpc.prediction_service import model_spec, parse, register_service
 from tpuembed_serving.models.config import models_from_message
 from tpuembed_serving.settings import ModelSettings
-from tpuembed_serving.telemetry.metric_types import Snapshot
+from tpuembed_serving.telemetry.metrics import Snapshot
 
 __all__ = ["ModelApi", "Reloadable"]
 
@@ -82,7 +82,7 @@ class ModelApi:
             return {}
         counters = {family.name: values for family, values in self._metrics().items() if family.kind == "counter"}
         found = {name: counters.get(name.replace("/", ":"), {}) for name in names}
-        return {name: int(sum(count for (count,) in values.values())) for name, values in found.items()}
+        return {name: int(sum(values.values())) for name, values in found.items()}
 
 
 def _models(config: Any) -> Sequence[ModelSettings]:

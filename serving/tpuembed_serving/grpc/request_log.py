@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _MOST_WAITING: Final = 1000
 _MOST_WAITING_BYTES: Final = 64 << 20
 _MOST_FILE_BYTES: Final = 64 << 20
+_MOST_BYTES: Final = 1 << 30
 _RETRY_SECONDS: Final = 60.0
 """How long nothing is written after a file could not be."""
 _LENGTH: Final = struct.Struct("<Q")
@@ -66,13 +67,15 @@ class RequestLog:
         dropped: how many requests were dropped because too many waited, or could not be written.
     """
 
-    def __init__(self, max_bytes: int, counted: Callable[[str, Code], None] = noop, *, processes: int = 1) -> None:
+    def __init__(
+        self, counted: Callable[[str, Code], None] = noop, *, processes: int = 1, max_bytes: int = _MOST_BYTES
+    ) -> None:
         """Prepare to write.
 
         Args:
-            max_bytes: the most that the files of one prefix take together. The oldest are removed.
-            processes: how many of them write files of one prefix at a time.
             counted: called with the model and the outcome of each sampled request, by any thread.
+            processes: how many of them write files of one prefix at a time.
+            max_bytes: the most that the files of one prefix take together. The oldest are removed.
         """
         self.dropped = 0
         self._max_bytes, self._processes, self._counted = max_bytes, processes, counted

@@ -16,8 +16,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc
@@ -39,7 +38,6 @@ from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, StatusError, still_loading
 from tpuembed_serving.core.tls import TlsSettings
 from tpuembed_serving.grpc.arrivals import Arrivals
-from tpuembed_serving.grpc.listening import ChannelArgument, UnixSocket
 from tpuembed_serving.grpc.open_inference import (
     STREAMS,
     UNSUPPORTED,
@@ -115,18 +113,14 @@ class _Port:
         self._stopped: asyncio.Task[None] | None = None
         self.is_given_up = False
 
-    async def start(self, host: str, port: int, tls: TlsSettings | None, unix: UnixSocket | None) -> int:
+    async def start(self, host: str, port: int, tls: TlsSettings | None) -> int:
         """Listen, and return the port. See GrpcServer.start."""
         others = {one.fileno(): one for one in listeners_of_port(port)} if port else {}
         inodes = {os.fstat(number).st_ino for number in others}
         for one in others.values():
             one.close()
-        if unix is not None:  # first: if it fails, this server does not share the port
-            _add_port(self._server, unix.next_address(), tls, "path with --grpc-socket-path")
         bound = _bind(self._server, host, port, tls)
         await self._server.start()
-        if unix is not None:
-            unix.publish()
         for one in listeners_of_port(bound):
             if os.fstat(one.fileno()).st_ino in inodes:
                 one.close()
@@ -182,7 +176,6 @@ class GrpcServer:
         self._loading: asyncio.Task[_Methods] | None = None
         self._open: Callable[[int], Awaitable[tuple[_Port, int]]] | None = None
         self._port = 0
-        self._unix: UnixSocket | None = None
         self._current: _Port | None = None
         self._retired: list[_Port] = []
         self._arrivals = Arrivals()
@@ -195,26 +188,21 @@ class GrpcServer:
         port: int,
         max_request_bytes: int | None = None,
         security: SecuritySettings = _OPEN,
-        *,
-        socket_path: Path | None = None,
-        channel_arguments: Sequence[ChannelArgument] = (),
     ) -> int:
-        """Listen, and return the port. Port 0 is any free port. Listen at a Unix socket too if `socket_path` is given.
+        """Listen, and return the port. Port 0 is any free port.
 
         Raises:
-            ServingError: the port or the socket cannot be bound.
+            ServingError: the port cannot be bound.
         """
-        options: dict[str, int | str] = {  # of an argument that is given twice, gRPC uses the first
-            "grpc.max_receive_message_length": max_request_bytes or _INT32_MAX,
-            "grpc.max_send_message_length": _INT32_MAX,
-            **dict(channel_arguments),
-        }
-        unix = self._unix = None if socket_path is None else UnixSocket(socket_path)
+        options = [
+            ("grpc.max_receive_message_length", max_request_bytes or _INT32_MAX),
+            ("grpc.max_send_message_length", _INT32_MAX),
+        ]
         keys, withdraw = security.api_keys, self._arrivals.withdraw
         interceptors = [_KeyInterceptor(keys, self._telemetry, withdraw)] if keys else []
 
         async def open_port(number: int) -> tuple[_Port, int]:
-            server = grpc.aio.server(options=list(options.items()), interceptors=interceptors)
+            server = grpc.aio.server(options=options, interceptors=interceptors)
             opened = _Port(server)
             for service, names in _METHODS.items():
                 handlers = {
@@ -227,7 +215,7 @@ class GrpcServer:
             reflection.enable_server_reflection(
                 (*_METHODS, health.SERVICE_NAME, reflection.SERVICE_NAME), server, BothPools()
             )
-            return opened, await opened.start(host, number, security.tls, unix)
+            return opened, await opened.start(host, number, security.tls)
 
         self._open = open_port
         await self._health.begin()
@@ -256,8 +244,6 @@ class GrpcServer:
         current, self._current = self._current, None
         until = time.monotonic() + grace_seconds
         await self._health.enter_graceful_shutdown()
-        if self._unix is not None:
-            self._unix.remove()
         await current.retire(grace_seconds)
         self._health.end_watches()
         await asyncio.gather(*(port.end(until) for port in (*self._retired, current)))

@@ -3,31 +3,25 @@
 import asyncio
 import contextlib
 import functools
-import json
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-import tpuembed
 from tpuembed_serving.batching.scheduler import ModelExecutor
 from tpuembed_serving.core.changed_files import follow_files
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import MemoryBudget, Pipeline
 from tpuembed_serving.core.servable import VersionProgress
 from tpuembed_serving.core.service import ModelService
-from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.grpc.request_log import RequestLog
-from tpuembed_serving.http.console import add_console
 from tpuembed_serving.http.direct import DirectPredict
 from tpuembed_serving.http.endpoint import ApiHandler, BodyReader, HttpEndpoint, Receive, Scope, Send, raw_path
-from tpuembed_serving.http.example_requests import EXAMPLES, example_body
 from tpuembed_serving.http.open_inference import OpenInferenceApi
-from tpuembed_serving.http.openapi import complete_document
-from tpuembed_serving.http.pages import HEALTH, MODELS, add_pages
+from tpuembed_serving.http.openapi import HEALTH, MODELS, complete_document
+from tpuembed_serving.http.pages import add_pages
 from tpuembed_serving.http.platforms import PING, PlatformApi
 from tpuembed_serving.http.rest import RestApi
 from tpuembed_serving.models.repository import Loader, ModelRepository
@@ -64,14 +58,13 @@ class ServingApp(FastAPI):
         self._server = None if settings.target is None else TensorFlowServing(settings.target)
         self.executor = _executor(settings, self._server)
         self.worker_group: WorkerGroup = link or SingleProcess()
-        self.telemetry = Telemetry.of(settings.telemetry, self.runs_here, self.worker_group, settings.security.api_keys)
+        self.telemetry = Telemetry(settings.telemetry, self.runs_here, self.worker_group, settings.security.api_keys)
         load = load or functools.partial(
             load_version, settings=settings, stopping=self.stopping, warmed_up=self.telemetry.warmed_up
         )
         self.settings, self._on_change, self._on_configured = settings, on_change, on_configured
         self.repository = self._models(self.telemetry.watching(load), link)
-        self.worker_group.register(EXAMPLES, lambda _: self._examples())
-        self.loads_first = load_first or settings.listen_when_loaded
+        self.loads_first = load_first
         self.leaving = False
         guard = settings.security
         self.pipeline = Pipeline(
@@ -80,16 +73,14 @@ class ServingApp(FastAPI):
             timeout_seconds=settings.rest_timeout_ms / 1000,
             memory=MemoryBudget(settings.max_request_memory),
         )
-        self.request_log = RequestLog(
-            settings.telemetry.request_log_bytes, self.telemetry.logged, processes=settings.workers
-        )
+        self.request_log = RequestLog(self.telemetry.logged, processes=settings.workers)
         self.pipeline.log = self.request_log.log
         self._grpc: GrpcServer | None = None
         self._grpc_stop: asyncio.Task[None] | None = None
         self._grpc_leave: asyncio.Task[None] | None = None
         super().__init__(
             title="tpuembed serving",
-            version=tpuembed.__version__,
+            version="v1",
             lifespan=_lifespan,
             docs_url=None,
             redoc_url=None,
@@ -125,7 +116,6 @@ class ServingApp(FastAPI):
             self.add_api_route(path, self._readyz, summary=summary, responses=busy, operation_id=name, **named)
             self.add_api_route(path, self._readyz, methods=["HEAD"], include_in_schema=False)
         add_pages(self, self.pipeline.service)
-        add_console(self)
         self.add_exception_handler(404, _no_route)
         if settings.telemetry.metrics_path is not None:
             self.add_api_route(
@@ -156,15 +146,13 @@ class ServingApp(FastAPI):
         if server is not None:
             names = [model.name for model in settings.models]
             return RemoteModels(names, server, settings.poll_seconds, changed=functools.partial(self._changed, link))
-        cache = settings.cache.folder if settings.cache else None
         if link is not None:
             return WorkerRepository(
                 link,
                 settings.models,
                 load,
                 settings.poll_seconds,
-                options=settings.load,
-                cache=cache,
+                cache=settings.cache,
                 check=settings.check_served,
                 within=settings.reload_paths,
             )
@@ -172,9 +160,8 @@ class ServingApp(FastAPI):
             settings.models,
             load,
             settings.poll_seconds,
-            options=settings.load,
             changed=self._changed,
-            cache=cache,
+            cache=settings.cache,
             configured=self._on_configured,
             check=settings.check_served,
             within=settings.reload_paths,
@@ -199,16 +186,6 @@ class ServingApp(FastAPI):
         elif self._on_change is not None:
             self._on_change(progress, models.ready)
 
-    def _examples(self) -> dict[str, str | None]:
-        """Return a request that each available model answers, as JSON, by model."""
-        models, examples = self.repository, dict[str, str | None]()
-        progress = [] if self.local is None else self.local.progress()
-        paths = {(one.model, one.version): one.path for one in progress if isinstance(one.path, Path)}
-        for name in models.labels():
-            with contextlib.suppress(StatusError), models.lease(name, None) as loaded:
-                examples[name] = example_body(loaded.servable, paths.get((name, loaded.version)))
-        return examples
-
     async def load_first(self) -> None:
         """Wait for the first load of every model, if the server must load before it listens."""
         if self.loads_first:
@@ -221,14 +198,7 @@ class ServingApp(FastAPI):
             from tpuembed_serving.grpc.server import GrpcServer
 
             self._grpc = GrpcServer(self.pipeline, self.repository, self.telemetry)
-            await self._grpc.start(
-                settings.host,
-                settings.grpc_port,
-                settings.max_body_bytes,
-                settings.security,
-                socket_path=settings.grpc_socket_path,
-                channel_arguments=settings.grpc_channel_arguments,
-            )
+            await self._grpc.start(settings.host, settings.grpc_port, settings.max_body_bytes, settings.security)
 
     def leave(self, *, hands_over: bool) -> None:
         """Report the coming stop in health checks, and with `hands_over` to gRPC clients. Requests are still answered."""
@@ -253,17 +223,9 @@ class ServingApp(FastAPI):
         await (self._http if scope["type"] == "http" else super().__call__)(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document of all routes, with the models of this moment and a request that each answers."""
-        examples = {name: json.loads(body) for name, body in self._examples().items() if body is not None}
-        names = sorted(self.pipeline.service.models())
-        return complete_document(
-            super().openapi(),
-            names,
-            examples,
-            has_keys=self.settings.security.api_keys is not None,
-            default_model=self.settings.default_model or (names[0] if len(names) == 1 else None),
-            predict_route=self.settings.predict_route,
-        )
+        """Return the OpenAPI document of all routes."""
+        has_keys = self.settings.security.api_keys is not None
+        return complete_document(super().openapi(), has_keys=has_keys, predict_route=self.settings.predict_route)
 
     async def _metrics(self) -> PlainTextResponse:
         try:

@@ -19,7 +19,7 @@ from tpuembed_serving.core.request_record import (
 )
 from tpuembed_serving.core.status import Code, StatusError, TooLargeError, invalid_argument
 from tpuembed_serving.http.json import LEAST_DECODING_BYTES, encode_error
-from tpuembed_serving.http.static import STATIC_PATHS, wants_page
+from tpuembed_serving.http.static import OPEN_PATHS
 from tpuembed_serving.telemetry.observers import Telemetry
 
 __all__ = [
@@ -258,7 +258,7 @@ class HttpEndpoint:
         """`health_route` is a URL path of health checks, besides those of the server."""
         self._find_api, self._pages, self._keys = find_api, pages, keys
         self._health_paths = _HEALTH_PATHS | ({health_route} if health_route else set())
-        self._open_paths = self._health_paths | {"/", *STATIC_PATHS}  # need no key
+        self._open_paths = self._health_paths | OPEN_PATHS  # need no key
         self._telemetry = telemetry if telemetry.observes else None
         self._cors = _cors_headers(keys is not None) if cors else []
 
@@ -283,13 +283,8 @@ class HttpEndpoint:
             self._finish(record, Code.CANCELLED, HTTP_STATUS[Code.CANCELLED], 0)
 
     def _allows(self, scope: Scope) -> bool:
-        """Returns True if a request may pass. CORS preflights have no key, and their answers reveal nothing.
-
-        A browser gets the page of the documentation, which asks for the key.
-        """
+        """Returns True if a request may pass. CORS preflights have no key, and their answers reveal nothing."""
         if self._keys is None or scope["path"] in self._open_paths or scope["method"] == "OPTIONS":
-            return True
-        if scope["path"] == "/docs" and wants_page(header(scope, b"accept").decode("latin-1")):
             return True
         return self._keys.accept(scope["headers"]) is not None
 

@@ -8,24 +8,28 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 from tpuembed.files import FilePath, UrlPath
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.servable import LoadedVersion, Servable, State, VersionProgress, VersionStatus
-from tpuembed_serving.core.status import Code, LoadStopped, StatusError, servable_not_found
-from tpuembed_serving.models.labels import VersionLabels
+from tpuembed_serving.core.status import Code, LoadStopped, StatusError, invalid_argument, servable_not_found
 from tpuembed_serving.models.policies import SpecificVersions, VersionPolicy
-from tpuembed_serving.models.stores.followed import FollowedStore
+from tpuembed_serving.models.stores import StoreFolder
 from tpuembed_serving.models.versions import Identity, find_versions, fingerprint, identity, replaces
-from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings
+from tpuembed_serving.settings import ModelSettings
 
 __all__ = ["Lease", "Loader", "ServedModel", "outside"]
 
 logger = logging.getLogger(__name__)
 
 Loader = Callable[[Path], Servable]
+
+_MOST_RETRIES: Final = 5
+_RETRY_SECONDS: Final = 60.0
+"""TensorFlow Serving's: a version that fails to load is retried five times, a minute apart, and when its files change."""
 
 
 @dataclasses.dataclass
@@ -42,7 +46,6 @@ class _Version:
         tries: how many loads of those files failed.
         fault: why the last one failed, and what happens next.
         retry_at: when the next load is due, by `time.monotonic`.
-        load_seconds: the duration of the last load that succeeded.
     """
 
     state: State
@@ -57,7 +60,6 @@ class _Version:
     tries: int = 0
     fault: str = ""
     retry_at: float = 0.0
-    load_seconds: float | None = None
 
 
 class Lease:
@@ -96,7 +98,6 @@ class _ModelFolder:
 
     def __init__(self, model: str, path: Path, within: ReloadPaths | None) -> None:
         self._model, self._path, self.within = model, path, within
-        self._missing: frozenset[int] = frozenset()
         self.error = ""
 
     def versions(self) -> dict[int, Path] | None:
@@ -129,15 +130,6 @@ class _ModelFolder:
             newest = max(find_versions(self._path), default=None)
             self.waiting = {} if newest is None else {newest: (self._path / str(newest), fault, True)}
 
-    def wanted(self, policy: VersionPolicy, found: Collection[int]) -> frozenset[int]:
-        """Return the versions that `policy` selects from `found`."""
-        missing = policy.versions.difference(found) if isinstance(policy, SpecificVersions) else frozenset()
-        for number in sorted(missing - self._missing):
-            text = "model %s: its config names version %d, which is not in its folder"
-            logger.warning(text, self._model, number, extra=ONCE)
-        self._missing = missing
-        return policy.wanted(found)
-
     def hold(self, _: Path, /) -> contextlib.ExitStack:
         """Return a context without an effect: the folder belongs to its user."""
         return contextlib.ExitStack()
@@ -145,6 +137,51 @@ class _ModelFolder:
     def identity(self, path: Path) -> Identity:
         """Return what tells the files at `path` from those that replace them."""
         return identity(path)
+
+
+class _VersionLabels:
+    """The labels of one model. The caller of a method holds the lock of the model's versions.
+
+    Labels of the first config wait until their versions are available. TensorFlow Serving would not start with them.
+    """
+
+    def __init__(self, model: str, labels: Mapping[str, int]) -> None:
+        self._model = model
+        self._assigned: dict[str, int] = {}
+        self._waiting: dict[str, int] = dict(labels)
+
+    def version(self, label: str) -> int:
+        """Return the version that `label` names.
+
+        Raises:
+            StatusError: INVALID_ARGUMENT, the label is unknown.
+        """
+        if label not in self._assigned:
+            raise invalid_argument(f"Unrecognized servable version label: {label}")
+        return self._assigned[label]
+
+    @property
+    def assigned(self) -> dict[str, int]:
+        """Return label -> version, in the order of labels, as requests may use them now."""
+        return dict(sorted(self._assigned.items()))
+
+    def fault(self, labels: Mapping[str, int], available: Collection[int]) -> str:
+        """Return why `labels` cannot be assigned now, in TensorFlow Serving's words. Empty if they can."""
+        for version in labels.values():
+            if version not in available:
+                what = f"Request to assign label to version {version} of model {self._model}"
+                return f"{what}, which is not currently available for inference"
+        return ""
+
+    def assign(self, labels: Mapping[str, int]) -> None:
+        """Replace all labels with these."""
+        self._assigned, self._waiting = dict(labels), {}
+
+    def settle(self, available: Collection[int]) -> None:
+        """Assign the waiting labels whose version is available now."""
+        due = {label: version for label, version in self._waiting.items() if version in available}
+        self._assigned.update(due)
+        self._waiting = {label: version for label, version in self._waiting.items() if label not in due}
 
 
 class ServedModel:
@@ -159,7 +196,6 @@ class ServedModel:
         load: Loader,
         released: Callable[[], None],
         *,
-        options: LoadSettings = DEFAULT_LOAD,
         changed: Callable[[], None] = noop,
         cache: Path | None = None,
     ) -> None:
@@ -169,7 +205,6 @@ class ServedModel:
             settings: its name, folder, policy and labels.
             load: loads a version from its folder.
             released: called when a version that is to be unloaded has finished its last request.
-            options: retries, and labels of versions that are not available.
             changed: called after every change of a version's state.
             cache: the folder into which a `Puller` pulls versions from stores.
         """
@@ -178,15 +213,15 @@ class ServedModel:
         self._policy: VersionPolicy = settings.policy
         self._request_logging = settings.request_logging
         self._load, self._released, self._changed = load, released, changed
-        self._options = options
         self._lock = threading.Lock()
         self._versions: dict[int, _Version] = {}
+        self._missing: frozenset[int] = frozenset()
         self._replaced: list[_Version] = []
-        self._labels = VersionLabels(settings.name, settings.labels, allow_unavailable=options.labels_for_unavailable)
-        self._folder: _ModelFolder | FollowedStore
+        self._labels = _VersionLabels(settings.name, settings.labels)
+        self._folder: _ModelFolder | StoreFolder
         if isinstance(settings.base_path, UrlPath):
             assert cache is not None
-            self._folder = FollowedStore(settings.name, settings.base_path, cache)
+            self._folder = StoreFolder(settings.name, settings.base_path, cache)
         else:
             self._folder = _ModelFolder(settings.name, settings.base_path, settings.within)
 
@@ -257,15 +292,7 @@ class ServedModel:
         """Return how far every version is that was ever wanted, oldest first."""
         with self._lock:
             return [
-                VersionProgress(
-                    self.name,
-                    number,
-                    one.path,
-                    one.state,
-                    one.fault if one.error else "",
-                    one.tries,
-                    one.load_seconds,
-                )
+                VersionProgress(self.name, number, one.path, one.state, one.fault if one.error else "", one.tries)
                 for number, one in sorted(self._versions.items())
             ]
 
@@ -300,13 +327,21 @@ class ServedModel:
         if found is None:
             self.unload()
             return
-        wanted = self._folder.wanted(self._policy, found)
+        self._warn_of_missing({*found, *self._folder.waiting})
+        wanted = self._policy.wanted(found)
         self._retire_others(wanted)
         for number in sorted(wanted, reverse=True):
             self._ensure_loaded(number, found[number])
             self._retire_others(wanted)
         with self._lock:
             self._labels.settle(set(self._available_numbers()))
+
+    def _warn_of_missing(self, there: Collection[int]) -> None:
+        missing = self._policy.versions.difference(there) if isinstance(self._policy, SpecificVersions) else frozenset()
+        for number in sorted(missing - self._missing):
+            text = "model %s: its config names version %d, which is not in %s"
+            logger.warning(text, self.name, number, self.base_path, extra=ONCE)
+        self._missing = missing
 
     def retire(self) -> None:
         """Stop answering requests. `unload` then frees the versions that no request uses."""
@@ -366,7 +401,7 @@ class ServedModel:
         tried = path, found, fingerprint(path)
         if record.tried != tried:
             record.tried, record.tries = tried, 0
-        elif record.tries and (record.tries > self._options.max_retries or time.monotonic() < record.retry_at):
+        elif record.tries and (record.tries > _MOST_RETRIES or time.monotonic() < record.retry_at):
             return
         self._try_load(number, record, path, found)
 
@@ -379,7 +414,6 @@ class ServedModel:
         else:
             record.path = path
             self._enter(record, State.LOADING, None)
-        started = time.monotonic()
         held = contextlib.ExitStack()
         try:
             held = self._folder.hold(path)
@@ -410,18 +444,16 @@ class ServedModel:
                 self._replaced.append(record)
                 record = dataclasses.replace(record, path=path, users=0, error=None, fault="")
             record.servable, record.held, record.tries, record.state = servable, held, 0, State.AVAILABLE
-            record.identity, record.settling, record.load_seconds = found, None, time.monotonic() - started
+            record.identity, record.settling = found, None
             record.error = None
             self._versions[number] = record
         self._changed()
 
     def _note_failure(self, number: int, record: _Version, status: StatusError, more: str = "") -> None:
         record.tries += 1
-        record.retry_at = time.monotonic() + self._options.retry_seconds
-        left = self._options.max_retries + 1 - record.tries
-        more = more or (
-            f"Next retry in {self._options.retry_seconds:g} s" if left else "No retry until its files change"
-        )
+        record.retry_at = time.monotonic() + _RETRY_SECONDS
+        left = _MOST_RETRIES + 1 - record.tries
+        more = more or (f"Next retry in {_RETRY_SECONDS:g} s" if left else "No retry until its files change")
         record.fault = f"{status.message.rstrip('.')}. {more}"
         if record.servable is not None:
             text = (

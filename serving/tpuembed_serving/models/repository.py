@@ -13,7 +13,7 @@ from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.servable import LoadedVersion, State, VersionProgress, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError, servable_not_found
 from tpuembed_serving.models.model import Lease, Loader, ServedModel, outside
-from tpuembed_serving.settings import DEFAULT_LOAD, LoadSettings, ModelSettings, check_models, reload_paths
+from tpuembed_serving.settings import ModelSettings, check_models, reload_paths
 
 __all__ = ["LoadedVersion", "Loader", "ModelRepository", "ServedModel", "State", "VersionStatus"]
 
@@ -36,7 +36,6 @@ class ModelRepository:
         load: Loader,
         poll_seconds: float,
         *,
-        options: LoadSettings = DEFAULT_LOAD,
         changed: Callable[[], None] = noop,
         cache: Path | None = None,
         configured: Callable[[Sequence[ModelSettings]], None] = noop,
@@ -52,7 +51,6 @@ class ModelRepository:
             models: the models of the start.
             load: loads a version from its folder.
             poll_seconds: the pause between two polls.
-            options: retries and labels.
             changed: see above.
             cache: the folder into which versions are pulled from stores; None refuses models in stores.
             configured: see above.
@@ -62,7 +60,7 @@ class ModelRepository:
         self._within = reload_paths(models) if within is None else within
         self._check = check
         self._cache, self._on_configured = cache, configured
-        self._load, self._poll_seconds, self._options, self._changed = load, poll_seconds, options, changed
+        self._load, self._poll_seconds, self._changed = load, poll_seconds, changed
         self._wake = threading.Event()
         self._stopping = False
         self._reloading = threading.Lock()
@@ -132,10 +130,6 @@ class ModelRepository:
         models = [*self._removed.values(), *self._leaving, *self._models.values(), *self._successors.values()]
         return [one for model in dict.fromkeys(models) for one in model.progress()]
 
-    def group_progress(self) -> list[VersionProgress]:
-        """Return how far every version is in all processes of the server."""
-        return self.progress()
-
     def wait_for_first_poll(self, stopping: Callable[[], bool]) -> None:
         """Block until the versions of every folder are loaded or have failed, or until `stopping` returns True."""
         with self._polled_all:
@@ -145,7 +139,7 @@ class ModelRepository:
     def reload(self, models: Sequence[ModelSettings]) -> None:
         """Serve `models` and no others. Returns when their versions are loaded or have failed.
 
-        A label may only name a version that is available now (see LoadSettings). A new model must load at least one version.
+        A label may only name a version that is available now. A new model must load at least one version.
 
         Raises:
             StatusError: INVALID_ARGUMENT or FAILED_PRECONDITION, nothing is changed; UNKNOWN, the config is applied, but
@@ -229,9 +223,7 @@ class ModelRepository:
             raise StatusError(Code.UNKNOWN, f"{len(reasons)} model(s) did not become available: {{{listed}}}")
 
     def _model(self, settings: ModelSettings) -> ServedModel:
-        return ServedModel(
-            settings, self._load, self._wake.set, options=self._options, changed=self._changed, cache=self._cache
-        )
+        return ServedModel(settings, self._load, self._wake.set, changed=self._changed, cache=self._cache)
 
     def _watch(self) -> None:
         while not self._stopping:

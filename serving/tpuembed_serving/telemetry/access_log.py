@@ -2,14 +2,14 @@
 
 import contextlib
 import logging
+import queue
 import sys
 import time
-from logging.handlers import WatchedFileHandler
+from logging.handlers import QueueListener, WatchedFileHandler
 from typing import Any, Final
 
 from tpuembed.errors import ServingError
 from tpuembed_serving.core.request_record import GRPC, STAGES, RequestRecord, stage_seconds
-from tpuembed_serving.telemetry.record_queue import RecordQueue
 from tpuembed_serving.telemetry.server_log import json_line, open_stderr, utc_text
 
 __all__ = ["STDERR", "AccessLog", "check_writable", "entry"]
@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 STDERR: Final = "-"
 """The target that means stderr."""
+_MOST_WAITING: Final = 20_000
+"""More records are dropped, so that a stalled disk does not stop the server."""
 
 
 def entry(record: RequestRecord, wall_offset: float) -> dict[str, Any]:
@@ -66,16 +68,21 @@ class AccessLog:
     def __init__(self, target: str) -> None:
         """Open the file. Raises ServingError if it cannot be written."""
         self._writer = _writer(target)
-        self._records = self._writer.records = RecordQueue(self._writer)
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._listener = QueueListener(self._queue, self._writer)
+        self._listener.start()
 
     def finish(self, record: RequestRecord) -> None:
-        """Queue the entry of a request."""
+        """Queue the entry of a request, or drop it if too many wait. Never blocks. One thread calls it."""
         record.ensure_request_id()
-        self._records.put(record)
+        if self._queue.qsize() >= _MOST_WAITING:
+            self._writer.dropped += 1
+        else:
+            self._queue.put(logging.makeLogRecord({"request": record}))
 
     def close(self) -> None:
         """Write the queued entries and close the file."""
-        self._records.close()
+        self._listener.stop()
         with contextlib.suppress(OSError):
             self._writer.close()
 
@@ -84,10 +91,10 @@ class _Writer(logging.StreamHandler[Any]):
     """Writes entries to stderr. Logs the first of several failures in a row.
 
     Attributes:
-        records: the queue, whose dropped records get an entry.
+        dropped: how many records were dropped since the start; they get an entry.
     """
 
-    records: RecordQueue | None = None
+    dropped = 0
     _reported = 0
     _failed = False
     _fails = False
@@ -95,7 +102,7 @@ class _Writer(logging.StreamHandler[Any]):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record, and a line with the number of dropped records before it."""
         lines = [json_line(entry(record.__dict__["request"], time.time() - time.perf_counter()))]
-        dropped = self.records.dropped if self.records is not None else 0
+        dropped = self.dropped
         if dropped > self._reported:
             lines.append(json_line({"time": utc_text(time.time()), "dropped": dropped - self._reported}))
             self._reported = dropped

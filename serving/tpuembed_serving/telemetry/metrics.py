@@ -3,24 +3,38 @@
 TensorFlow Serving defines its own in servables/tensorflow/util.cc, saved_model_warmup_util.cc and
 batching/batching_session.cc, and TensorFlow in cc/saved_model/loader.cc. Latencies are in microseconds. Metrics of
 functions that this server lacks are left out: mlmd_map, padding_size.
+
+Clients see the metrics of all workers as one, under TensorFlow Serving's names. prometheus_client merges processes over files, in
+a folder that an environment variable names before its import, and ends the names of counters in _total. So they are merged here.
 """
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from tpuembed_serving.core.api_keys import ApiKeys
+from tpuembed_serving.core.memory import memory_limit
 from tpuembed_serving.core.request_record import REST, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.core.servable import State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.telemetry.metric_types import Family, Snapshot, Values, read_values
-from tpuembed_serving.telemetry.process_metrics import process_snapshot
 
-__all__ = ["DEFAULT_PATH", "ServerMetrics", "exponential", "version_snapshot"]
+__all__ = [
+    "DEFAULT_PATH",
+    "ServerMetrics",
+    "Snapshot",
+    "merge_snapshots",
+    "process_snapshot",
+    "to_text",
+    "version_snapshot",
+]
 
 DEFAULT_PATH: Final = "/monitoring/prometheus/metrics"
 
@@ -34,13 +48,52 @@ _OTHERS: Final = "(others)"
 _MOST_VERSIONS: Final = 16
 """A server that gets a version every hour would fill the memory: of each model the newest ones to answer are kept."""
 _MICROS: Final = 1e6
+
+
+class Family(NamedTuple):
+    """A metric: its name in Prometheus' form, its kind, and its description.
+
+    Its values are added over processes, or with `least` the least one is taken.
+    """
+
+    name: str
+    kind: str
+    description: str
+    least: bool = False
+
+
+Values = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
+"""The number of each sample, by the sample's name and labels."""
+Snapshot = Mapping[Family, Values]
+"""The values of all metrics of one process."""
+
 _STATES: Final = Family(
     ":tpuembed:serving:version_state", "gauge", "1 for the state of each version that is not unloaded, or has failed"
 )
 _AVAILABLE: Final = Family(":tpuembed:serving:available_versions", "gauge", "Versions of a model that take requests")
 
+_PROCESS: Final = {
+    family.name: family
+    for family in (
+        Family("process_cpu_seconds_total", "counter", "Processor seconds of all processes of the server"),
+        Family("process_resident_memory_bytes", "gauge", "Resident memory of all processes of the server"),
+        Family("process_open_fds", "gauge", "Open files of all processes of the server"),
+        Family("process_max_fds", "gauge", "The least limit of open files among the processes", least=True),
+        Family("process_start_time_seconds", "gauge", "When the first process started, since 1970", least=True),
+    )
+}
+_ANONYMOUS: Final = Family(
+    ":tpuembed:serving:anonymous_memory_bytes", "gauge", "Memory of all processes without what they map from files"
+)
+_LIMIT: Final = Family(
+    ":tpuembed:serving:memory_limit_bytes",
+    "gauge",
+    "The memory that the control group or the machine allows",
+    least=True,
+)
 
-def exponential(scale: float, growth: float, count: int) -> tuple[float, ...]:
+
+def _exponential(scale: float, growth: float, count: int) -> tuple[float, ...]:
     """Return upper bounds of buckets without the infinite one, as `Buckets::Exponential` of TensorFlow's sampler.cc."""
     bounds = [scale]
     while len(bounds) < count:
@@ -48,10 +101,10 @@ def exponential(scale: float, growth: float, count: int) -> tuple[float, ...]:
     return tuple(bounds)
 
 
-_LATENCY: Final = exponential(10, 1.8, 33)
-_QUEUING: Final = exponential(100, 1.2, 52)
-_SIZES: Final = exponential(1, 2, 14)
-_EXAMPLES: Final = exponential(1, 2, 15)
+_LATENCY: Final = _exponential(10, 1.8, 33)
+_QUEUING: Final = _exponential(100, 1.2, 52)
+_SIZES: Final = _exponential(1, 2, 14)
+_EXAMPLES: Final = _exponential(1, 2, 15)
 
 
 class ServerMetrics:
@@ -196,7 +249,7 @@ class ServerMetrics:
 
     def snapshot(self) -> Snapshot:
         """Return all values of this process."""
-        found = {family: read_values(family, metric) for family, metric in self._families.items()}
+        found = {family: _read_values(family, metric) for family, metric in self._families.items()}
         return {**{family: values for family, values in found.items() if values}, **process_snapshot(os.getpid())}
 
 
@@ -205,18 +258,88 @@ def version_snapshot(models: Iterable[tuple[str, Sequence[VersionStatus]]]) -> S
 
     Versions that were unloaded without a fault are left out, as there are ever more of them.
     """
-    states: dict[Any, tuple[float]] = {}
-    available: dict[Any, tuple[float]] = {}
+    states: dict[Any, float] = {}
+    available: dict[Any, float] = {}
     for model, statuses in models:
         for one in statuses:
             if one.state is not State.END or one.error is not None:
                 labels = (("model_name", model), ("version", str(one.version)), ("state", one.state.name))
-                states[_STATES.name, labels] = (1.0,)
+                states[_STATES.name, labels] = 1.0
         count = sum(one.state is State.AVAILABLE for one in statuses)
-        available[_AVAILABLE.name, (("model_name", model),)] = (float(count),)
+        available[_AVAILABLE.name, (("model_name", model),)] = float(count)
     found: dict[Family, Values] = {_STATES: states, _AVAILABLE: available}
     return {family: values for family, values in found.items() if values}
 
 
 def _with_labels(metric: Any, *labels: str) -> Any:
     return metric.labels(*labels)
+
+
+def process_snapshot(pid: int) -> Snapshot:
+    """Return the metrics of a process of this user. Those that the system does not tell are left out."""
+    found: dict[Family, float] = {}
+    for metric in ProcessCollector(registry=None, pid=lambda: pid).collect():
+        for sample in metric.samples:
+            if sample.name in _PROCESS:
+                found[_PROCESS[sample.name]] = sample.value
+    with contextlib.suppress(OSError):  # it has exited, or this is not Linux
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("RssAnon:"):
+                found[_ANONYMOUS] = int(line.split()[1]) * 1024
+    limit = memory_limit()
+    if limit is not None:
+        found[_LIMIT] = limit.size
+    return {family: {(family.name, ()): value} for family, value in found.items()}
+
+
+def merge_snapshots(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """Return the values of several processes as one: their sums, or for a family with `least` the least."""
+    total: dict[Family, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for snapshot in snapshots:
+        for family, values in snapshot.items():
+            known = total.setdefault(family, {})
+            for key, number in values.items():
+                known[key] = min(known.get(key, number), number) if family.least else known.get(key, 0.0) + number
+    return total
+
+
+def to_text(snapshot: Snapshot) -> str:
+    """Return Prometheus' text format, sorted by metric."""
+    text = generate_latest(_Collected(snapshot)).decode()
+    for family in snapshot:
+        if family.kind == "counter":
+            # prometheus_client ends the name of every counter in _total. TensorFlow Serving does not.
+            for line in ("HELP", "TYPE"):
+                text = text.replace(f"# {line} {family.name}_total ", f"# {line} {family.name} ")
+    return text
+
+
+class _Collected(Collector):
+    """The metrics of a snapshot as prometheus_client's writer reads them."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        for family in sorted(self._snapshot):
+            metric = Metric(family.name, family.description, family.kind)
+            for (name, labels), number in self._snapshot[family].items():
+                metric.samples.append(Sample(name, dict(labels), number))
+            yield metric
+
+
+def _read_values(family: Family, metric: MetricWrapperBase) -> Values:
+    """Return the values of a metric, with names and bounds of buckets as TensorFlow Serving writes them."""
+    values = {}
+    for collected in metric.collect():
+        for sample in collected.samples:
+            suffix = sample.name.removeprefix(collected.name)
+            if suffix != "_created":
+                name = family.name if family.kind == "counter" else family.name + suffix
+                labels = tuple((key, _bound(text) if key == "le" else text) for key, text in sample.labels.items())
+                values[name, labels] = sample.value
+    return values
+
+
+def _bound(text: str) -> str:
+    return text if text == "+Inf" else f"{float(text):g}"

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from tpuembed_serving.batching.queue import QueuedRequest
 from tpuembed_serving.batching.scheduler import ModelExecutor
@@ -15,9 +15,14 @@ from tpuembed_serving.core.servable import Servable, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.settings import TelemetrySettings
 from tpuembed_serving.telemetry.access_log import AccessLog, check_writable
-from tpuembed_serving.telemetry.metric_types import Snapshot, merge_snapshots, to_text
-from tpuembed_serving.telemetry.metrics import ServerMetrics, version_snapshot
-from tpuembed_serving.telemetry.process_metrics import process_snapshot
+from tpuembed_serving.telemetry.metrics import (
+    ServerMetrics,
+    Snapshot,
+    merge_snapshots,
+    process_snapshot,
+    to_text,
+    version_snapshot,
+)
 from tpuembed_serving.telemetry.tracing import Tracing, check_tracing, make_provider
 from tpuembed_serving.workers.link import WorkerGroup, WorkerLink
 
@@ -30,7 +35,7 @@ _GATHER_SECONDS: Final = 8.0
 
 
 def check_telemetry(settings: TelemetrySettings) -> None:
-    """Raise a TpuEmbedError if `Telemetry.of` would. Call it before workers start: a failing worker is restarted forever."""
+    """Raise a TpuEmbedError if `Telemetry` would. Call it before workers start: a failing worker is restarted forever."""
     if settings.traces:
         check_tracing()
     if settings.access_log is not None:
@@ -45,34 +50,31 @@ class Telemetry:
         observes: True if there is any observer.
     """
 
-    def __init__(self, metrics: ServerMetrics | None, observers: Sequence[Observer], worker_group: WorkerGroup) -> None:
-        self.metrics = metrics
-        self._observers = tuple(observers)
-        self.observes = bool(self._observers)
-        self._shows_ids = any(one.wants_request_id for one in self._observers)
+    def __init__(
+        self,
+        settings: TelemetrySettings,
+        executor: ModelExecutor | None,
+        worker_group: WorkerGroup,
+        keys: ApiKeys | None = None,
+    ) -> None:
+        """Create the observers that `settings` ask for. The batches of `executor` are counted, if models run here."""
         self._worker_group = worker_group
-        if metrics is not None:
-            worker_group.register(_METRICS, lambda _: metrics.snapshot())
-
-    @classmethod
-    def of(
-        cls, settings: TelemetrySettings, executor: object, worker_group: WorkerGroup, keys: ApiKeys | None = None
-    ) -> Self:
-        """Create the observers that `settings` ask for. The batches of `executor` are counted if it is a ModelExecutor."""
+        self.metrics: ServerMetrics | None = None
         observers: list[Observer] = []
-        metrics = None
         if settings.metrics_path is not None:
-            local = executor if isinstance(executor, ModelExecutor) else None
-            metrics = ServerMetrics((lambda: local.waiting) if local else int, keys)
+            self.metrics = metrics = ServerMetrics((lambda: executor.waiting) if executor else int, keys)
+            worker_group.register(_METRICS, lambda _: metrics.snapshot())
             observers.append(metrics)
         if settings.access_log is not None:
             observers.append(AccessLog(settings.access_log))
         if settings.traces:
             check_tracing()
             observers.append(Tracing(make_provider()))
-        if observers and isinstance(executor, ModelExecutor):
-            executor.watch = _Watch(executor.pool_name, metrics)
-        return cls(metrics, observers, worker_group)
+        self._observers = tuple(observers)
+        self.observes = bool(observers)
+        self._shows_ids = any(one.wants_request_id for one in observers)
+        if observers and executor is not None:
+            executor.watch = _Watch(executor.pool_name, self.metrics)
 
     def begin(self, entrypoint: str, method: str, path: bytes, headers: Headers, api: str = "") -> RequestRecord:
         """Create the record of a request."""

@@ -6,10 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath
-from tpuembed.manifest import Manifest
-from tpuembed_serving.core.memory import memory_limit
 from tpuembed_serving.core.servable import State, VersionProgress
 
 __all__ = ["StateLog"]
@@ -28,7 +25,7 @@ class StateLog:
         self._lock = threading.Lock()
         self._known: dict[_Key, VersionProgress] = {}
         self._started: dict[_Key, float] = {}
-        self._listens = self._is_ready = self._has_announced = self._has_warned = False
+        self._listens = self._is_ready = self._has_announced = False
 
     def listening(self) -> None:
         """Note that the port answers."""
@@ -70,7 +67,6 @@ class StateLog:
             seconds = round(time.monotonic() - self._started.pop(key, time.monotonic()), 2)
             text = "model %s version %d is available after %.2f s"
             logger.info(text, now.model, now.version, seconds, extra={"fields": {**fields, "seconds": seconds}})
-            self._warn_of_memory()
         elif now.state is State.END and now.fault:
             if before is None or before.fault != now.fault or before.tries != now.tries:
                 text = "model %s version %d cannot be loaded: %s"
@@ -80,33 +76,3 @@ class StateLog:
             logger.info(text, now.model, now.version, extra={"fields": fields})
         elif now.state is State.END and was in (State.AVAILABLE, State.UNLOADING):
             logger.info("model %s version %d unloaded", now.model, now.version, extra={"fields": fields})
-
-    def _warn_of_memory(self) -> None:
-        """Warn once if the tables that the loaded versions map are larger than the memory."""
-        limit = memory_limit()
-        if self._has_warned or limit is None:
-            return
-        loaded = [one.path for one in self._known.values() if one.state is State.AVAILABLE]
-        mapped = sum({file: size for path in loaded for file, size in _mapped_files(path).items()}.values())
-        if mapped > limit.size:
-            self._has_warned = True
-            logger.warning(
-                "the loaded versions map %.2f GiB of tables, and %s has %.2f GiB of memory. Rows that are not in memory are "
-                "read from the disk. Allow more memory, or export with --storage int8",
-                mapped / 2**30,
-                limit.source,
-                limit.size / 2**30,
-                extra={"fields": {"mapped_bytes": mapped, "memory_bytes": limit.size}},
-            )
-
-
-def _mapped_files(version_dir: FilePath) -> dict[tuple[int, int], int]:
-    """Return the size of each mapped file by device and inode: versions may share files."""
-    try:
-        manifest = Manifest.read(version_dir)
-        if manifest is None or manifest.layout != "mmap" or not isinstance(version_dir, Path):
-            return {}
-        found = [(version_dir / file).stat() for file in manifest.table_files()]
-    except (ConfigError, OSError):
-        return {}
-    return {(one.st_dev, one.st_ino): one.st_size for one in found}

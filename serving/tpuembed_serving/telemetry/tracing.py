@@ -1,7 +1,7 @@
 """Exports OpenTelemetry spans of requests and their stages, as the OTEL_* environment variables configure.
 
-A thread creates the spans after the answer. The event loop only stores the times. Names and attributes follow
-OpenTelemetry's semantic conventions for HTTP servers and RPC.
+Spans are created after the answer, from the times of its stages; OpenTelemetry's processor exports them in a thread. Names and
+attributes follow OpenTelemetry's semantic conventions for HTTP servers and RPC.
 """
 
 import importlib.util
@@ -9,13 +9,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed_serving.core.request_record import HTTP, REST, STAGES, RequestRecord, stage_seconds
 from tpuembed_serving.core.status import Code
-from tpuembed_serving.telemetry.record_queue import RecordQueue
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -103,24 +102,19 @@ class Tracing:
         self._provider = provider
         self._tracer = provider.get_tracer("tpuembed_serving")
         self._extract = propagate.extract
-        self._records = RecordQueue(_Handler(self._trace))
 
     def finish(self, record: RequestRecord) -> None:
-        """Queue the spans of a request for a prediction."""
+        """Create the spans of a request for a prediction."""
         if record.entrypoint != HTTP:
-            self._records.put(record)
+            self._trace(record)
 
     def close(self) -> None:
         """Export the queued spans. Those that the collector does not accept within a few seconds are lost."""
-        closing = threading.Thread(target=self._close, name="tracing-close", daemon=True)
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
         if closing.is_alive():
             logger.warning("the last traces are lost: the collector did not accept them in %g s", _CLOSE_SECONDS)
-
-    def _close(self) -> None:
-        self._records.close()
-        self._provider.shutdown()
 
     def _trace(self, record: RequestRecord) -> None:
         from opentelemetry import trace
@@ -142,18 +136,6 @@ class Tracing:
             end = start + _ns(seconds)
             self._tracer.start_span(name, inside, start_time=start).end(end)
             start = end
-
-
-class _Handler(logging.Handler):
-    """Passes the request of each record to `trace`."""
-
-    def __init__(self, trace: Callable[[RequestRecord], None]) -> None:
-        super().__init__()
-        self._trace = trace
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Trace a request."""
-        self._trace(record.__dict__["request"])
 
 
 def _ns(seconds: float) -> int:

@@ -24,13 +24,11 @@ class MappedVersion:
     Attributes:
         files: of its tables.
         set_reads_ahead: called with whether its lookups read all pages of a request at once.
-        always: whether they do even if all tables fit into memory.
         reads_ahead: what `set_reads_ahead` was last called with.
     """
 
     files: tuple[Path, ...]
     set_reads_ahead: Callable[[bool], None]
-    always: bool = False
     reads_ahead: bool = False
 
 
@@ -73,11 +71,10 @@ class MappedTables:
     def _decide(self) -> None:
         self._compare()
         for version in self._versions:
-            reads_ahead = self._are_larger or version.always
-            if version.reads_ahead != reads_ahead:
-                version.reads_ahead = reads_ahead
-                advise(version.files, mmap.MADV_RANDOM if reads_ahead else mmap.MADV_NORMAL)
-                version.set_reads_ahead(reads_ahead)
+            if version.reads_ahead != self._are_larger:
+                version.reads_ahead = self._are_larger
+                advise(version.files, mmap.MADV_RANDOM if self._are_larger else mmap.MADV_NORMAL)
+                version.set_reads_ahead(self._are_larger)
 
     def _compare(self) -> None:
         """Find whether the tables are larger than the memory. Log it when that changes."""

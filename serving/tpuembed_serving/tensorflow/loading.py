@@ -8,7 +8,6 @@ from typing import Final, Protocol
 from tpuembed.cpus import available_cpus
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.core.status import Code, LoadStopped, StatusError
-from tpuembed_serving.models.verification import verify_checksums
 from tpuembed_serving.models.warmup import warm_up
 from tpuembed_serving.settings import ServerSettings
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
@@ -55,15 +54,7 @@ def load_version(
             settings.row_store, min(_ROW_STORE_SECONDS, settings.rest_timeout_ms / 1000), settings.max_request_memory
         ),
     )
-    if settings.verify_on_load:
-        verify_checksums(version_dir, give_up)
-    servable = runtime.load(
-        version_dir,
-        prewarm=settings.prewarm,
-        random_access=settings.random_access,
-        on_read=give_up,
-        options=options,
-    )
+    servable = runtime.load(version_dir, options=options)
     started = time.perf_counter()
     try:
         records = warm_up(version_dir, servable, give_up)

@@ -1,4 +1,4 @@
-"""Speeds up mapped tables: reads them before the first request, or turns the readahead of page faults off.
+"""Turns the readahead of page faults in mapped tables off.
 
 A page that is not in the page cache is read at its first lookup, and the disk's readahead reads more with it. On some
 machines that is megabytes for one row of a few hundred bytes.
@@ -7,16 +7,13 @@ machines that is megabytes for one row of a few hundred bytes.
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tpuembed.manifest import Manifest
-from tpuembed.saved_model import file_crc32c
 from tpuembed_serving.core.log_once import ONCE
-from tpuembed_serving.core.status import Code, StatusError
 
-__all__ = ["advise", "read_files"]
+__all__ = ["advise"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,25 +31,6 @@ class _Mapping(NamedTuple):
     inode: int
 
 
-def read_files(version_dir: Path, manifest: Manifest, on_read: Callable[[int], None]) -> None:
-    """Read every table file into the page cache, and compare it with its checksum.
-
-    `on_read` is called with the number of bytes of each read. It may raise to stop.
-
-    Raises:
-        StatusError: DATA_LOSS, a file differs from the exported one.
-        OSError: a file cannot be read.
-    """
-    for array in manifest.arrays:
-        found = file_crc32c(version_dir / array.file, on_read)
-        if found != array.crc32c:
-            raise StatusError(
-                Code.DATA_LOSS,
-                f"version {version_dir.name}: {array.file}, which holds stack {array.name!r}, has CRC32C {found:#010x}, "
-                f"but the manifest has {array.crc32c:#010x}. Copy the version again or export it again",
-            )
-
-
 def advise(files: Iterable[Path], advice: int) -> None:
     """Call madvise for this process's mappings of `files`: with MADV_RANDOM, a page fault reads one page only.
 
@@ -66,13 +44,13 @@ def advise(files: Iterable[Path], advice: int) -> None:
             continue
         found = [one for one in mappings if (one.device, one.inode) == (status.st_dev, status.st_ino)]
         if not found and status.st_size > _COPIED_BYTES:
-            text = "random access: %s is not mapped by this process. The disk's readahead stays as it is for it"
+            text = "mapped tables: %s is not mapped by this process. The disk's readahead stays as it is for it"
             logger.warning(text, path.name, extra=ONCE)
         for mapping in found:
             size = mapping.stop - mapping.start
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.madvise(ctypes.c_void_p(mapping.start), ctypes.c_size_t(size), advice):
-                logger.warning("random access: madvise failed: %s", os.strerror(ctypes.get_errno()))
+                logger.warning("mapped tables: madvise failed: %s", os.strerror(ctypes.get_errno()))
 
 
 def _mappings() -> Iterator[_Mapping]:

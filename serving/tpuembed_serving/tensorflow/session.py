@@ -30,12 +30,10 @@ from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters,
 from tpuembed_serving.batching.row_proof import Verdict, prove
 from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.log_once import ONCE
-from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.servable import Array, Merging, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, plain_message
 from tpuembed_serving.models.versions import INDEX_FILE, check_files
 from tpuembed_serving.tensorflow.larger_than_memory import MAPPED, MappedVersion
-from tpuembed_serving.tensorflow.mapped_files import read_files
 from tpuembed_serving.tensorflow.native import Lookups, NativeCalls, native_calls
 from tpuembed_serving.tensorflow.packed import PackedCall, is_worth_packing
 from tpuembed_serving.tensorflow.row_store import RowStoreOptions, stored_calls
@@ -89,8 +87,6 @@ class SavedModelServable:
         where: str,
         native: NativeCalls | None = None,
         mapped_files: Sequence[Path] = (),
-        *,
-        random_access: bool = False,
     ) -> None:
         """Build the callables.
 
@@ -103,7 +99,6 @@ class SavedModelServable:
             where: the model's folder and version, for messages.
             native: the calls that look up without TensorFlow. None if there are none.
             mapped_files: the files of its tables that are mapped.
-            random_access: whether these are read without readahead even if they fit into memory.
         """
         self._session, self.manifest = session, manifest
         self._is_stored = manifest is not None and manifest.row_store is not None  # its rows are in Redis
@@ -128,9 +123,7 @@ class SavedModelServable:
         self._callables: dict[str, Callable[..., list[Any]]] = {}
         self._building = threading.RLock()
         self._is_closing = False
-        self._mapped = MappedVersion(
-            files=tuple(mapped_files), set_reads_ahead=self._set_reads_ahead, always=random_access
-        )
+        self._mapped = MappedVersion(files=tuple(mapped_files), set_reads_ahead=self._set_reads_ahead)
         self._prepare()
         if mapped_files:
             MAPPED.add(self._mapped)
@@ -295,24 +288,13 @@ def _when_called(make: Callable[[], Callable[..., list[Any]]]) -> Callable[..., 
     return lambda *inputs: made()(*inputs)
 
 
-def load(
-    version_dir: Path,
-    *,
-    prewarm: bool = False,
-    random_access: bool = False,
-    on_read: Callable[[int], None] = noop,
-    options: RunOptions | None = None,
-) -> SavedModelServable:
+def load(version_dir: Path, options: RunOptions | None = None) -> SavedModelServable:
     """Load the SavedModel at `version_dir`. Nothing is written there.
 
     Mapped tables are mapped from `version_dir`, whatever path the graph names.
 
     Args:
         version_dir: the version's folder.
-        prewarm: whether to read the files of mapped tables first, and compare them with their checksums.
-        random_access: whether mapped tables are read as if they were larger than the memory: a page fault reads one page only,
-            and native lookups read all pages of a request at once.
-        on_read: called with the number of bytes of each read of `prewarm`. It may raise to stop.
         options: how the signatures are run.
 
     Raises:
@@ -324,12 +306,10 @@ def load(
     stored = manifest if manifest is not None and manifest.row_store is not None else None
     options = options or RunOptions()
     # A run that waits for a disk or for Redis must not block the event loop.
-    options = dataclasses.replace(options, may_wait=stored is not None or (mapped is not None and not prewarm))
+    options = dataclasses.replace(options, may_wait=stored is not None or mapped is not None)
     parameters = _model_parameters(version_dir) if options.per_model_batching else None
     where = f"{version_dir.parent.name}/{version_dir.name}"
     try:
-        if mapped and prewarm:
-            read_files(version_dir, mapped, on_read)
         native: NativeCalls | None
         if stored is not None:
             native = stored_calls(version_dir, stored, options.row_store, options.lookup_threads)
@@ -337,9 +317,7 @@ def load(
             native = native_calls(version_dir, manifest, options.lookups, options.lookup_threads, where)
         restored = _restore(version_dir, manifest, options)
         files = [version_dir / array.file for array in mapped.arrays] if mapped else []
-        servable = SavedModelServable(
-            *restored, manifest, options, parameters, where, native, files, random_access=random_access
-        )
+        servable = SavedModelServable(*restored, manifest, options, parameters, where, native, files)
     except tf.errors.OpError as error:
         raise _without_path(_status(error), version_dir) from None
     except (OSError, RuntimeError, ValueError) as error:

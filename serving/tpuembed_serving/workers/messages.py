@@ -143,7 +143,7 @@ def merge_states(workers: Collection[States]) -> View:
 def _merge_progress(workers: Sequence[Sequence[VersionProgress]]) -> tuple[VersionProgress, ...]:
     """Return how far each version is in all workers.
 
-    Of several failures, the one with the most tries counts; of several loads, the slowest.
+    Of several failures, the one with the most tries counts.
     """
     found: dict[tuple[str, FilePath], list[VersionProgress]] = {}
     for one in sorted(itertools.chain.from_iterable(workers), key=lambda one: one.tries, reverse=True):
@@ -151,9 +151,7 @@ def _merge_progress(workers: Sequence[Sequence[VersionProgress]]) -> tuple[Versi
     merged = []
     for reports in found.values():
         failed = next((one for one in reports if one.fault), None)
-        least = _least(reports, failed, len(workers)) or reports[0]._replace(state=State.START)
-        slowest = max((one.load_seconds for one in reports if one.load_seconds is not None), default=None)
-        merged.append(least._replace(load_seconds=slowest))
+        merged.append(_least(reports, failed, len(workers)) or reports[0]._replace(state=State.START))
     return tuple(merged)
 
 

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tpuembed_serving.core.servable import VersionProgress, VersionStatus
+from tpuembed_serving.core.servable import VersionStatus
 from tpuembed_serving.models.repository import ModelRepository
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.workers.link import WorkerLink
@@ -32,10 +32,6 @@ class WorkerRepository(ModelRepository):
     def statuses(self, name: str) -> list[VersionStatus]:
         """Return every version, each in the earliest state that any worker reports."""
         return list(self._link.view.models.get(name, ()))
-
-    def group_progress(self) -> list[VersionProgress]:
-        """Return how far every version is in all workers."""
-        return list(self._link.view.progress)
 
     def reload(self, models: Sequence[ModelSettings]) -> None:
         """Reload in all workers; see ModelRepository.reload. If one worker refuses `models`, none changes."""

@@ -113,10 +113,6 @@ class Supervisor:
                 if isinstance(answer, Exception):
                     raise answer
 
-    def ask(self, topic: str, reply: Callable[[tuple[Any, ...]], None]) -> None:
-        """Ask all workers. `reply` gets their answers, in the thread of `run`."""
-        self._events.put(_OwnCall(topic, None, reply))
-
     def run(self) -> None:
         """Run the workers until `stop` is called and all have exited."""
         while not (self._stopping and all(slot.process is None for slot in self._slots)):
@@ -138,7 +134,7 @@ class Supervisor:
         now = time.monotonic()
         for slot in self._slots:
             if slot.process is None and not self._stopping and slot.start_at <= now:
-                load_first = self._settings.listen_when_loaded or any(other.listening for other in self._slots)
+                load_first = any(other.listening for other in self._slots)
                 slot.process, slot.started_at = self._start_process(slot.index, self._events), now
                 slot.process.send(Start(self._settings, load_first))
                 slot.process.send(self._view)

@@ -1,17 +1,14 @@
 """A headless Chromium, which notes what its pages say and ask for."""
 
-import base64
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import pytest
 
-SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
 WAIT_SECONDS = 20.0
 
 
@@ -78,12 +75,6 @@ class Browser:
     @property
     def text(self) -> str:
         return str(self.js("document.body.innerText"))
-
-    def screenshot(self, name: str) -> None:
-        """The whole page, under build/screenshots."""
-        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        taken = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
-        (SCREENSHOTS / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))
 
     def said(self) -> list[str]:
         """The errors and warnings of the browser's log since the last call."""

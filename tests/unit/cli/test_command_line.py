@@ -96,15 +96,14 @@ def test_verbose_and_quiet_contradict_each_other(command: list[str], flags: list
 
 OPTIONS = [parameter.opts[0] for parameter in serve.params if isinstance(parameter, click.Option)]
 CHOSEN = {
-    "--name": "n", "--host": "::1", "--rest-port": "1", "--grpc-port": "2", "--grpc-socket-path": "/s", "--workers": "3",
-    "--grpc-channel-arguments": "grpc.max_connection_age_ms=5", "--access-log": "-", "--log-format": "json",
+    "--name": "n", "--host": "::1", "--rest-port": "1", "--grpc-port": "2", "--workers": "3",
+    "--access-log": "-", "--log-format": "json",
     "--max-request-memory": "2MiB", "--target": "host:1", "--default-model": "m",
     "--lookups": "tensorflow", "--row-store": "redis://host:1",
 }  # fmt: skip
 FILES = {
     "--config": 'model_config_list { config { name: "m" base_path: "/m" model_platform: "tensorflow" } }',
     "--batching-parameters-file": "max_batch_size { value: 8 }",
-    "--monitoring-config-file": 'prometheus_config { enable: true path: "/stats" }',
     "--api-key-file": "k" * 20,
 }
 BESIDE = {
@@ -114,7 +113,6 @@ BESIDE = {
     "--tls-cert": ["--tls-key", "{pem}"],
     "--tls-key": ["--tls-cert", "{pem}"],
     "--tls-client-ca": ["--tls-key", "{pem}", "--tls-cert", "{pem}"],
-    "--cache-bytes": ["--cache-dir", "cache"],
     "--default-model": ["--name", "m"],
     "--target": ["--name", "n"],
 }

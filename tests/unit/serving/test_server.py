@@ -1,26 +1,16 @@
 """What a server answers while its models load, and when its ports open."""
 
 import contextlib
-import logging
-import socket
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2
 
-from tests.support.messages import refused
-from tests.support.serving.doubles import DoublingServable, FakeLoader, make_version, wait_for
+from tests.support.serving.doubles import DoublingServable, FakeLoader, wait_for
 from tests.support.serving.served import BODY, Served
-from tpuembed.errors import ServingError
-from tpuembed_serving import server
-from tpuembed_serving.core.servable import Servable, State
-from tpuembed_serving.http.app import create_app
-from tpuembed_serving.settings import ServerSettings
-from tpuembed_serving.tensorflow import loading
+from tpuembed_serving.core.servable import Servable
 
 LOADING = "the server is loading. It answers once the first load of each configured model has ended. Check /readyz"
 SERVICES = ("tensorflow.serving.PredictionService", "PredictionService", "ModelService")
@@ -143,80 +133,16 @@ def test_who_watches_grpc_health_hears_when_the_models_are_there(
         assert [next(watch).status for watch in watches] == [response.SERVING] * 4
 
 
-@pytest.mark.parametrize("name", ["slow", "broken"])
-def test_listen_when_loaded_opens_the_ports_at_the_end_of_the_first_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    loads = Loads()
-    with Served(tmp_path, monkeypatch, loads, models=(name,), listen_when_loaded=True) as served:
-        wait_for(lambda: loads.loading == [name])
-        for port in (served.port, served.grpc_port):
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port), 5)
-        loads.go_on[name].set()
-        wait_for(lambda: served.listens)
-        wanted = (200, {"predictions": [2, 4]}) if name == "slow" else (404, None)
-        status, answer = served.ask("POST", f"/v1/models/{name}:predict", BODY)
-        assert (status, answer if status == 200 else None) == wanted
-        assert served.ask("GET", "/readyz")[0] == (200 if name == "slow" else 503)
-        assert served.call(name)[0] == ("OK" if name == "slow" else "NOT_FOUND")
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("whose", ["rest_port", "grpc_port"])
-def test_a_port_of_a_server_that_does_not_listen_yet_is_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str, workers: int
-) -> None:
-    loads = Loads()
-    with Served(tmp_path, monkeypatch, loads, models=("slow",), listen_when_loaded=True) as first:
-        wait_for(lambda: loads.loading == ["slow"])
-        ports = {"rest_port": 0, "grpc_port": None, whose: getattr(first.settings, whose)}
-        for waits in (True, False):
-            settings = type(first.settings)(
-                models=first.settings.models, listen_when_loaded=waits, workers=workers, **ports
-            )
-            began = time.monotonic()
-            with refused(ServingError, match=f"port {ports[whose]}"):
-                server.serve(settings)
-            assert time.monotonic() - began < 5
-        loads.go_on["slow"].set()
-
-
-@pytest.mark.parametrize("listen_when_loaded", [True, False])
-def test_a_stop_while_models_load_ends_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listen_when_loaded: bool
-) -> None:
+def test_a_stop_while_models_load_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is nothing to finish, and no client to send elsewhere."""
     loads = Loads()
-    options = {"listen_when_loaded": listen_when_loaded, "lame_duck_seconds": 50.0}
-    with Served(tmp_path, monkeypatch, loads, models=("slow",), **options) as served:
+    with Served(tmp_path, monkeypatch, loads, models=("slow",), lame_duck_seconds=50.0) as served:
         wait_for(lambda: loads.loading == ["slow"])
-        wait_for(lambda: listen_when_loaded or served.listens)
+        wait_for(lambda: served.listens)
         served.terminate()
         wait_for(lambda: not served.listens)
         loads.go_on["slow"].set()  # a load in progress is waited for
         served.wait(20)
-
-
-def test_a_stop_while_a_version_is_read_logs_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_version(tmp_path / "m", 1)
-    application = create_app(ServerSettings.for_model_dir(tmp_path / "m", verify_on_load=True))
-    reading = threading.Event()
-
-    def read(version_dir: Path, on_read: Callable[[int], None]) -> None:
-        reading.set()
-        assert application.stopping.wait(60)
-        on_read(1)
-
-    monkeypatch.setattr(loading, "verify_checksums", read)
-    application.repository.start()
-    assert reading.wait(60)
-    application.stopping.set()
-    application.repository.stop()
-    assert [status.state for status in application.repository.statuses("m")] == [State.END]
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_reload_leaves_what_is_loaded_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

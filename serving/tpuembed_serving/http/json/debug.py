@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["debug_string", "quote", "type_name"]
@@ -33,53 +33,30 @@ def type_name(value: Any) -> str:
 
 def debug_string(value: Any) -> str:
     """Return `value` as indented JSON with arrays on one line. No token starts after 256 bytes."""
-    writer = _LimitedWriter()
-    writer.value(value, 0)
-    return "".join(writer.parts)
+    parts, size = list[str](), 0
+    for token in _tokens(value, 0):
+        if size >= _MAX_BYTES:
+            break
+        parts.append(token)
+        size += len(token.encode("utf-8", "surrogateescape"))
+    return "".join(parts)
 
 
-class _LimitedWriter:
-    """Writes tokens until the limit is reached."""
-
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-        self._size = 0
-
-    @property
-    def _full(self) -> bool:
-        return self._size >= _MAX_BYTES
-
-    def _put(self, text: str) -> bool:
-        """Append `text`, and return True if the limit was not reached before."""
-        if self._full:
-            return False
-        self.parts.append(text)
-        self._size += len(text.encode("utf-8", "surrogateescape"))
-        return True
-
-    def value(self, value: Any, depth: int, prefix: str = "") -> bool:
-        """Write `prefix` and `value`, which is inside `depth` containers. Returns True if all of it was written."""
-        if isinstance(value, dict):
-            return self._object(value, depth, prefix)
-        if isinstance(value, list):
-            return self._array(value, depth, prefix)
-        return self._put(prefix + _scalar(value))
-
-    def _object(self, value: dict[str, Any], depth: int, prefix: str) -> bool:
-        indent = "\n" + "    " * (depth + 1)
-        written = self._put(prefix + "{")
+def _tokens(value: Any, depth: int, prefix: str = "") -> Iterator[str]:
+    """Yield `prefix` with the first token of `value`, which is inside `depth` containers, then the others."""
+    if isinstance(value, dict):
+        yield prefix + "{"
         for index, (key, member) in enumerate(value.items()):
-            written = written and self._put(("," if index else "") + indent + quote(key))
-            written = written and self.value(member, depth + 1, ": ")
-        return written and self._put(("\n" + "    " * depth if value else "") + "}")
-
-    def _array(self, value: Iterable[Any], depth: int, prefix: str) -> bool:
-        written = self._put(prefix + "[")
+            yield f"{',' if index else ''}\n{'    ' * (depth + 1)}{quote(key)}"
+            yield from _tokens(member, depth + 1, ": ")
+        yield f"\n{'    ' * depth}}}" if value else "}"
+    elif isinstance(value, list):
+        yield prefix + "["
         for index, element in enumerate(value):
-            written = written and self.value(element, depth + 1, ", " if index else "")
-            if not written:
-                return False
-        return written and self._put("]")
+            yield from _tokens(element, depth + 1, ", " if index else "")
+        yield "]"
+    else:
+        yield prefix + _scalar(value)
 
 
 def _scalar(value: Any) -> str:

@@ -38,54 +38,32 @@ def pad_ragged(document: Document, signature: Signature, check: Check = noop) ->
     key = "instances" if "instances" in members else "inputs"
     if not wanted or (key == "instances" and "inputs" in members):
         return None
-    pad = _pad_rows if key == "instances" else _pad_columns
-    found = pad(members.get(key), signature, wanted, check)
-    return None if found is None else document._replace(members={**members, key: found})
+    value, padded = members.get(key), dict[str, list[Any]]()
+    if key == "instances" and isinstance(value, list) and all(type(row) is dict for row in value):
+        # A JsonObject has a repeated key, which is an error.
+        columns = {alias: [row[alias] for row in value] for alias in wanted if all(alias in row for row in value)}
+        padded = _padded(columns, wanted, check)
+        found: Any = [
+            {**row, **{alias: rows[index] for alias, rows in padded.items()}} for index, row in enumerate(value)
+        ]
+    elif key == "inputs" and isinstance(value, dict):
+        padded = _padded({alias: value[alias] for alias in wanted if alias in value}, wanted, check)
+        found = {**value, **padded}
+    elif len(signature.inputs) == 1:
+        padded = _padded(dict.fromkeys(wanted, value), wanted, check)
+        (found,) = padded.values() or (None,)
+    return document._replace(members={**members, key: found}) if padded else None
 
 
-def _pad_rows(rows: Any, signature: Signature, wanted: dict[str, Padding], check: Check) -> Any:
-    if not isinstance(rows, list):
-        return None
-    if len(signature.inputs) == 1 and not any(isinstance(row, dict) for row in rows):
-        return _pad(rows, wanted[signature.inputs[0].alias], check)
-    if not all(type(row) is dict for row in rows):  # a JsonObject has a repeated key, which is an error
-        return None
-    columns = {alias: [row[alias] for row in rows] for alias in wanted if all(alias in row for row in rows)}
-    widths = _widths(columns, check)
-    pads = [(alias, width, [wanted[alias]]) for alias, width in widths.items()]
-    if not pads:
-        return None
-    return [
-        {**row, **{alias: row[alias] + pad * (width - len(row[alias])) for alias, width, pad in pads}} for row in rows
-    ]
-
-
-def _pad_columns(value: Any, signature: Signature, wanted: dict[str, Padding], check: Check) -> Any:
-    if not isinstance(value, dict):
-        return _pad(value, wanted[signature.inputs[0].alias], check) if len(signature.inputs) == 1 else None
-    columns = {alias: value[alias] for alias in wanted if alias in value}
-    widths = _widths(columns, check)
-    padded = {alias: _filled(columns[alias], wanted[alias], width) for alias, width in widths.items()}
-    return {**value, **padded} if padded else None
-
-
-def _pad(rows: Any, value: Padding, check: Check) -> list[Any] | None:
-    """Return `rows` padded with `value`, or None if they are not lists of values or have one length."""
-    width = _width(rows, check)
-    return None if width is None else _filled(rows, value, width)
-
-
-def _filled(rows: list[list[Any]], value: Padding, width: int) -> list[Any]:
-    return [row + [value] * (width - len(row)) for row in rows]
-
-
-def _widths(columns: dict[str, Any], check: Check) -> dict[str, int]:
-    """Return the longest length of the ragged ones of `columns`."""
+def _padded(columns: dict[str, Any], wanted: dict[str, Padding], check: Check) -> dict[str, list[Any]]:
+    """Return the ragged ones of `columns`, filled up with what is `wanted`."""
     for alias in columns:
         if f"{alias}{_WEIGHTS}" in columns:
             _check_weights(alias, columns[alias], columns[f"{alias}{_WEIGHTS}"])
-    widths = {alias: _width(rows, check) for alias, rows in columns.items()}
-    return {alias: width for alias, width in widths.items() if width is not None}
+    widths = {alias: width for alias, rows in columns.items() if (width := _width(rows, check)) is not None}
+    return {
+        alias: [row + [wanted[alias]] * (width - len(row)) for row in columns[alias]] for alias, width in widths.items()
+    }
 
 
 def _width(rows: Any, check: Check) -> int | None:

@@ -5,16 +5,15 @@ from typing import Final
 
 from fastapi import Response
 
-__all__ = ["CONSOLE", "DOCS", "STATIC_PATHS", "SWAGGER", "page_headers", "static_file", "wants_page"]
+__all__ = ["OPEN_PATHS", "static_file", "wants_page"]
 
-CONSOLE: Final = ("console.css", "console.js", "icon.svg")
-DOCS: Final = ("docs.css", "docs.js")
-SWAGGER: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
-STATIC_PATHS: Final = frozenset(
-    {*(f"/console/{name}" for name in CONSOLE), *(f"/docs/{name}" for name in DOCS)}
-    | {f"/docs/assets/{name}" for name in SWAGGER}
+_CONSOLE: Final = ("console.css", "console.js", "icon.svg")
+_SWAGGER: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
+OPEN_PATHS: Final[frozenset[str]] = frozenset(
+    {"/", "/docs", "/docs/docs.js", "/openapi.json", *(f"/console/{name}" for name in _CONSOLE)}
+    | {f"/docs/assets/{name}" for name in _SWAGGER}
 )
-"""The URL paths that need no key."""
+"""The URL paths of pages, which need no key."""
 _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _POLICY: Final = "default-src 'self'; frame-ancestors 'none'"
 _DOCS_POLICY: Final = (
@@ -32,19 +31,13 @@ def wants_page(accept: str) -> bool:
     return False
 
 
-def page_headers(cache: str, policy: str = _POLICY) -> dict[str, str]:
-    """Return the headers of a file or of data that a page reads. `cache` is Cache-Control."""
-    return {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": cache,
-    }
-
-
 def static_file(name: str) -> Response:
     """Return the answer that has the file `name`. Browsers ask for it again each time: the next release changes it."""
+    headers = {
+        "Content-Security-Policy": _DOCS_POLICY if name == "docs.html" else _POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
     content = resources.files(__name__).joinpath(name).read_bytes()
-    policy = _DOCS_POLICY if name == "docs.html" else _POLICY
-    kind = _TYPES[name.rpartition(".")[2]]
-    return Response(content, headers=page_headers("no-cache", policy), media_type=kind)
+    return Response(content, headers=headers, media_type=_TYPES[name.rpartition(".")[2]])

@@ -11,7 +11,7 @@ from tpuembed_serving.core.servable import State
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
 from tpuembed_serving.models.repository import ServedModel
-from tpuembed_serving.settings import LoadSettings, ModelSettings
+from tpuembed_serving.settings import ModelSettings
 
 
 def test_policies_that_want_nothing_are_refused() -> None:
@@ -41,11 +41,8 @@ def serve(
     loader: FakeLoader,
     policy: VersionPolicy,
     labels: dict[str, int] | None = None,
-    allow: bool = False,
 ) -> ServedModel:
-    settings = settings_of(base_path, policy, labels)
-    options = LoadSettings(labels_for_unavailable=allow)
-    return ServedModel(settings, loader, lambda: None, options=options)
+    return ServedModel(settings_of(base_path, policy, labels), loader, lambda: None)
 
 
 def available(model: ServedModel) -> set[int]:
@@ -100,7 +97,7 @@ def test_a_specific_version_that_is_not_there_is_named_once(
     with caplog.at_level("WARNING"):
         model.poll()
         model.poll()
-    assert caplog.messages == ["model m: its config names version 7, which is not in its folder"]
+    assert caplog.messages == [f"model m: its config names version 7, which is not in {base_path}"]
     assert available(model) == {1}
 
 
@@ -121,22 +118,6 @@ def test_labels_of_the_first_config_wait_for_their_versions(base_path: Path, loa
     publish(base_path, 3)
     model.poll()
     assert labelled(model, "next") == 3
-
-
-def test_new_labels_of_unavailable_versions_where_that_is_allowed(base_path: Path, loader: FakeLoader) -> None:
-    publish(base_path, 1)
-    model = serve(base_path, loader, AllVersions(), {"stable": 1, "next": 5}, allow=True)
-    with (
-        pytest.raises(StatusError, match=r"^Servable not found for request: Specific\(m, 5\)$"),
-        model.lease(None, "next"),
-    ):
-        pass
-    model.poll()
-    assert labelled(model, "stable") == 1
-    assert model.label_fault({"stable": 1, "next": 5, "new": 9}) == ""
-    assert "version 9 of model m" in model.label_fault({"stable": 9}), (
-        "a label in use moves to available versions alone"
-    )
 
 
 def test_a_label_of_a_version_that_went_away(base_path: Path, loader: FakeLoader) -> None:

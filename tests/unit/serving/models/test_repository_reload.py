@@ -10,7 +10,7 @@ from tests.support.serving.doubles import FakeLoader, make_version, wait_for
 from tpuembed_serving.core.servable import State
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.repository import ModelRepository
-from tpuembed_serving.settings import LoadSettings, ModelSettings
+from tpuembed_serving.settings import ModelSettings
 
 
 @pytest.fixture
@@ -90,18 +90,9 @@ def test_a_new_model_without_versions_or_without_a_folder(
     assert f"Could not find base path {tmp_path / 'missing'} for servable o" in error.message
 
 
-def test_labels_of_a_new_model_need_the_option(first: ModelSettings, loader: FakeLoader, tmp_path: Path) -> None:
+def test_labels_of_a_new_model_are_refused(repository: ModelRepository, first: ModelSettings, tmp_path: Path) -> None:
     new = ModelSettings(name="n", base_path=model(tmp_path, "n", 7).base_path, labels={"stable": 7})
-    for allowed in (False, True):
-        options = LoadSettings(labels_for_unavailable=allowed)
-        repository = ModelRepository([first], loader, poll_seconds=3600, options=options)
-        repository.start()
-        if allowed:
-            repository.reload([first, new])
-            assert served(repository, "n", "stable") == 7
-        else:
-            assert failed(repository, first, new).code is Code.FAILED_PRECONDITION
-        repository.stop()
+    assert failed(repository, first, new).code is Code.FAILED_PRECONDITION
 
 
 def test_another_folder_serves_once_a_version_of_it_is_loaded(

@@ -140,7 +140,7 @@ def test_a_folder_that_is_removed_stops_nobody(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_dropped_records_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpuembed_serving.telemetry.record_queue._MOST_WAITING", 0)
+    monkeypatch.setattr("tpuembed_serving.telemetry.access_log._MOST_WAITING", 0)
     log = AccessLog(str(tmp_path / "log"))
     for _ in range(3):
         log.finish(record())

@@ -21,10 +21,14 @@ from tpuembed_serving.core.servable import State, VersionStatus
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.app import ServingApp
 from tpuembed_serving.settings import TelemetrySettings
-from tpuembed_serving.telemetry.metric_types import merge_snapshots, to_text
-from tpuembed_serving.telemetry.metrics import DEFAULT_PATH, ServerMetrics, version_snapshot
-from tpuembed_serving.telemetry.monitoring_config import read_metrics_path
-from tpuembed_serving.telemetry.process_metrics import process_snapshot
+from tpuembed_serving.telemetry.metrics import (
+    DEFAULT_PATH,
+    ServerMetrics,
+    merge_snapshots,
+    process_snapshot,
+    to_text,
+    version_snapshot,
+)
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -187,33 +191,6 @@ def test_a_server_that_is_not_asked_has_no_metrics(tmp_path: Path) -> None:
         assert isinstance(app.executor, ModelExecutor)
         assert app.executor.watch is None
         assert not app.telemetry.observes
-
-
-CONFIGS = {
-    "prometheus_config { enable: true }": DEFAULT_PATH,
-    'prometheus_config { enable: true path: "/stats" }': "/stats",
-    'prometheus_config { path: "/stats" }': None,
-    "prometheus_config: {enable: false}  # off": None,
-    "": None,
-}
-
-
-@pytest.mark.parametrize("text", CONFIGS)
-def test_a_monitoring_config_is_read(tmp_path: Path, text: str) -> None:
-    (tmp_path / "monitoring").write_text(text)
-    assert read_metrics_path(tmp_path / "monitoring") == CONFIGS[text]
-
-
-@pytest.mark.parametrize("text", ["prometheus_config { enabled: true }", "{", b"\xff\xfe"])
-def test_what_is_no_monitoring_config_is_refused(tmp_path: Path, text: str | bytes) -> None:
-    (tmp_path / "monitoring").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with refused(ConfigError):
-        read_metrics_path(tmp_path / "monitoring")
-
-
-def test_a_monitoring_config_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with refused(ConfigError):
-        read_metrics_path(tmp_path / "none")
 
 
 @pytest.mark.parametrize("path", ["metrics", "/v1/metrics", "/V1/x", "/v2", "/v2/m", "/readyz", "/a?b", "/docs", ""])

@@ -1,16 +1,12 @@
 """What becomes of versions is logged once for each change, and readiness once."""
 
 import logging
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tpuembed.manifest import FromActivations, Manifest, Packing, StackEntry, TableEntry
 from tpuembed_serving.core.memory import MemoryLimit, memory_limit
 from tpuembed_serving.core.servable import State, VersionProgress
-from tpuembed_serving.telemetry import state_log
 from tpuembed_serving.telemetry.state_log import StateLog
 
 PATH = Path("/models/m/1")
@@ -101,51 +97,6 @@ def test_it_is_ready_once_it_listens_and_every_model_has_a_version(log: Log) -> 
     log.note(one(State.AVAILABLE), ready=True)
     log.log.listening()
     assert log.announced == 1
-
-
-def mapped(folder: Path, size: int) -> Path:
-    """A version that maps a table of so many bytes."""
-    stack = StackEntry(
-        name="s", key="k", rows=size // 4, dim=1, storage="float32", file="t.bin", offset=0, size=size, crc32c=0
-    )
-    table = TableEntry(name="t", rows=size // 4, dim=1, dtype="float32", stack="s", row_offset=0)
-    folder.mkdir(parents=True)
-    (folder / "t.bin").write_bytes(bytes(size))
-    Manifest(
-        tool_version="0",
-        source={},
-        layout="mmap",
-        tables=(table,),
-        stacks=(stack,),
-        signatures={},
-        packing=Packing(left_out="none"),
-        from_activations=FromActivations(left_out="none"),
-    ).write(folder)
-    return folder
-
-
-def test_one_warning_if_tables_are_larger_than_the_memory(
-    log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state_log, "memory_limit", lambda: MemoryLimit(1 << 20, "the machine"))
-    first = mapped(tmp_path / "m" / "1", 768 << 10)
-    shared = tmp_path / "m" / "2"
-    shutil.copytree(first, shared)
-    (shared / "t.bin").unlink()
-    (shared / "t.bin").hardlink_to(first / "t.bin")
-    third, fourth = mapped(tmp_path / "m" / "3", 512 << 10), mapped(tmp_path / "m" / "4", 4)
-
-    def available(*paths: Path) -> Sequence[str]:
-        log.note(*(one(State.LOADING, path=path) for path in paths))
-        return [line for line in log.note(*(one(State.AVAILABLE, path=path) for path in paths)) if "WARN" in line]
-
-    assert available(first, shared) == [], "they share their bytes"
-    (warning,) = available(first, shared, third)
-    assert warning == (
-        "WARNING the loaded versions map 0.00 GiB of tables, and the machine has 0.00 GiB of memory. Rows that are not in "
-        "memory are read from the disk. Allow more memory, or export with --storage int8"
-    )
-    assert available(first, shared, third, fourth) == [], "once"
 
 
 def test_the_least_limit_of_a_group_and_those_around_it(tmp_path: Path) -> None:

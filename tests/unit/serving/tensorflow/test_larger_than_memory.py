@@ -26,8 +26,8 @@ class Tables:
 
         monkeypatch.setattr(larger_than_memory, "advise", advise)
 
-    def add(self, *files: Path, always: bool = False) -> MappedVersion:
-        version = MappedVersion(files=files, set_reads_ahead=lambda on: self.calls.append(f"ahead {on}"), always=always)
+    def add(self, *files: Path) -> MappedVersion:
+        version = MappedVersion(files=files, set_reads_ahead=lambda on: self.calls.append(f"ahead {on}"))
         self.tables.add(version)
         return version
 
@@ -68,17 +68,6 @@ def test_all_versions_count_together(
     process.tables.remap(last)
     process.tables.remove(last)
     assert process.taken() == []
-
-
-@pytest.mark.parametrize("limit", [None, MemoryLimit(10**9, "the machine")])
-def test_random_access_reads_ahead_even_if_the_tables_fit(
-    files: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: MemoryLimit | None
-) -> None:
-    process = Tables(monkeypatch, limit)
-    process.add(files[0])
-    process.add(files[1], always=True)
-    assert process.taken() == ["random b", "ahead True"]
-    assert not caplog.messages
 
 
 def test_the_own_memory_is_that_without_files() -> None:

@@ -1,1 +1,0 @@
-"""Models in object stores: their versions are pulled into a cache folder, and loaded from there."""
