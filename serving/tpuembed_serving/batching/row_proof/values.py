@@ -146,8 +146,6 @@ class Kind(enum.Enum):
     LOWEST = "the lowest of all rows"
     HIGHEST = "the highest of all rows"
     HANDLE = "a variable or table"
-    LIST = "a list of tensors"
-    """Of which `element` is each; as long in every run."""
     MIXED = "mixed"
     """Anything."""
 
@@ -169,8 +167,7 @@ class Value:
         width: of ROWS of integers, their largest, or 0.
         fill: what stands behind the values of a row in an axis of a padded size.
         reason: of MIXED, why.
-        element: of LIST and HANDLE, what is in it.
-        declared: of LIST, the shape that its tensors were said to have; a negative number leaves an axis open, None all of it.
+        element: of HANDLE, what is in it.
     """
 
     kind: Kind
@@ -186,7 +183,6 @@ class Value:
     fill: Any = dataclasses.field(default=None, compare=False)
     reason: str = ""
     element: "Value | None" = None
-    declared: tuple[Size, ...] | None = None
 
     @property
     def is_padded(self) -> bool:
