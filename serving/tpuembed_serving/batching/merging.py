@@ -34,7 +34,7 @@ def find_merging(
     """Return how requests of `signature` are batched, or None if they cannot be.
 
     Args:
-        signature: the signature.
+        signature: the signature, as `with_padding` returns it.
         shapes: the shapes of all inputs, then of all outputs. The first size of each must be unknown.
         manifest: the manifest of an export.
         parameters: the batching parameters of this model.
@@ -44,13 +44,14 @@ def find_merging(
     if not signature.inputs or not all(shape is None or (len(shape) > 0 and shape[0] == -1) for shape in shapes):
         return None
     is_numeric = all(info.dtype != "string" for info in signature.inputs)
-    merging = Merging(
+    is_lookups = manifest is not None and bool(manifest.features) and signature.name == "serving_default"
+    return Merging(
         is_proven=is_proven,
         shapes=tuple(None if shape is None else tuple(shape[1:]) for shape in shapes[: len(signature.inputs)]),
         is_steady=is_steady and is_numeric,
+        padding=signature.padding if is_lookups else (),
         parameters=parameters,
     )
-    return _of_lookups(merging, signature, manifest) if manifest is not None and manifest.features else merging
 
 
 def with_padding(signature: Signature, manifest: Manifest | None) -> Signature:
@@ -70,19 +71,6 @@ def with_padding(signature: Signature, manifest: Manifest | None) -> Signature:
         for info in signature.inputs
     )
     return dataclasses.replace(signature, padding=padding)
-
-
-def _of_lookups(merging: Merging, signature: Signature, manifest: Manifest) -> Merging:
-    """Return `merging` with the padding of the lists of ids."""
-    if signature.name != "serving_default":
-        return merging
-    features = {feature.name: feature for feature in manifest.features}
-    weights = {f"{feature.name}_weights": feature for feature in manifest.features if feature.weighted}
-    aliases = [info.alias for info in signature.inputs]
-    return dataclasses.replace(
-        merging,
-        padding=tuple(_padding(features.get(alias), weights.get(alias)) for alias in aliases),
-    )
 
 
 def _padding(ids: FeatureEntry | None, weights: FeatureEntry | None) -> int | str | None:

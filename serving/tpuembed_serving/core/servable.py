@@ -181,7 +181,7 @@ class Merging:
     is_proven: bool = False
     shapes: tuple[tuple[int, ...] | None, ...] = ()
     is_steady: bool = False
-    padding: tuple[int | str | None, ...] = ()
+    padding: tuple[int | float | str | None, ...] = ()
     parameters: "BatchingParameters | None" = None
 
 
