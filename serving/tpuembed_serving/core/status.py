@@ -2,7 +2,6 @@
 
 import enum
 import re
-from collections.abc import Callable
 from typing import Any, Final
 
 from tpuembed.errors import ServingError
@@ -84,11 +83,10 @@ class TooLargeError(StatusError):
 
 
 class MustAskError(StatusError):
-    """A label is known to another server alone. Call `ask` in a thread, which waits for that server, and try again."""
+    """Raised on the event loop when a remote server has to resolve the label. In a thread, the same call waits for that server."""
 
-    def __init__(self, label: str, ask: Callable[[], None]) -> None:
+    def __init__(self, label: str) -> None:
         super().__init__(Code.UNAVAILABLE, f"label {label} is not known yet. Send the request again")
-        self.ask = ask
 
 
 class LoadStopped(StatusError):  # noqa: N818 - no error of the version's
