@@ -1,7 +1,6 @@
 """A client of TensorFlow Serving's gRPC API. Importing this module imports TensorFlow, which has the messages."""
 
 import asyncio
-import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -132,20 +131,12 @@ def _is_large(inputs: Sequence[Array]) -> bool:
 
 
 def _predict_request(model: str, version: int, signature: Signature, inputs: Sequence[Array]) -> bytes:
-    # Serialized examples are strings, whatever the signature takes. The other server refuses them if they do not fit.
-    named = [
-        encode_input(info.alias, array, "string" if array.dtype.kind == "O" else info.dtype)
-        for info, array in zip(signature.inputs, inputs, strict=True)
-    ]
-    return _request_head(model, version, signature.name) + b"".join(named)
-
-
-@functools.lru_cache(maxsize=256)
-def _request_head(model: str, version: int, signature: str) -> bytes:
-    """Return a serialized PredictRequest without inputs."""
     request = predict_pb2.PredictRequest()
     request.model_spec.name, request.model_spec.version.value = model, version
-    request.model_spec.signature_name = signature
+    request.model_spec.signature_name = signature.name
+    for info, array in zip(signature.inputs, inputs, strict=True):
+        # Serialized examples are strings, whatever the signature takes. The other server refuses them if they do not fit.
+        encode_input(array, "string" if array.dtype.kind == "O" else info.dtype, request.inputs[info.alias])
     return bytes(request.SerializeToString())
 
 
