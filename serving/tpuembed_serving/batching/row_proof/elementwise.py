@@ -194,25 +194,12 @@ def is_one_width(size: Size) -> bool:
 
 
 def _of_positions(call: NodeCall) -> Value:
-    """Return the value of an operation on positions of rows."""
+    """Return the value of an operation on positions of rows: how far they are from each other."""
     pointers = [value for value in call.inputs if value.kind is Kind.POINTER]
-    others = [value for value in call.inputs if value.kind is not Kind.POINTER]
-    first, target = pointers[0], pointers[0].target
-    if any(value.target is None or value.target.is_padded for value in pointers):
+    target = pointers[0].target
+    if len(pointers) != 2 or pointers[1].target != target or (call.op not in _COMPARISONS and call.op != "Sub"):
         raise MixedError(USES_POSITION)
-    if call.op in ("SelectV2", "Select") and first is call.inputs[1] and len(pointers) == 1:
-        condition, instead = others
-        below = instead.numbers() if instead.kind is Kind.SAME else None
-        if below and max(below) < 0 and condition.kind in (Kind.ROWS, Kind.SAME):
-            shape, axis = broadcast(call.inputs, call.unknown)
-            return Value(Kind.POINTER, shape, axis or 0, target=target, holes=True)
-    if call.op == "Mul" and len(pointers) == 1 and target is not None and others[0].kind is Kind.SAME:
-        times = others[0].numbers() if others[0].shape == () else None
-        if times and times[0] > 0 and not first.holes:
-            return Value(Kind.POINTER, first.shape, first.axis, target=target * Size.of(times[0]))
-    if len(pointers) != 2 or any(each.holes or each.target != target for each in pointers):
-        raise MixedError(USES_POSITION)
-    if call.op not in _COMPARISONS and call.op != "Sub":
+    if target is None or target.is_padded:
         raise MixedError(USES_POSITION)
     shape, axis = broadcast(pointers, call.unknown)
     return rows_value(shape, axis or 0)
@@ -299,15 +286,6 @@ def _cast(call: NodeCall) -> Value:
     if value.kind in (Kind.LOWEST, Kind.HIGHEST) and value.width is None and (source, to) == _INTEGERS[::-1]:
         raise MixedError("the lowest or highest of all rows may wrap around")
     return value
-
-
-@rule("Bitcast")
-def _bitcast(call: NodeCall) -> Value:
-    (value,) = call.inputs
-    if call.dtype().size != call.dtype("type").size:
-        raise MixedError("it changes the number of dimensions")
-    as_rows(value, Kind.ROWS, Kind.SAME)
-    return Value(value.kind, value.shape, value.axis)
 
 
 @rule("ZerosLike", "OnesLike")

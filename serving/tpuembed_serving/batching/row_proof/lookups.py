@@ -59,7 +59,7 @@ def _gather(call: NodeCall) -> Value:
     if indices.kind is not Kind.POINTER or (params.kind is Kind.INDICES and len(inner) != 1):
         raise MixedError(TAKES_ROWS)
     sizes = params.sizes if params.kind is Kind.INDICES else None
-    return Value(params.kind, found, axis + indices.axis, sizes=sizes, target=params.target, holes=params.holes)
+    return Value(params.kind, found, axis + indices.axis, sizes=sizes, target=params.target)
 
 
 def _looked_up_in(call: NodeCall) -> Value:
@@ -157,7 +157,7 @@ def _segments(data: Value, segments: Value) -> Value:
     shape, inner = known_shape(data.shape), known_shape(as_rows(segments, Kind.POINTER).shape)
     if data.axis != 0 or len(inner) != 1 or shape[0] != inner[0] or segments.target is None:
         raise MixedError("its segments are not those of the entries")
-    if not segments.covers or segments.holes:
+    if not segments.covers:
         raise MixedError("the last rows may have no entries, and be left out")
     refuse_width(data, segments)
     return rows_value([segments.target, *shape[1:]], 0)
@@ -175,7 +175,7 @@ def _sparse_segment(call: NodeCall) -> Value:
     else:
         shape = known_shape(as_rows(data).shape)
         entries = known_shape(as_rows(places, Kind.PLACES, Kind.POINTER).shape)
-        if data.axis != 0 or places.target != shape[0] or places.holes:
+        if data.axis != 0 or places.target != shape[0]:
             raise MixedError("it takes rows by numbers")
     if len(entries) != 1 or places.axis != 0:
         raise MixedError("its entries are no vector")
@@ -242,7 +242,7 @@ def _bincount(call: NodeCall) -> Value:
     shape = known_shape(as_rows(value, Kind.ROWS, Kind.POINTER).shape)
     refuse_width(value)
     if value.kind is Kind.POINTER:
-        if len(shape) != 1 or value.holes or size.sizes != (value.target,) or call.attr("binary_output").b:
+        if len(shape) != 1 or size.sizes != (value.target,) or call.attr("binary_output").b:
             raise MixedError("it does not count the entries of rows")
         return rows_value(size.sizes, 0, counts=shape[0], width=call.symbol("w"))
     if len(shape) != 2 or value.axis != 0 or size.kind is not Kind.SAME:
@@ -282,7 +282,7 @@ def _ragged_to_tensor(call: NodeCall) -> Value:
         rows = known_shape(splits.shape)[0] - Size.of(1) if fits else None
     elif types == ["FIRST_DIM_SIZE", "VALUE_ROWIDS"]:
         ids = parts[1]
-        fits = ids.kind is Kind.POINTER and not ids.holes and ids.shape == shape[:1]
+        fits = ids.kind is Kind.POINTER and ids.shape == shape[:1]
         rows = ids.target if fits and parts[0].sizes == (ids.target,) else None
     else:
         rows = None

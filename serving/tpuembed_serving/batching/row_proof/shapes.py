@@ -78,7 +78,7 @@ def _reshape(call: NodeCall) -> Value:
         return value
     axis = _kept_axis(value, shape)
     fill = value.fill if _keeps_padding(value, shape, axis) else None
-    return Value(value.kind, shape, axis, target=value.target, holes=value.holes, counts=value.counts, fill=fill)
+    return Value(value.kind, shape, axis, target=value.target, counts=value.counts, fill=fill)
 
 
 def _keeps_padding(value: Value, shape: Sequence[Size], axis: int) -> bool:
@@ -345,9 +345,7 @@ def _strided_slice(call: NodeCall) -> Value:
     found_shape = tuple(shape[axis] if isinstance(axis, int) else axis for axis in axes)
     if value.kind is Kind.SAME:
         return same(found_shape)
-    return Value(
-        value.kind, found_shape, axes.index(value.axis), target=value.target, holes=value.holes, fill=value.fill
-    )
+    return Value(value.kind, found_shape, axes.index(value.axis), target=value.target, fill=value.fill)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -501,7 +499,7 @@ def _tile(call: NodeCall) -> Value:
 
 def _repeated(value: Value, shape: Iterable[Size], axis: int) -> Value:
     """The same rows, with elements that stand several times in each."""
-    return Value(value.kind, tuple(shape), axis, target=value.target, holes=value.holes)
+    return Value(value.kind, tuple(shape), axis, target=value.target)
 
 
 @rule("Range")

@@ -124,7 +124,7 @@ class Kind(enum.Enum):
     ROWS = "row by row"
     """Those of the requests behind each other, along `axis`."""
     POINTER = "positions"
-    """As ROWS, with numbers that count rows or entries of the run, `target` many. None is outside; negative ones are if `holes`."""
+    """As ROWS, with numbers that count rows or entries of the run, `target` many. None is outside."""
     INDICES = "indices"
     """[entries, rank], of which column `axis` is a POINTER, and the others are as ROWS."""
     SPLITS = "row splits"
@@ -161,7 +161,6 @@ class Value:
         sizes: its numbers in row-major order, of a small tensor of integers.
         array: its value, where that is a known constant.
         target: of POINTER, INDICES and SPLITS, how many rows or entries there are.
-        holes: of POINTER, whether negative numbers stand for nothing.
         covers: of POINTER and INDICES, whether each row has an entry, and the entries stand in the order of the rows.
         counts: of ROWS, how many entries its numbers add up to; of booleans, how many are true.
         width: of ROWS of integers, their largest, or 0.
@@ -176,7 +175,6 @@ class Value:
     sizes: tuple[Size, ...] | None = None
     array: Any = dataclasses.field(default=None, compare=False)
     target: Size | None = None
-    holes: bool = False
     covers: bool = False
     counts: Size | None = None
     width: Size | None = None

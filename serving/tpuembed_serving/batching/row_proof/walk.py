@@ -4,8 +4,8 @@ import dataclasses
 import graphlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -70,19 +70,16 @@ def prove(meta_graph: Any, name: str, *, is_export: bool = False) -> Verdict:
         fed[node, int(index or 0)] = Value(Kind.ROWS, known)
     if not fed:
         return Verdict("it has no inputs")
-    wanted = {alias: _place(info.name) for alias, info in sorted(signature.outputs.items())}
-    if any(not node for node, _ in wanted.values()):
-        return Verdict("an output is made of several tensors")
     body = _Body(meta_graph.graph_def.node, fed, is_export)
+    outputs = sorted(signature.outputs.items())
+    if not all(info.name for _, info in outputs):
+        return Verdict("an output is made of several tensors")
     try:
-        found, effect = walk.run(body, list(wanted.values()), [])
+        found, effect = walk.run(body, [body.source(info.name) for _, info in outputs], [])
     except MixedError as error:
         return Verdict(str(error))
-    for alias, value in zip(wanted, found, strict=True):
-        if effect:
-            value = mixed(effect)
-        reason = _reason(value)
-        if reason:
+    for (alias, _), value in zip(outputs, found, strict=True):
+        if reason := effect or _reason(value):
             return Verdict(f"output {alias!r}: {reason}")
     return Verdict()
 
@@ -100,24 +97,16 @@ def _reason(value: Value) -> str:
     return "it is as wide as the widest row of the run" if value.is_padded else ""
 
 
-def _place(name: str) -> tuple[str, int]:
-    node, _, index = name.partition(":")
-    return node, int(index or 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Lookup:
+class _Lookup(NamedTuple):
     """One lookup of tpuembed.
 
     Attributes:
-        nodes: its operations.
         inputs: the inputs of its operations that are no operations of its own, as a node names them.
         singly: the nodes and numbers of those inputs that are looked up one by one; see `_looked_up_singly`.
     """
 
-    nodes: Sequence[Any]
     inputs: Sequence[str]
-    singly: Sequence[tuple[str, int]]
+    singly: Set[tuple[str, int]]
 
 
 class _Body:
@@ -138,7 +127,7 @@ class _Body:
     def _found(self, lookup: str, nodes: Sequence[Any]) -> _Lookup:
         names = dict.fromkeys(name for node in nodes for name in node.input)
         inputs = [name for name in names if self._lookup_of.get(self.source(name.removeprefix("^"))[0]) != lookup]
-        return _Lookup(nodes, inputs, _looked_up_singly(self, nodes, inputs))
+        return _Lookup(inputs, _looked_up_singly(self, nodes, inputs))
 
     def lookup(self, name: str) -> _Lookup | None:
         """Return the lookup that a node is of."""
@@ -318,9 +307,10 @@ class _GraphWalk:
         """The outputs of a node of a lookup, and why it is none of rows: its inputs must be ids, sparse and ragged ones too."""
         waits = [name[1:] for name in lookup.inputs if name.startswith("^")]
         reasons = [bad.get(name) or _hidden(body, name, found) for name in waits]
-        values = [self._value(body, body.source(name), found) for name in lookup.inputs if not name.startswith("^")]
-        single = [self._value(body, place, found) for place in lookup.singly]
-        reason = next(filter(None, [*reasons, _unfit(values), *(_unfit_singly(value) for value in single)]), "")
+        places = [body.source(name) for name in lookup.inputs if not name.startswith("^")]
+        values = [self._value(body, place, found) for place in places]
+        reasons.append(_unfit(values, [place in lookup.singly for place in places]))
+        reason = next(filter(None, reasons), "")
         if reason:
             return mixed(reason), reason
         shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else []
@@ -368,7 +358,7 @@ _KEEP_IDS: Final = frozenset(
 """Operations that a lookup may apply to ids before it looks them up one by one."""
 
 
-def _looked_up_singly(body: _Body, nodes: Sequence[Any], inputs: Iterable[str]) -> list[tuple[str, int]]:
+def _looked_up_singly(body: _Body, nodes: Sequence[Any], inputs: Iterable[str]) -> set[tuple[str, int]]:
     """Return which inputs of a lookup of `nodes` are dense ids, of which each has a row of its own: it makes a vector of them.
 
     It never does so with the parts of sparse and ragged ids, nor with lists of ids.
@@ -382,67 +372,62 @@ def _looked_up_singly(body: _Body, nodes: Sequence[Any], inputs: Iterable[str]) 
                 kept_by.setdefault(source, []).append((node.name, 0))
         elif node.op == "Reshape":
             reshaped.add(sources[0])
-    found = []
-    for place in dict.fromkeys(body.source(name) for name in inputs if not name.startswith("^")):
+    found = set()
+    for place in {body.source(name) for name in inputs if not name.startswith("^")}:
         kept, pending = {place}, [place]
         while pending:
             more = [one for one in kept_by.get(pending.pop(), ()) if one not in kept]
             kept.update(more)
             pending += more
         if kept & reshaped:
-            found.append(place)
+            found.add(place)
     return found
 
 
-def _unfit_singly(value: Value) -> str:
-    """Why dense ids may not be looked up one by one."""
-    if value.kind is Kind.ROWS and (value.shape is None or value.shape[0] != ROWS):
-        return "a lookup's dense ids are not those of the rows"
-    if value.is_padded:
-        return "a lookup's dense ids are as wide as the widest row of the run"
-    if value.kind in (Kind.INDICES, Kind.POINTER, Kind.SPLITS):
-        return f"a lookup's dense ids are {value.kind.value}"
-    return ""
-
-
-def _unfit(values: Sequence[Value]) -> str:
-    """Why a lookup may not have these inputs: ids of rows, or the parts of sparse and ragged ones."""
+def _unfit(values: Sequence[Value], singly: Sequence[bool]) -> str:
+    """Why a lookup may not have these inputs: ids of rows, or the parts of sparse and ragged ones. Dense ids are `singly`."""
     entries = {ROWS}
-    for value in values:
+    for value, is_single in zip(values, singly, strict=True):
+        wide = "a lookup's ids are as wide as the widest row of the run"
         if value.kind is Kind.MIXED:
             return value.reason
+        if is_single and (value.is_padded or value.kind not in (Kind.SAME, Kind.HANDLE, Kind.SIZE, Kind.ROWS)):
+            return wide if value.is_padded else f"a lookup's dense ids are {value.kind.value}"
+        if is_single and value.kind is Kind.ROWS and (value.shape is None or value.shape[0] != ROWS):
+            return _NOT_OF_ROWS
         if value.kind in (Kind.INDICES, Kind.POINTER) and value.target == ROWS and value.axis == 0 and value.shape:
-            if value.kind is Kind.INDICES and _is_wide(value):
-                return "a lookup's sparse ids are as wide as the widest row of the run"
+            if value.kind is Kind.INDICES and value.shape[1].number != 2 and _is_wide_inside(value.sizes):
+                return wide
             entries.add(value.shape[0])
         elif value.kind is Kind.SPLITS and value.shape == (ROWS + Size.of(1),) and value.target is not None:
             entries.add(value.target)
+        elif value.kind is Kind.SIZE and value.rank != 0:
+            if value.sizes is None or value.sizes[:1] != (ROWS,):
+                return _NOT_OF_ROWS
+            if _is_wide_inside(value.sizes):
+                return wide
         elif value.kind not in (Kind.SAME, Kind.HANDLE, Kind.SIZE, Kind.ROWS):
             return f"a lookup's input is {value.kind.value}"
-        elif value.kind is Kind.SIZE and value.rank != 0 and (value.sizes is None or value.sizes[:1] != (ROWS,)):
-            return "a lookup's ids are not those of the rows"
-        elif value.kind is Kind.SIZE and value.sizes is not None and any(size.is_padded for size in value.sizes[1:-1]):
-            return "a lookup's sparse ids are as wide as the widest row of the run"
     if not any(value.kind is Kind.ROWS for value in values):
         return "a lookup has no ids of rows"
     for value in values:
         if value.kind is Kind.SAME and (value.shape is None or any(size.number is None for size in value.shape)):
             return "a lookup's ids may be constant ones"
-        if value.kind is Kind.ROWS and (value.shape is None or value.axis != 0 or value.shape[0] not in entries):
-            return "a lookup's ids are not those of the rows"
-        if value.kind is Kind.ROWS and value.rank != 1 and (value.shape or ())[:1] != (ROWS,):
-            return "a lookup's ids are not those of the rows"
-        if value.is_padded and value.kind is Kind.ROWS and (value.fill is None or value.fill not in (-1, 0, b"")):
+        if value.kind is not Kind.ROWS:
+            continue
+        if value.shape is None or value.axis != 0 or value.shape[0] not in (entries if value.rank == 1 else {ROWS}):
+            return _NOT_OF_ROWS
+        if value.is_padded and (value.fill is None or value.fill not in (-1, 0, b"")):
             return "a lookup's ids have no padding"
     return ""
 
 
-def _is_wide(indices: Value) -> bool:
-    """Returns True if sparse ids of more than two axes may have a padded size in an axis before their last."""
-    rank = indices.shape[1].number if indices.shape is not None else None
-    if rank == 2:
-        return False
-    return not indices.sizes or any(size.is_padded for size in indices.sizes[1:-1])
+_NOT_OF_ROWS: Final = "a lookup's ids are not those of the rows"
+
+
+def _is_wide_inside(sizes: Sequence[Size] | None) -> bool:
+    """Returns True if sparse ids of these sizes may have a padded one in an axis between the first and the last."""
+    return not sizes or any(size.is_padded for size in sizes[1:-1])
 
 
 def _assertion(condition: Value) -> str:
