@@ -230,7 +230,7 @@ _ELEMENTWISE: Final = """
     CheckNumerics ClipByValue Complex Conj Cos Cosh DecodeBase64 Digamma Div DivNoNan Elu EncodeBase64 Equal Erf Erfc Erfinv Exp
     Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Igamma Igammac Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift
     Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NextAfter
-    NotEqual Pow Real RealDiv Reciprocal RegexFullMatch RegexReplace Relu Relu6 RightShift Rint Round Rsqrt Selu SelectV2
+    NotEqual Pow Real RealDiv Reciprocal RegexFullMatch RegexReplace Relu Relu6 RightShift Rint Round Rsqrt Selu Select SelectV2
     Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference StaticRegexFullMatch StaticRegexReplace StringJoin
     StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong StringToNumber
     StringUpper Sub Substr Tan Tanh TruncateDiv TruncateMod UnicodeTranscode Xdivy Xlog1py Xlogy Zeta BitwiseAnd BitwiseOr
@@ -243,6 +243,8 @@ def _elementwise(call: NodeCall) -> Value:
     inputs = call.inputs
     if call.op == "BiasAdd" and call.attr("data_format").s not in (b"", b"NHWC"):
         raise MixedError("its channels are no last axis")
+    if call.op == "Select" and inputs[0].shape not in ((), inputs[1].shape):
+        raise MixedError("its condition has another shape")
     found = _of_sizes(call) if call.op in _COMPARISONS | _ARITHMETIC else None
     found = found or _of_bounds(call) or _of_lengths(call)
     if found is not None:
@@ -295,20 +297,6 @@ def _like(call: NodeCall) -> Value:
     if value.kind is Kind.SAME:
         return same(value.shape)
     return rows_value(as_rows(value, Kind.ROWS, Kind.POINTER).shape, value.axis)
-
-
-@rule("Select")
-def _select(call: NodeCall) -> Value:
-    """Takes whole rows where the condition is a vector; else all three have one shape."""
-    condition, one, _ = call.inputs
-    if condition.shape == ():
-        return _elementwise(call)
-    if is_all_same(call):
-        return same(one.shape)
-    shapes = [known_shape(value.shape) for value in call.inputs]
-    if shapes[0] != shapes[1] or shapes[1] != shapes[2]:
-        raise MixedError("its condition has another shape")
-    return _elementwise(call)
 
 
 @rule("EnsureShape", "PlaceholderWithDefault")

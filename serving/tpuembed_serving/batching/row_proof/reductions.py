@@ -25,9 +25,8 @@ from tpuembed_serving.batching.row_proof.rules import (
     rule,
     rule_of_axes,
 )
-from tpuembed_serving.batching.row_proof.values import Kind, MixedError, Size, Value, same
+from tpuembed_serving.batching.row_proof.values import ONE, Kind, MixedError, Size, Value, equal_size, same
 
-_ONE: Final = Size.of(1)
 _OF_ALL: Final = {"All": Kind.EVERY, "Any": Kind.SOME, "Min": Kind.LOWEST, "Max": Kind.HIGHEST}
 """What a reduction over the rows is. It may be reduced in the same way again."""
 _NEUTRAL: Final = {"Sum": 0, "Any": False, "All": True}
@@ -46,7 +45,7 @@ def _reduce(call: NodeCall) -> Value:
         return value
     shape = known_shape(value.shape)
     gone = {axis % len(shape) for axis in axes} if shape else set()
-    left = tuple(_ONE if axis in gone else size for axis, size in enumerate(shape) if keep or axis not in gone)
+    left = tuple(ONE if axis in gone else size for axis, size in enumerate(shape) if keep or axis not in gone)
     is_vector = value.kind in (Kind.SAME, Kind.SIZE) and value.sizes is not None and len(shape) == 1 == len(gone)
     if is_vector and call.op in ("Prod", "Sum"):
         by, start = (operator.mul, 1) if call.op == "Prod" else (operator.add, 0)
@@ -130,7 +129,7 @@ def _cumulative(call: NodeCall) -> list[Value] | Value:
 
 def _contracted(call: NodeCall, terms: Sequence[str], out: str) -> Value:
     """Return what an einsum of the inputs is, with a letter for each of their axes. An axis of size 1 may be repeated."""
-    sizes: dict[str, Size] = {}
+    found: dict[str, list[Size]] = {}
     letters = set()
     for term, value in zip(terms, call.inputs, strict=True):
         as_rows(value, Kind.ROWS, Kind.SAME)
@@ -141,13 +140,8 @@ def _contracted(call: NodeCall, terms: Sequence[str], out: str) -> Value:
         if value.kind is Kind.ROWS:
             letters.add(term[value.axis])
         for letter, size in zip(term, shape, strict=True):
-            before = sizes.get(letter, _ONE)
-            if before.number == 1 or before == size:
-                sizes[letter] = size
-            elif before.is_same and size.is_same and size.number != 1:
-                sizes[letter] = next((one for one in (before, size) if one.number is not None), call.unknown())
-            elif size.number != 1:
-                raise MixedError("an input of another number of rows is combined with rows")
+            found.setdefault(letter, []).append(size)
+    sizes = {letter: equal_size(each, call.unknown) for letter, each in found.items()}
     if not letters:
         return same([sizes[letter] for letter in out])
     if len(letters) != 1 or not letters <= set(out):

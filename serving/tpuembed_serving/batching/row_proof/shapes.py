@@ -29,9 +29,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     rule_of_axes,
     vector_of,
 )
-from tpuembed_serving.batching.row_proof.values import Kind, MixedError, Size, Value, broadcast, same
-
-_ONE = Size.of(1)
+from tpuembed_serving.batching.row_proof.values import ONE, Kind, MixedError, Size, Value, broadcast, equal_size, same
 
 
 @rule("Shape", "ShapeN", "Size", "Rank")
@@ -77,25 +75,14 @@ def _reshape(call: NodeCall) -> Value:
             raise MixedError(USES_POSITION)
         return value
     axis = _kept_axis(value, shape)
-    fill = value.fill if _keeps_padding(value, shape, axis) else None
+    fill = value.fill if _keeps_padding(value, shape) else None
     return Value(value.kind, shape, axis, target=value.target, counts=value.counts, fill=fill)
 
 
-def _keeps_padding(value: Value, shape: Sequence[Size], axis: int) -> bool:
-    """Returns True if a reshape leaves padding behind the values of a row, or makes a vector of all.
-
-    A reshape of [rows, 2, width] to [rows, width, 2] would put padding between values, at other places for each width.
-    """
+def _keeps_padding(value: Value, shape: Sequence[Size]) -> bool:
+    """Returns True if a reshape adds axes at the end, or makes a vector of all. Others may move padding between values."""
     old = known_shape(value.shape)
-    wide = [[index for index, size in enumerate(each) if size.is_padded] for each in (old, shape)]
-    if not value.is_padded or len(shape) == 1:
-        return True
-    if len(wide[0]) != 1 or len(wide[1]) != 1:
-        return False
-    (before,), (after,) = wide
-    if after == axis:  # entries of all rows: each has the numbers behind it that it had
-        return product(old[before + 1 :]) == product(shape[after + 1 :])
-    return before != value.axis and product(old[:before]) == product(shape[:after])
+    return not value.is_padded or len(shape) == 1 or tuple(shape[: len(old)]) == old
 
 
 def _reshaped(call: NodeCall, value: Value, sizes: Sequence[Size]) -> tuple[Size, ...]:
@@ -150,7 +137,7 @@ def _other_rank(call: NodeCall) -> Value:
             return same()
         axes = [axis for axis, size in enumerate(shape) if size.number == 1]
     gone = [] if is_new else [axis % len(shape) for axis in axes]
-    kept = inserted(shape, axes[0], _ONE) if is_new else [axis for axis in range(len(shape)) if axis not in gone]
+    kept = inserted(shape, axes[0], ONE) if is_new else [axis for axis in range(len(shape)) if axis not in gone]
     found = tuple(shape[axis] if isinstance(axis, int) else axis for axis in kept)
     if value.kind in (Kind.SAME, Kind.SIZE, *COUNT_KINDS):
         return dataclasses.replace(value, shape=found, array=None)
@@ -186,14 +173,8 @@ def _merged(call: NodeCall, parts: Sequence[Value], but: int | None = None) -> V
         raise MixedError("constants, or rows of another axis, are put beside rows")
     shape: list[Size] = []
     for axis, sizes in enumerate(zip(*(known_shape(value.shape) for value in parts), strict=True)):
-        if axis == but:
-            shape.append(functools.reduce(operator.add, sizes))
-        elif len(set(sizes)) == 1:
-            shape.append(sizes[0])
-        elif all(size.is_same for size in sizes):
-            shape.append(next((size for size in sizes if size.number is not None), call.unknown()))
-        else:
-            raise MixedError("an input of another number of rows is put beside rows")
+        is_sum = axis == but
+        shape.append(functools.reduce(operator.add, sizes) if is_sum else equal_size(sizes, call.unknown))
     if parts[0].kind is Kind.SAME:
         return same(shape)
     return rows_value(shape, as_rows(parts[0]).axis)
@@ -209,7 +190,7 @@ def _concat(call: NodeCall) -> Value:
         return vector_of([size for value in parts for size in value.sizes or ()])
     is_splits = parts[-1].kind is Kind.ENDS and len(parts) == 2 and parts[0].numbers() == [0]
     if is_splits and axis in (0, -1) and parts[0].rank == parts[1].rank == 1:
-        return Value(Kind.SPLITS, (known_shape(parts[1].shape)[0] + _ONE,), target=parts[1].target)
+        return Value(Kind.SPLITS, (known_shape(parts[1].shape)[0] + ONE,), target=parts[1].target)
     if all(value.kind is Kind.SAME for value in parts) and any(value.shape is None for value in parts):
         return same()
     axis %= len(known_shape(parts[0].shape))
@@ -256,7 +237,7 @@ def _split(call: NodeCall) -> list[Value] | Value:
 
 def one_column(value: Value, index: int, *, keep: bool = False) -> Value:
     """A column of the indices of entries: a vector, or [entries, 1] to `keep` the axis."""
-    shape = (*known_shape(value.shape)[:1], *([_ONE] if keep else []))
+    shape = (*known_shape(value.shape)[:1], *([ONE] if keep else []))
     if index % (known_shape(value.shape)[1].number or 1) == value.axis:
         return Value(Kind.POINTER, shape, target=value.target, covers=value.covers)
     return rows_value(shape, 0)
@@ -310,8 +291,8 @@ def _strided_slice(call: NodeCall) -> Value:
     if value.kind is Kind.SAME and (value.shape is None or spec is None):
         return same()
     if value.kind is Kind.SPLITS and part and part.step == 1:
-        rows = (known_shape(value.shape)[0] - _ONE,)
-        if part == _Part(_ONE, None):
+        rows = (known_shape(value.shape)[0] - ONE,)
+        if part == _Part(ONE, None):
             return Value(Kind.ENDS, rows, target=value.target)
         if part.begin in (None, Size.of(0)) and part.end == Size.of(-1):
             return Value(Kind.STARTS, rows, target=value.target)
@@ -329,7 +310,7 @@ def _strided_slice(call: NodeCall) -> Value:
     axis = 0
     for entry in entries:
         if isinstance(entry, str):
-            axes.append(_ONE)
+            axes.append(ONE)
             continue
         if entry.is_whole(shape[axis]):
             axes.append(axis)

@@ -7,10 +7,11 @@ number that is the same in every run. `w` is the width of the widest row.
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-__all__ = ["ROWS", "Kind", "MixedError", "Size", "Value", "broadcast", "mixed", "same"]
+__all__ = ["ONE", "ROWS", "Kind", "MixedError", "Size", "Value", "broadcast", "equal_size", "mixed", "same"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Size:
 
 
 ROWS: Final = Size.symbol("n0")
+ONE: Final = Size.of(1)
 
 
 class Kind(enum.Enum):
@@ -215,7 +217,7 @@ def same(shape: Iterable[Size] | None = None, sizes: Sequence[Size] | None = Non
     return Value(Kind.SAME, known, sizes=None if sizes is None else tuple(sizes), array=array)
 
 
-def broadcast(values: Sequence[Value], unknown: Any) -> tuple[tuple[Size, ...] | None, int | None]:
+def broadcast(values: Sequence[Value], unknown: Callable[[], Size]) -> tuple[tuple[Size, ...] | None, int | None]:
     """The shape of an elementwise operation's result, and its axis of rows; None where no value has one.
 
     Args:
@@ -243,23 +245,22 @@ def broadcast(values: Sequence[Value], unknown: Any) -> tuple[tuple[Size, ...] |
     return _dims(values, unknown), axes.pop()
 
 
-def _dims(values: Sequence[Value], unknown: Any) -> tuple[Size, ...]:
-    rank = max((len(value.shape or ()) for value in values), default=0)
-    found = []
-    for axis in range(rank):
-        here = {
-            value.shape[axis - rank + len(value.shape)]
-            for value in values
-            if value.shape is not None and axis - rank + len(value.shape) >= 0
-        }
-        wide = [size for size in here if size.number != 1]
-        if not wide:
-            found.append(Size.of(1))
-        elif len(wide) == 1:
-            found.append(wide[0])
-        elif not all(size.is_same for size in wide):
-            raise MixedError("an input of another number of rows is combined with rows")
-        else:
-            known = [size for size in wide if size.number is not None]
-            found.append(known[0] if len(known) == 1 else unknown())
-    return tuple(found)
+def equal_size(sizes: Iterable[Size], unknown: Callable[[], Size]) -> Size:
+    """Return the one size that all `sizes` are, where an operation that needs equal ones succeeds. A size of 1 may be repeated.
+
+    Raises:
+        MixedError: rows of one may stand beside rows of others.
+    """
+    wide = {size for size in sizes if size.number != 1}
+    if len(wide) < 2:
+        return wide.pop() if wide else ONE
+    if not all(size.is_same for size in wide):
+        raise MixedError("an input of another number of rows is combined with rows")
+    known = [size for size in wide if size.number is not None]
+    return known[0] if len(known) == 1 else unknown()
+
+
+def _dims(values: Sequence[Value], unknown: Callable[[], Size]) -> tuple[Size, ...]:
+    backward = (reversed(value.shape or ()) for value in values)
+    sizes = [equal_size(each, unknown) for each in itertools.zip_longest(*backward, fillvalue=ONE)]
+    return tuple(reversed(sizes))
