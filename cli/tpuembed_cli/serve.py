@@ -37,7 +37,7 @@ _OF_LOADING = {
     "labels_for_unavailable",
 } | {
     *("run_threads", "prewarm", "verify_on_load", "lookups", "random_access", "row_store", "cache_dir", "cache_bytes"),
-    *("enable_batching", "batching_parameters_file", "per_model_batching", "max_batch_rows"),
+    *("enable_batching", "batching_parameters_file", "max_batch_rows"),
 }
 """Options without a meaning if another server loads and runs the models."""
 _SECTIONS = {
@@ -77,7 +77,6 @@ _SECTIONS = {
         "--rest-timeout-ms",
         "--enable-batching",
         "--batching-parameters-file",
-        "--enable-per-model-batching-parameters",
         "--max-batch-rows",
     ],
     "Log and telemetry": [

@@ -24,13 +24,6 @@ _OPTIONS = [
         help="TensorFlow Serving's BatchingParameters; needs --enable-batching.",
     ),
     click.option(
-        "--enable-per-model-batching-parameters",
-        "--enable_per_model_batching_parameters",
-        "per_model_batching",
-        is_flag=True,
-        help="Read batching_params.pbtxt in each version's folder; needs --enable-batching.",
-    ),
-    click.option(
         "--max-batch-rows",
         type=click.IntRange(min=1),
         default=512,
@@ -56,6 +49,5 @@ def take_batching(options: dict[str, Any]) -> Any:
     return BatchingSettings(
         enabled=options.pop("enable_batching"),
         parameters=None if file is None else read_parameters(file),
-        per_model=options.pop("per_model_batching"),
         max_rows=options.pop("max_batch_rows"),
     )

@@ -10,7 +10,6 @@ from typing import Final
 
 from tpuembed.manifest import FeatureEntry, Manifest
 from tpuembed.native_search import EXCLUDE
-from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.servable import Merging, Signature
 
 __all__ = ["find_merging", "with_padding"]
@@ -26,7 +25,6 @@ def find_merging(
     signature: Signature,
     shapes: Sequence[Shape],
     manifest: Manifest | None,
-    parameters: BatchingParameters | None,
     *,
     is_proven: bool,
     is_steady: bool,
@@ -37,7 +35,6 @@ def find_merging(
         signature: the signature, as `with_padding` returns it.
         shapes: the shapes of all inputs, then of all outputs. The first size of each must be unknown.
         manifest: the manifest of an export.
-        parameters: the batching parameters of this model.
         is_proven: whether the graph proves that rows are independent.
         is_steady: whether the duration of a run depends only on shapes, unless inputs are strings.
     """
@@ -50,7 +47,6 @@ def find_merging(
         shapes=tuple(None if shape is None else tuple(shape[1:]) for shape in shapes[: len(signature.inputs)]),
         is_steady=is_steady and is_numeric,
         padding=signature.padding if is_lookups else (),
-        parameters=parameters,
     )
 
 

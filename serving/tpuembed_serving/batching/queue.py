@@ -108,20 +108,15 @@ class BatchQueue:
         waiting_rows: the rows of all waiting requests.
     """
 
-    def __init__(
-        self,
-        signature: Signature,
-        merging: Merging | None,
-        defaults: BatchingParameters,
-        chosen: BatchingParameters | None,
-    ) -> None:
-        """Create the queue. `chosen` are the parameters of the operator or of the model; `defaults` apply if there are none."""
-        self.runner = BatchRunner(signature, merging, chosen or defaults)
-        self.run_rows = (chosen or defaults).run_rows
-        self.wait_seconds = (chosen or defaults).batch_timeout_micros / 1e6
+    def __init__(self, signature: Signature, merging: Merging | None, settings: BatchingSettings) -> None:
+        """Create the queue. Without `merging` it does not batch."""
+        parameters = settings.parameters or BatchingParameters(max_batch_size=settings.max_rows)
+        self._chosen = settings.parameters if merging else None
+        self.runner = BatchRunner(signature, merging, parameters)
+        self.run_rows = parameters.run_rows
+        self.wait_seconds = parameters.batch_timeout_micros / 1e6
         self.waiting_rows = 0
         self.next_check = 0.0
-        self._chosen = chosen if merging else None
         self._dtypes = [info.numpy_dtype for info in signature.inputs]
         self._padded = [self._pads(merging, index) for index in range(len(signature.inputs))]
         self._pads_some = any(self._padded)
@@ -140,13 +135,7 @@ class BatchQueue:
             merging = None
         elif merging is not None and settings.enabled:  # inputs of any shape
             merging = dataclasses.replace(merging, shapes=())
-        chosen = (merging.parameters if merging else None) or settings.parameters
-        return cls(signature, merging, BatchingParameters(max_batch_size=settings.max_rows), chosen)
-
-    @classmethod
-    def of_one(cls, signature: Signature, settings: BatchingSettings) -> Self:
-        """Create a queue that does not batch, for one request of a signature whose proof is not done."""
-        return cls(signature, None, BatchingParameters(max_batch_size=settings.max_rows), settings.parameters)
+        return cls(signature, merging, settings)
 
     def _pads(self, merging: Merging | None, index: int) -> bool:
         padding = merging.padding[index] if merging and merging.padding else None

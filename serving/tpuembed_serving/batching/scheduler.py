@@ -172,7 +172,7 @@ class ModelExecutor:
         queue = queues.get(signature.name)
         if queue is None:
             if not servable.knows_merging(signature):  # the event loop cannot wait for a proof
-                return BatchQueue.of_one(signature, self._batching)
+                return BatchQueue(signature, None, self._batching)
             queue = queues[signature.name] = BatchQueue.of(servable, signature, self._batching)
         return queue
 

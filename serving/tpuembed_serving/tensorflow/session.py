@@ -26,7 +26,6 @@ from tpuembed.manifest import Manifest
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
 from tpuembed_serving.batching.known_ids import known_ids
 from tpuembed_serving.batching.merging import find_merging, with_padding
-from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters, read_parameters
 from tpuembed_serving.batching.row_proof import Verdict, prove
 from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.log_once import ONCE
@@ -60,7 +59,6 @@ class RunOptions:
         timeout_ms: when TensorFlow cancels a run whose duration is not bounded by its inputs; 0 is never.
         threads: the size of TensorFlow's pool, on which such runs happen. All other runs stay on the calling thread, which is
             faster. A timeout has no effect there: TensorFlow checks it after the run (measured).
-        per_model_batching: whether the version's own batching parameters are used.
         may_wait: whether a run may wait for rows of mapped tables, or of tables in Redis.
         lookups: what runs the lookups of exports with layout mmap: the C library, TensorFlow, or the faster one.
         lookup_threads: how many threads a call of the C library may use; None is one for each processor.
@@ -69,7 +67,6 @@ class RunOptions:
 
     timeout_ms: int = 0
     threads: int = 1
-    per_model_batching: bool = False
     may_wait: bool = False
     lookups: Lookups = "auto"
     lookup_threads: int | None = None
@@ -85,7 +82,6 @@ class SavedModelServable:
         meta_graph: Any,
         manifest: Manifest | None,
         options: RunOptions,
-        parameters: BatchingParameters | None,
         where: str,
         native: NativeCalls | None = None,
         mapped_files: Sequence[Path] = (),
@@ -99,7 +95,6 @@ class SavedModelServable:
             meta_graph: of the SavedModel.
             manifest: None if tpuembed did not export it.
             options: how the signatures are run.
-            parameters: of the version's own batching.
             where: the model's folder and version, for messages.
             native: the calls that look up without TensorFlow. None if there are none.
             mapped_files: the files of its tables that are mapped.
@@ -121,7 +116,7 @@ class SavedModelServable:
             name: signature_json(meta_graph.signature_def[name]) for name in sorted(meta_graph.signature_def)
         }
         self._is_steady = is_steady and not options.may_wait
-        self._meta_graph, self._parameters, self._where = meta_graph, parameters, where
+        self._meta_graph, self._where = meta_graph, where
         self._merging: dict[str, Merging | None] = {}
         self._verdicts: dict[str, Verdict] = {}
         self._proving = threading.Lock()
@@ -164,7 +159,6 @@ class SavedModelServable:
             signature,
             _shapes(self._meta_graph.signature_def[signature.name]),
             self.manifest,
-            self._parameters,
             is_proven=verdict.is_proven,
             is_steady=self._is_steady,
         )
@@ -325,7 +319,6 @@ def load(
     options = options or RunOptions()
     # A run that waits for a disk or for Redis must not block the event loop.
     options = dataclasses.replace(options, may_wait=stored is not None or (mapped is not None and not prewarm))
-    parameters = _model_parameters(version_dir) if options.per_model_batching else None
     where = f"{version_dir.parent.name}/{version_dir.name}"
     try:
         if mapped and prewarm:
@@ -337,9 +330,7 @@ def load(
             native = native_calls(version_dir, manifest, options.lookups, options.lookup_threads, where)
         restored = _restore(version_dir, manifest, options)
         files = [version_dir / array.file for array in mapped.arrays] if mapped else []
-        servable = SavedModelServable(
-            *restored, manifest, options, parameters, where, native, files, random_access=random_access
-        )
+        servable = SavedModelServable(*restored, manifest, options, where, native, files, random_access=random_access)
     except tf.errors.OpError as error:
         raise _without_path(_status(error), version_dir) from None
     except (OSError, RuntimeError, ValueError) as error:
@@ -348,14 +339,6 @@ def load(
         gc.collect()
         gc.freeze()
     return servable
-
-
-def _model_parameters(version_dir: Path) -> BatchingParameters | None:
-    path = version_dir / MODEL_FILE
-    try:
-        return read_parameters(path, of_one_model=True) if path.exists() else None
-    except ConfigError as error:
-        raise _without_path(invalid_argument(str(error)), version_dir) from None
 
 
 def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) -> tuple[Any, Any]:

@@ -62,14 +62,13 @@ def test_batching_options_reach_the_settings(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("tpuembed_serving.serve", served.append, raising=False)
     (tmp_path / "b.pbtxt").write_text("max_batch_size { value: 8 }")
     file = f"--batching-parameters-file {tmp_path / 'b.pbtxt'}"
-    of_each = "--enable_per_model_batching_parameters"
-    for arguments in ("", "--disable-batching --max-batch-rows 7", f"--enable_batching {file} {of_each}"):
+    for arguments in ("", "--disable-batching --max-batch-rows 7", f"--enable_batching {file}"):
         result = CliRunner().invoke(command.serve, [str(tmp_path), *arguments.split()])
         assert result.exception is None
     assert [settings.batching for settings in served] == [
         BatchingSettings(),
         BatchingSettings(enabled=False, max_rows=7),
-        BatchingSettings(enabled=True, parameters=BatchingParameters(max_batch_size=8), per_model=True),
+        BatchingSettings(enabled=True, parameters=BatchingParameters(max_batch_size=8)),
     ]
     result = CliRunner().invoke(command.serve, [str(tmp_path), *file.split()])
     assert isinstance(result.exception, ConfigError), "as TensorFlow Serving: a file alone does not enable it"
