@@ -183,13 +183,11 @@ def open_inference_calls(
         return respond("ModelReady", ready=ready)
 
     async def describe_server(_: bytes) -> bytes:
-        return respond("ServerMetadata", **server_metadata()._asdict())
+        return respond("ServerMetadata", **server_metadata())
 
     async def describe_model(data: bytes) -> bytes:
         request = _parse("ModelMetadataRequest", data)
-        found = await model_metadata(service, model_spec(request.name, request.version))
-        tensors = {key: [one._asdict() for one in getattr(found, key)] for key in ("inputs", "outputs")}
-        return respond("ModelMetadata", **found._asdict() | tensors)
+        return respond("ModelMetadata", **await model_metadata(service, model_spec(request.name, request.version)))
 
     return {
         "ServerLive": server_live,

@@ -22,8 +22,9 @@ from tensorflow.python.client import pywrap_tf_session as tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
-from tpuembed.manifest import Manifest
+from tpuembed.manifest import Manifest, Packing
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
+from tpuembed_serving.batching.concat import count_rows
 from tpuembed_serving.batching.known_ids import known_ids
 from tpuembed_serving.batching.merging import find_merging, with_padding
 from tpuembed_serving.batching.row_proof import Verdict, prove
@@ -36,7 +37,6 @@ from tpuembed_serving.models.versions import INDEX_FILE, check_files
 from tpuembed_serving.tensorflow.larger_than_memory import MAPPED, MappedVersion
 from tpuembed_serving.tensorflow.mapped_files import read_files
 from tpuembed_serving.tensorflow.native import Lookups, NativeCalls, native_calls
-from tpuembed_serving.tensorflow.packed import PackedCall, is_worth_packing
 from tpuembed_serving.tensorflow.row_store import RowStoreOptions, stored_calls
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
@@ -149,7 +149,7 @@ class SavedModelServable:
 
     def _find_merging(self, signature: Signature) -> Merging | None:
         verdict = self._verdict(signature.name)
-        if verdict.is_proven and self.manifest is not None and is_worth_packing(self.manifest, signature):
+        if verdict.is_proven and self.manifest is not None and _is_worth_packing(self.manifest, signature):
             verdict = self._verdict("packed")  # this one runs
         is_search = self.manifest is not None and self.manifest.retrieval is not None  # a loop over the queries
         if not verdict.is_proven and signature.inputs and not is_search:
@@ -233,17 +233,17 @@ class SavedModelServable:
             found = self._callables.get(signature.name)
             if found is not None:
                 return found
-            if self.manifest is not None and is_worth_packing(self.manifest, signature) and not self._is_stored:
+            if self.manifest is not None and _is_worth_packing(self.manifest, signature) and not self._is_stored:
                 found = self._packed_call(self.manifest, signature)
             else:
                 found = self._make_callable(signature)
             self._callables[signature.name] = found
             return found
 
-    def _packed_call(self, manifest: Manifest, signature: Signature) -> PackedCall:
+    def _packed_call(self, manifest: Manifest, signature: Signature) -> "_PackedCall":
         """Return a call through `packed`. The callable of `signature` is built when inputs do not fit: that is slow."""
         packed = self._callable(self.signatures["packed"])
-        return PackedCall(manifest.packing, signature, packed, _when_called(lambda: self._make_callable(signature)))
+        return _PackedCall(manifest.packing, signature, packed, _when_called(lambda: self._make_callable(signature)))
 
     def _run_within(self, seconds: float, signature: Signature, inputs: Sequence[Array]) -> list[Any]:
         """Run without a callable, with this timeout: a callable's timeout is fixed, and building one is slower than a run."""
@@ -281,6 +281,73 @@ class SavedModelServable:
         )
         options.run_options.timeout_in_ms = self._timeout_ms
         return self._session._make_callable_from_options(options)
+
+
+def _is_worth_packing(manifest: Manifest | None, signature: Signature) -> bool:
+    """Returns True if the named `signature` has the outputs of `packed`, in one matrix.
+
+    Features with names take them in `serving_default` alone.
+    A whole model has its own outputs in both. It spends most of its time elsewhere, and neither is faster (measured).
+    """
+    return (
+        manifest is not None
+        and signature.name == "serving_default"
+        and not manifest.packing.left_out
+        and manifest.packing.outputs is not None
+        and not any(feature.names for feature in manifest.features)
+    )
+
+
+class _PackedCall:
+    """Calls `packed`, which takes one matrix and returns one, with the inputs of `serving_default`, and returns its outputs.
+
+    This is faster: each named input costs as much as a lookup.
+    """
+
+    def __init__(
+        self,
+        packing: Packing,
+        signature: Signature,
+        packed: Callable[..., list[Array]],
+        named: Callable[..., list[Array]],
+    ) -> None:
+        """Prepare the calls. `named` is called with inputs that do not fit `packed`, so that its graph reports the error."""
+        order = {info.alias: index for index, info in enumerate(signature.inputs)}
+        self._fixed = [(order[one.name], one.columns) for one in packing.inputs if one.columns is not None]
+        self._lists = [order[one.name] for one in packing.inputs if one.columns is None]
+        places = {one.name: one for one in packing.outputs or ()}
+        self._outputs = [places[info.alias] for info in signature.outputs]
+        self._packed, self._named = packed, named
+
+    def __call__(self, *inputs: Array) -> list[Array]:
+        """Return the outputs in the signature's order."""
+        matrix = self._matrix(inputs)
+        if matrix is None:
+            return self._named(*inputs)
+        (activations,) = self._packed(matrix)
+        return [activations[:, one.start : one.stop].reshape(len(matrix), *one.shape) for one in self._outputs]
+
+    def _matrix(self, inputs: Sequence[Array]) -> Array | None:
+        """Return the inputs as one int64 matrix [rows, columns], or None if they do not fit."""
+        rows = count_rows(inputs)
+        if rows is None or not self._fits(inputs):
+            return None
+        parts = [inputs[index].reshape(rows, columns) for index, columns in self._fixed]
+        parts += self._lists_of_one_width([inputs[index] for index in self._lists])
+        return np.concatenate(parts, axis=1)
+
+    def _fits(self, inputs: Sequence[Array]) -> bool:
+        fixed = all(inputs[index].ndim == 1 + (columns != 1) for index, columns in self._fixed)
+        return fixed and all(inputs[index].ndim == 2 for index in self._lists)
+
+    def _lists_of_one_width(self, lists: Sequence[Array]) -> list[Array]:
+        widest = max((array.shape[1] for array in lists), default=0)
+        return [_padded(array, widest) for array in lists]
+
+
+def _padded(array: Array, width: int) -> Array:
+    missing = width - array.shape[1]
+    return np.pad(array, ((0, 0), (0, missing)), constant_values=-1) if missing else array
 
 
 def _when_called(make: Callable[[], Callable[..., list[Any]]]) -> Callable[..., list[Any]]:
