@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # only this command imports the server's package
 __all__ = ["serve"]
 
 _PACKAGES = ("tensorflow", "tensorflow_serving", "fastapi", "uvicorn", "orjson")
-_GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
+_GRPC_PACKAGES = ("grpc", "grpc_health")
 _GRPC_PORT = 8500
 _OF_LOADING = {
     "config",

@@ -4,12 +4,9 @@ import asyncio
 import contextlib
 from typing import Any
 
-import grpc
 import kserve
 import numpy as np
-from google.protobuf import descriptor_pb2  # type: ignore[import-untyped]
 from kserve.errors import UnsupportedProtocol
-from kserve.protocol.grpc import grpc_predict_v2_pb2
 from kserve.protocol.infer_type import RequestedOutput
 
 from tests.clients.common import ALL, IN_JSON, Server, main, same
@@ -79,64 +76,11 @@ async def _v1(server: Server) -> None:
         same(np.array(answer["predictions"], np.float32), server.embedding)
 
 
-def messages(server: Server) -> None:
-    """The server's reflection describes the service as KServe's own module does."""
-    call = grpc.insecure_channel(server.grpc).stream_stream(
-        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-        request_serializer=lambda data: data,
-        response_deserializer=lambda data: data,
-    )
-    symbol = b"inference.GRPCInferenceService"
-    (answer,) = call(iter([b"\x22" + bytes([len(symbol)]) + symbol]))  # file_containing_symbol
-    file = descriptor_pb2.FileDescriptorProto.FromString(_field(_field(answer, 4), 1))
-    wanted = descriptor_pb2.FileDescriptorProto()
-    grpc_predict_v2_pb2.DESCRIPTOR.CopyToProto(wanted)
-    ours = _fields("", file.message_type)
-    theirs = _fields("", wanted.message_type)
-    assert {key: ours.get(key) for key in theirs if not key.startswith(".Repository")} == {
-        key: value for key, value in theirs.items() if not key.startswith(".Repository")
-    }
-    methods = {one.name: (one.input_type, one.output_type) for one in file.service[0].method}
-    others = {one.name: (one.input_type, one.output_type) for one in wanted.service[0].method}
-    assert methods == {name: value for name, value in others.items() if not name.startswith("Repository")}
-
-
-def _field(data: bytes, number: int) -> bytes:
-    """Return the first field of that number in a message whose fields are all of wire type 2."""
-    at = 0
-    while at < len(data):
-        tag, size, shift = data[at], 0, 0
-        while True:
-            at += 1
-            size |= (data[at] & 0x7F) << shift
-            shift += 7
-            if data[at] < 0x80:
-                break
-        at += 1
-        if tag == number << 3 | 2:
-            return data[at : at + size]
-        at += size
-    raise AssertionError(number)
-
-
-def _fields(scope: str, found: Any) -> dict[str, Any]:
-    """Return number, type, label and choice of each field."""
-    fields = {}
-    for one in found:
-        name = f"{scope}.{one.name}"
-        for field in one.field:
-            choice = field.HasField("oneof_index")
-            fields[f"{name}.{field.name}"] = (field.number, field.type, field.type_name, field.label, choice)
-        fields |= _fields(name, one.nested_type)
-    return fields
-
-
 if __name__ == "__main__":
     main(
         {
             "rest": lambda server: asyncio.run(_rest(server)),
             "grpc": lambda server: asyncio.run(_grpc(server)),
             "v1": lambda server: asyncio.run(_v1(server)),
-            "messages": messages,
         }
     )

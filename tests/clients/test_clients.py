@@ -64,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 
 CASES = {
     "triton": ("http_binary", "http_json", "http_compressed", "http_async", "grpc", "grpc_stream"),
-    "kserve_sdk": ("rest", "grpc", "v1", "messages"),
+    "kserve_sdk": ("rest", "grpc", "v1"),
 }
 
 

@@ -193,12 +193,8 @@ class ModelExecutor:
 
     def give_up(self, request: QueuedRequest) -> None:
         """Drop a request whose caller has left."""
-        was_waiting = request.is_waiting
-        self._open.discard(request)
-        self._leave(request)
         request.is_over = True
-        if was_waiting:  # otherwise its batch is about to run
-            request.drop()
+        self._fail(request, stopping())
 
     def _full(self) -> StatusError:
         return StatusError(

@@ -3,8 +3,6 @@
 Importing this module imports TensorFlow, whose package has the classes of the messages. So `server` imports it in a thread.
 """
 
-import contextlib
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,22 +47,9 @@ __all__ = [
     "model_metadata",
     "model_spec",
     "parse",
-    "register_service",
 ]
 
 _SIGNATURE_DEF = "signature_def"
-
-
-def register_service(name: str) -> None:
-    """Register a service of TensorFlow Serving for gRPC's reflection.
-
-    The module of tensorflow-serving-api 2.19 fails under protobuf 5, but only after it has registered the service.
-    """
-    with contextlib.suppress(AttributeError):
-        importlib.import_module(f"tensorflow_serving.apis.{name}_pb2")
-
-
-register_service("prediction_service")
 
 
 def parse(message: Any, data: bytes) -> Any:

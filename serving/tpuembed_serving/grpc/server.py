@@ -1,4 +1,4 @@
-"""The gRPC server: TensorFlow Serving's services, the Open Inference Protocol's, health and reflection.
+"""The gRPC server: TensorFlow Serving's services, the Open Inference Protocol's, and health.
 
 It runs on the event loop of the REST API. Methods receive requests as bytes. So the port can listen before TensorFlow, which has
 the messages of TensorFlow Serving, is imported.
@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tpuembed.errors import ServingError
 from tpuembed_serving.core.api_keys import ADMIN_REFUSAL, KEY_REFUSAL, ApiKeys
@@ -43,7 +42,6 @@ from tpuembed_serving.grpc.arrivals import Arrivals
 from tpuembed_serving.grpc.listening import ChannelArgument, UnixSocket
 from tpuembed_serving.grpc.open_inference import GrpcInfer, open_inference_calls
 from tpuembed_serving.grpc.open_inference_messages import SERVICE as _OPEN_INFERENCE
-from tpuembed_serving.grpc.open_inference_messages import BothPools
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 from tpuembed_serving.workers.sockets import listeners_of_port, refuse_new_connections
@@ -215,9 +213,6 @@ class GrpcServer:
                 }
                 server.add_generic_rpc_handlers((_Service(service, handlers, self._arrivals.announce),))
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-            reflection.enable_server_reflection(
-                (*_METHODS, health.SERVICE_NAME, reflection.SERVICE_NAME), server, BothPools()
-            )
             return opened, await opened.start(host, number, security.tls, unix)
 
         self._open = open_port
@@ -255,10 +250,10 @@ class GrpcServer:
     def _load(self) -> "_Methods":
         """Import the messages. The first import of TensorFlow takes seconds."""
         with IMPORTING_TENSORFLOW:
-            from tpuembed_serving.grpc.model_service import ModelApi
+            from tpuembed_serving.grpc.model_service import model_calls
             from tpuembed_serving.grpc.prediction_service import PREDICTIONS, model_metadata
 
-        calls = dict(ModelApi(self._service, self._models, self._metrics).methods)
+        calls = dict(model_calls(self._service, self._models, self._metrics))
         calls["GetModelMetadata"] = functools.partial(model_metadata, self._service)
         return _Methods(PREDICTIONS, calls)
 
@@ -394,8 +389,6 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
                 self._telemetry.finish(record)
             await context.abort(_STATUS_CODES[code], text)
 
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(refuse)
         return grpc.unary_unary_rpc_method_handler(refuse)
 
 

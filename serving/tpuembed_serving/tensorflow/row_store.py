@@ -77,15 +77,10 @@ def stored_calls(
 class _StoredCalls(NativeCalls):
     """The calls of one version."""
 
-    def __init__(  # the base's options choose between two libraries
-        self, manifest: Manifest, version_dir: Path, options: RowStoreOptions, threads: int | None
-    ) -> None:
+    def __init__(self, manifest: Manifest, version_dir: Path, options: RowStoreOptions, threads: int | None) -> None:
         self._rows = _StoredRows(manifest, version_dir, options)
         self._features = NativeLookups(manifest, version_dir, threads=threads) if manifest.features else None
         self._model = None if manifest.features else _StoredActivations(manifest, version_dir, threads=threads)
-
-    def set_reads_ahead(self, reads_ahead: bool) -> None:
-        """Change nothing: no table is mapped."""
 
     def answers_almost_all(self, signature: Signature) -> bool:
         """Return True for all but `from_activations`."""
