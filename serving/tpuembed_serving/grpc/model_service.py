@@ -45,7 +45,8 @@ def model_calls(
         for status in service.status(model_spec(request)):
             one = response.model_version_status.add(version=status.version, state=int(status.state))
             one.status.error_code = Code.OK if status.error is None else status.error.code
-            one.status.error_message = "" if status.error is None else _utf8(status.error.message)
+            text = "" if status.error is None else status.error.message
+            one.status.error_message = text.encode("utf-8", "replace").decode("utf-8")
         return bytes(response.SerializeToString())
 
     async def handle_reload_config_request(data: bytes) -> bytes:
@@ -85,7 +86,3 @@ def _models(config: Any) -> Sequence[ModelSettings]:
         return models_from_message(config)
     except ConfigError as error:
         raise StatusError(Code.INVALID_ARGUMENT, str(error)) from None
-
-
-def _utf8(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -227,7 +227,11 @@ async def model_metadata(service: ModelService, data: bytes) -> bytes:
     """Answer a GetModelMetadataRequest."""
     request = parse(get_model_metadata_pb2.GetModelMetadataRequest, data)
     spec = model_spec(request)
-    _check_fields(request.metadata_field)
+    if not request.metadata_field:
+        raise invalid_argument("GetModelMetadataRequest must specify at least one metadata_field")
+    for field in request.metadata_field:
+        if field != _SIGNATURE_DEF:
+            raise invalid_argument(f"Metadata field {field} is not supported")
     metadata = await service.metadata(spec)
     signatures = json_format.ParseDict(
         {_SIGNATURE_DEF: dict(metadata.signature_defs)}, get_model_metadata_pb2.SignatureDefMap()
@@ -275,14 +279,6 @@ def fill_result(message: Any, result: InferenceResult) -> None:
     else:
         for value in result.values.tolist():
             message.regressions.add(value=value)
-
-
-def _check_fields(fields: Any) -> None:
-    if not fields:
-        raise invalid_argument("GetModelMetadataRequest must specify at least one metadata_field")
-    for field in fields:
-        if field != _SIGNATURE_DEF:
-            raise invalid_argument(f"Metadata field {field} is not supported")
 
 
 # ---- the inputs of a PredictRequest, with the checks and texts of predict_util.cc

@@ -1,6 +1,7 @@
 """A client of TensorFlow Serving's gRPC API. Importing this module imports TensorFlow, which has the messages."""
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -104,17 +105,14 @@ class RemotePredictions:
         Raises:
             StatusError: the server's status, or UNAVAILABLE if it cannot be reached.
         """
-        if _is_large(inputs):  # the event loop does only short work
-            request = await asyncio.to_thread(_predict_request, model, version, signature, inputs)
-        else:
-            request = _predict_request(model, version, signature, inputs)
+        make = functools.partial(_predict_request, model, version, signature, inputs)
+        request = await asyncio.to_thread(make) if _is_large(inputs) else make()  # the event loop does only short work
         try:
             answer = await self._predict(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             raise _status_error(error, self._target) from None
-        if len(answer) > INLINE_BYTES:
-            return await asyncio.to_thread(_outputs, answer, signature, self._target)
-        return _outputs(answer, signature, self._target)
+        read = functools.partial(_outputs, answer, signature, self._target)
+        return await asyncio.to_thread(read) if len(answer) > INLINE_BYTES else read()
 
     def close(self) -> None:
         """Start to close the channel. Requests in progress are cancelled."""

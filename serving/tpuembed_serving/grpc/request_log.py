@@ -36,8 +36,6 @@ _MOST_WAITING_BYTES: Final = 64 << 20
 _MOST_FILE_BYTES: Final = 64 << 20
 _RETRY_SECONDS: Final = 60.0
 """How long nothing is written after a file could not be."""
-_LENGTH: Final = struct.Struct("<Q")
-_CHECKSUM: Final = struct.Struct("<I")
 _METHODS: Final = {kind: method for method, kind in LOG_TYPES.items()}
 
 
@@ -147,7 +145,7 @@ class _Files:
 
     def write(self, record: bytes) -> bool:
         """Append a record. Returns False if it cannot be written, and for a minute after that."""
-        length = _LENGTH.pack(len(record))
+        length = struct.pack("<Q", len(record))
         data = b"".join((length, _checksum(length), record, _checksum(record)))
         if len(data) > self._file_bytes or time.monotonic() < self._retry_at:
             return False
@@ -219,7 +217,7 @@ class _Files:
 
 
 def _checksum(data: bytes) -> bytes:
-    return _CHECKSUM.pack(mask(google_crc32c.value(data)))
+    return struct.pack("<I", mask(google_crc32c.value(data)))
 
 
 def _record(entry: _Entry) -> bytes:

@@ -114,7 +114,8 @@ class _Port:
             one.close()
         if unix is not None:  # first: if it fails, this server does not share the port
             _add_port(self._server, unix.next_address(), tls, "path with --grpc-socket-path")
-        bound = _bind(self._server, host, port, tls)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        bound = _add_port(self._server, address, tls, "port with --grpc-port")
         await self._server.start()
         if unix is not None:
             unix.publish()
@@ -296,7 +297,7 @@ class GrpcServer:
             raise StatusError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
         try:
             if name == "ModelInfer":
-                return await self._run(GrpcInfer(), request, context, record)
+                return await self._pipeline.answer(GrpcInfer(), request, record, remaining)
             if name in self._open_inference:
                 return await self._open_inference[name](request)
             assert self._loading is not None
@@ -306,15 +307,12 @@ class GrpcServer:
             prediction = methods.predictions.get(name)
             if prediction is None:
                 return await methods.calls[name](request)
-            return await self._run(prediction(), request, context, record)
+            return await self._pipeline.answer(prediction(), request, record, context.time_remaining())
         except StatusError:
             raise
         except Exception:
             logger.exception("a call of %s failed", name)
             raise StatusError(Code.INTERNAL, "internal error") from None
-
-    async def _run(self, prediction: Any, request: bytes, context: Any, record: RequestRecord | None) -> bytes:
-        return await self._pipeline.answer(prediction, request, record, context.time_remaining())
 
     def _begin(self, path: bytes, name: str, context: Any, size: int) -> RequestRecord | None:
         """Create a record if the server has an observer, and return the client's request ID to it."""
@@ -398,10 +396,6 @@ def _as_bytes(metadata: Any) -> Headers:
         (key.encode("ascii", "replace"), value if isinstance(value, bytes) else value.encode("utf-8", "replace"))
         for key, value in metadata
     ]
-
-
-def _bind(server: Any, host: str, port: int, tls: TlsSettings | None) -> int:
-    return _add_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls, "port with --grpc-port")
 
 
 def _add_port(server: Any, address: str, tls: TlsSettings | None, other: str) -> int:

@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +23,11 @@ from tensorflow.python.client import pywrap_tf_session as tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
-from tpuembed.manifest import Manifest, Packing
+from tpuembed.manifest import FeatureEntry, Manifest, Packing
+from tpuembed.native_search import EXCLUDE
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
 from tpuembed_serving.batching.concat import count_rows
 from tpuembed_serving.batching.known_ids import known_ids
-from tpuembed_serving.batching.merging import find_merging, with_padding
 from tpuembed_serving.batching.row_proof import Verdict, prove
 from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.log_once import ONCE
@@ -44,6 +45,8 @@ __all__ = ["RunOptions", "SavedModelServable", "load"]
 
 logger = logging.getLogger(__name__)
 
+_PADDING = -1
+"""The padding of lists of ids, and of integers that are names, in every export of lookups."""
 _VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _LOOP_OPS = frozenset({"While", "StatelessWhile", "NextIteration", "RefNextIteration", "For"})
 _SHORT = 0.9
@@ -107,7 +110,7 @@ class SavedModelServable:
         self._timeout_ms = 0 if is_steady else options.timeout_ms
         self.signatures: Mapping[str, Signature] = {
             name: dataclasses.replace(
-                with_padding(signature_of(name, sig, is_export=manifest is not None), manifest),
+                _with_padding(signature_of(name, sig, is_export=manifest is not None), manifest),
                 ids=None if manifest is None else known_ids(name, sorted(sig.inputs), manifest),
             )
             for name, sig in meta_graph.signature_def.items()
@@ -149,13 +152,13 @@ class SavedModelServable:
 
     def _find_merging(self, signature: Signature) -> Merging | None:
         verdict = self._verdict(signature.name)
-        if verdict.is_proven and self.manifest is not None and _is_worth_packing(self.manifest, signature):
+        if verdict.is_proven and _is_worth_packing(self.manifest, signature):
             verdict = self._verdict("packed")  # this one runs
         is_search = self.manifest is not None and self.manifest.retrieval is not None  # a loop over the queries
         if not verdict.is_proven and signature.inputs and not is_search:
             text = "%s: signature %s: requests are not batched: %s. Give --enable-batching to batch them anyway"
             logger.warning(text, self._where, signature.name, verdict.reason, extra=ONCE)
-        return find_merging(
+        return _merging_of(
             signature,
             _shapes(self._meta_graph.signature_def[signature.name]),
             self.manifest,
@@ -283,6 +286,68 @@ class SavedModelServable:
         return self._session._make_callable_from_options(options)
 
 
+# ---- how requests of a signature are concatenated; `queue.BatchQueue.of` decides whether they are
+
+
+def _merging_of(
+    signature: Signature,
+    shapes: Sequence[Sequence[int] | None],
+    manifest: Manifest | None,
+    *,
+    is_proven: bool,
+    is_steady: bool,
+) -> Merging | None:
+    """Return how requests of `signature` are batched, or None if they cannot be.
+
+    Args:
+        signature: the signature, as `_with_padding` returns it.
+        shapes: the shapes of all inputs, then of all outputs. The first size of each must be unknown.
+        manifest: the manifest of an export.
+        is_proven: whether the graph proves that rows are independent.
+        is_steady: whether the duration of a run depends only on shapes, unless inputs are strings.
+    """
+    if not signature.inputs or not all(shape is None or (len(shape) > 0 and shape[0] == -1) for shape in shapes):
+        return None
+    is_numeric = all(info.dtype != "string" for info in signature.inputs)
+    is_lookups = manifest is not None and bool(manifest.features) and signature.name == "serving_default"
+    return Merging(
+        is_proven=is_proven,
+        shapes=tuple(None if shape is None else tuple(shape[1:]) for shape in shapes[: len(signature.inputs)]),
+        is_steady=is_steady and is_numeric,
+        padding=signature.padding if is_lookups else (),
+    )
+
+
+def _with_padding(signature: Signature, manifest: Manifest | None) -> Signature:
+    """Return `signature` with the padding of the inputs that the manifest of an export lists.
+
+    For a whole model, this does not allow to batch requests of different widths: a model may depend on the width.
+    """
+    if manifest is None or (manifest.retrieval is None and signature.name != "serving_default"):
+        return signature
+    features = {feature.name: feature for feature in manifest.features}
+    weights = {f"{feature.name}_weights": feature for feature in manifest.features if feature.weighted}
+    of_models = {name: math.nan if value == "NaN" else value for name, value in manifest.padding.items()}
+    if manifest.retrieval is not None and signature.name == "filtered":
+        of_models[EXCLUDE] = _PADDING if manifest.retrieval.ids == "int64" else ""
+    padding = tuple(
+        of_models.get(info.alias, _padding(features.get(info.alias), weights.get(info.alias)))
+        for info in signature.inputs
+    )
+    return dataclasses.replace(signature, padding=padding)
+
+
+def _padding(ids: FeatureEntry | None, weights: FeatureEntry | None) -> int | str | None:
+    if ids is not None and ids.input == "ids":
+        return "" if ids.names == "string" else _PADDING
+    if ids is not None:
+        return None
+    return 0 if weights is not None and weights.input == "ids" else None
+
+
+# ---- the signature packed
+
+
 def _is_worth_packing(manifest: Manifest | None, signature: Signature) -> bool:
     """Returns True if the named `signature` has the outputs of `packed`, in one matrix.
 
@@ -347,7 +412,7 @@ class _PackedCall:
 
 def _padded(array: Array, width: int) -> Array:
     missing = width - array.shape[1]
-    return np.pad(array, ((0, 0), (0, missing)), constant_values=-1) if missing else array
+    return np.pad(array, ((0, 0), (0, missing)), constant_values=_PADDING) if missing else array
 
 
 def _when_called(make: Callable[[], Callable[..., list[Any]]]) -> Callable[..., list[Any]]:

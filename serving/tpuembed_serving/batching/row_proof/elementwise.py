@@ -17,8 +17,6 @@ from tpuembed_serving.batching.row_proof.rules import (
     as_rows,
     computed_value,
     in_range,
-    is_all_same,
-    known_shape,
     refuse_width,
     rows_value,
     rule,
@@ -138,7 +136,7 @@ def _of_sizes(call: NodeCall) -> Value | None:
     numbers = []
     for first, second in pairs:
         number = _arithmetic(call.op, first, second)
-        if number is None and call.op == "FloorDiv" and is_all_same(call) and (second.number or 0) > 0:
+        if number is None and call.op == "FloorDiv" and call.is_same and (second.number or 0) > 0:
             number = call.unknown() if first.at_least(Size.of(0)) else None  # of a size by a number: a size
         if number is None:
             return None
@@ -181,7 +179,7 @@ def _of_lengths(call: NodeCall) -> Value | None:
         if is_scalar and highest.width is not None and least.kind is Kind.SAME and least.numbers() == [0]:
             return Value(Kind.SIZE, (), sizes=(highest.width,))
     if call.op == "Less" and one.kind is Kind.COLUMNS and other.kind is Kind.ROWS and one.shape is not None:
-        shape = known_shape(other.shape)
+        shape = other.known_shape
         if len(shape) == 2 and other.axis == 0 and shape[1].number == 1 and other.width == one.shape[-1]:
             return rows_value([shape[0], one.shape[-1]], 0, counts=other.counts, fill=np.False_)
     return None
@@ -315,6 +313,6 @@ def _ensure_shape(call: NodeCall) -> Value:
         if any(size.number is not None for size in wanted):
             raise MixedError(DEPENDS_ON_WIDTH)
         return value
-    shape = known_shape(value.shape)
+    shape = value.known_shape
     found = [size if want.number is None else want for size, want in zip(shape, wanted, strict=True)]
     return rows_value(found, value.axis, counts=value.counts)

@@ -10,8 +10,6 @@ from tpuembed_serving.batching.row_proof.rules import (
     TAKES_ROWS,
     NodeCall,
     as_rows,
-    is_all_same,
-    known_shape,
     named_outputs,
     numbers_value,
     refuse_width,
@@ -31,11 +29,11 @@ def _gather(call: NodeCall) -> Value:
             return same()
         return _gathered_constant(params, indices, axis, batch_dims)
     if params.kind is Kind.SAME and params.shape is None and not batch_dims:
-        is_of_rows = as_rows(indices).shape is None or known_shape(indices.shape)[:1] == (ROWS,)
+        is_of_rows = as_rows(indices).shape is None or indices.known_shape[:1] == (ROWS,)
         if axis or indices.axis or indices.is_padded or not is_of_rows:
             raise MixedError("the number of dimensions of an input is not known")
         return Value(Kind.ROWS, None, indices.axis)
-    shape, inner = known_shape(params.shape), known_shape(indices.shape)
+    shape, inner = params.known_shape, indices.known_shape
     axis %= len(shape)
     found = (*shape[:axis], *inner[batch_dims:], *shape[axis + 1 :])
     if batch_dims:  # each row looks up in the same row
@@ -76,7 +74,7 @@ def _gathered_constant(params: Value, indices: Value, axis: int, batch_dims: int
     numbers, sizes = indices.numbers(), params.sizes
     is_vector = sizes is not None and params.rank == 1 and axis in (0, -1) and not batch_dims
     if is_vector and numbers is not None and all(0 <= number < len(sizes or ()) for number in numbers):
-        return numbers_value(known_shape(indices.shape), [(sizes or ())[number] for number in numbers])
+        return numbers_value(indices.known_shape, [(sizes or ())[number] for number in numbers])
     as_rows(params, Kind.SAME)
     if params.shape is None or indices.shape is None:
         return same()
@@ -91,7 +89,7 @@ def _gather_nd(call: NodeCall) -> Value:
         return same()
     if call.attr("batch_dims").i:
         raise MixedError("it looks up within each row")
-    inner, shape = known_shape(indices.shape), known_shape(params.shape)
+    inner, shape = indices.known_shape, params.known_shape
     depth = inner[-1].number
     if depth is None:
         raise MixedError("how it looks up is not known before it runs")
@@ -112,7 +110,7 @@ def _where(call: NodeCall) -> Value:
     (value,) = call.inputs
     if value.kind is Kind.SAME:
         return same()
-    shape = known_shape(as_rows(value).shape)
+    shape = as_rows(value).known_shape
     if value.is_padded and (value.fill is None or value.fill):
         raise MixedError(DEPENDS_ON_WIDTH)
     entries = value.counts if value.counts is not None and call.dtype() in (None, tf.bool) else call.symbol("n")
@@ -131,12 +129,12 @@ def _where(call: NodeCall) -> Value:
 @rule("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd")
 def _unsorted_segment(call: NodeCall) -> Value:
     data, segments, count = call.inputs
-    if is_all_same(call):
+    if call.is_same:
         return same()
     as_rows(segments, Kind.POINTER)
     as_rows(data)
     refuse_width(data, segments)
-    shape, inner = known_shape(data.shape), known_shape(segments.shape)
+    shape, inner = data.known_shape, segments.known_shape
     if data.axis != 0 or shape[: len(inner)] != inner or segments.axis != 0:
         raise MixedError("its segments are not those of the entries")
     if count.sizes is None or segments.target != count.sizes[0]:
@@ -147,14 +145,14 @@ def _unsorted_segment(call: NodeCall) -> Value:
 @rule("SegmentSum", "SegmentMean", "SegmentMax", "SegmentMin", "SegmentProd")
 def _segment(call: NodeCall) -> Value:
     data, segments = call.inputs[:2]
-    if is_all_same(call):
+    if call.is_same:
         return same()
     return _segments(as_rows(data), segments)
 
 
 def _segments(data: Value, segments: Value) -> Value:
     """One row for each segment; there is none for rows behind the last entry, so that each row must have one."""
-    shape, inner = known_shape(data.shape), known_shape(as_rows(segments, Kind.POINTER).shape)
+    shape, inner = data.known_shape, as_rows(segments, Kind.POINTER).known_shape
     if data.axis != 0 or len(inner) != 1 or shape[0] != inner[0] or segments.target is None:
         raise MixedError("its segments are not those of the entries")
     if not segments.covers:
@@ -166,15 +164,15 @@ def _segments(data: Value, segments: Value) -> Value:
 @rule("SparseSegmentSum", "SparseSegmentMean", "SparseSegmentSqrtN")
 def _sparse_segment(call: NodeCall) -> Value:
     data, places, segments = call.inputs[:3]
-    if is_all_same(call):
+    if call.is_same:
         return same()
     refuse_width(data, places, segments)
     if data.kind is Kind.SAME:
-        shape = known_shape(data.shape)
-        entries = known_shape(as_rows(places).shape)
+        shape = data.known_shape
+        entries = as_rows(places).known_shape
     else:
-        shape = known_shape(as_rows(data).shape)
-        entries = known_shape(as_rows(places, Kind.PLACES, Kind.POINTER).shape)
+        shape = as_rows(data).known_shape
+        entries = as_rows(places, Kind.PLACES, Kind.POINTER).known_shape
         if data.axis != 0 or places.target != shape[0]:
             raise MixedError("it takes rows by numbers")
     if len(entries) != 1 or places.axis != 0:
@@ -185,9 +183,9 @@ def _sparse_segment(call: NodeCall) -> Value:
 @rule("Unique", "UniqueV2")
 def _unique(call: NodeCall) -> list[Value] | Value:
     value = call.inputs[0]
-    if is_all_same(call):
+    if call.is_same:
         return same()
-    shape = known_shape(as_rows(value).shape)
+    shape = as_rows(value).known_shape
     refuse_width(value)
     if len(shape) != 1:
         raise MixedError("what differs is no vector")
@@ -219,10 +217,10 @@ def _fill_rows(call: NodeCall) -> list[Value]:
     as_rows(values)
     if indices.kind is not Kind.INDICES or indices.axis != 0 or dims.sizes is None or indices.target is None:
         raise MixedError("which rows its entries are of is not known")
-    if indices.target != dims.sizes[0] or known_shape(values.shape) != known_shape(indices.shape)[:1]:
+    if indices.target != dims.sizes[0] or values.known_shape != indices.known_shape[:1]:
         raise MixedError("its entries are not those of the rows")
     entries = call.symbol("n")
-    more = (entries, known_shape(indices.shape)[1])
+    more = (entries, indices.known_shape[1])
     filled = Value(Kind.INDICES, more, 0, sizes=(), target=indices.target, covers=True)
     back = Value(Kind.MIXED, reason="where entries were is a position in the batch")
     return [filled, rows_value([entries], 0), rows_value([indices.target], 0), back]
@@ -234,12 +232,12 @@ named_outputs("SparseFillEmptyRows", "output_indices", "output_values", "empty_r
 @rule("DenseBincount")
 def _bincount(call: NodeCall) -> Value:
     value, size, weights = call.inputs
-    if is_all_same(call):
+    if call.is_same:
         return same()
     as_rows(weights, Kind.SAME)
     if weights.shape != (Size.of(0),):
         raise MixedError("it has weights")
-    shape = known_shape(as_rows(value, Kind.ROWS, Kind.POINTER).shape)
+    shape = as_rows(value, Kind.ROWS, Kind.POINTER).known_shape
     refuse_width(value)
     if value.kind is Kind.POINTER:
         if len(shape) != 1 or size.sizes != (value.target,) or call.attr("binary_output").b:
@@ -253,13 +251,13 @@ def _bincount(call: NodeCall) -> Value:
 @rule("SparseToDense")
 def _sparse_to_dense(call: NodeCall) -> Value:
     indices, dims, values, default = call.inputs
-    if is_all_same(call):
+    if call.is_same:
         return same(dims.sizes)
     as_rows(default, Kind.SAME)
     as_rows(values)
     if indices.kind is not Kind.INDICES or dims.sizes is None or indices.axis != 0:
         raise MixedError("which rows its entries are of is not known")
-    if indices.target != dims.sizes[0] or known_shape(values.shape) != known_shape(indices.shape)[:1]:
+    if indices.target != dims.sizes[0] or values.known_shape != indices.known_shape[:1]:
         raise MixedError("its entries are not those of the rows")
     if any(size.is_padded for size in dims.sizes) and indices.sizes != dims.sizes:
         raise MixedError(DEPENDS_ON_WIDTH)
@@ -273,13 +271,13 @@ def _ragged_to_tensor(call: NodeCall) -> Value:
     as_rows(default, Kind.SAME)
     as_rows(values)
     wanted = [size.number for size in dims.sizes] if dims.sizes is not None and dims.kind is Kind.SAME else None
-    shape = known_shape(values.shape)
+    shape = values.known_shape
     if values.axis != 0:
         raise MixedError("its entries are not those of the rows")
     if types == ["ROW_SPLITS"]:
         splits = parts[0]
         fits = splits.kind is Kind.SPLITS and splits.target == shape[0]
-        rows = known_shape(splits.shape)[0] - Size.of(1) if fits else None
+        rows = splits.known_shape[0] - Size.of(1) if fits else None
     elif types == ["FIRST_DIM_SIZE", "VALUE_ROWIDS"]:
         ids = parts[1]
         fits = ids.kind is Kind.POINTER and ids.shape == shape[:1]
@@ -305,7 +303,7 @@ def _sparse_of(call: NodeCall, rows: Size) -> tuple[Value, Value, Value]:
 @rule("ParseExampleV2")
 def _parse(call: NodeCall) -> list[Value]:
     serialized, names, *others = call.inputs
-    if known_shape(as_rows(serialized).shape) != (ROWS,):
+    if as_rows(serialized).known_shape != (ROWS,):
         raise MixedError("its examples are no vector of the rows")
     if names.shape != (Size.of(0),):
         raise MixedError("its examples have names, of a fixed number")
@@ -337,7 +335,7 @@ OUTPUTS["ParseExampleV2"] = _parse_outputs
 def _string_split(call: NodeCall) -> list[Value]:
     words, separator = call.inputs
     as_rows(separator, Kind.SAME)
-    shape = known_shape(as_rows(words).shape)
+    shape = as_rows(words).known_shape
     if len(shape) != 1:
         raise MixedError("what it splits is no vector")
     if shape[0].is_distinct:

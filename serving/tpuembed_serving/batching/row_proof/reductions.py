@@ -17,8 +17,6 @@ from tpuembed_serving.batching.row_proof.rules import (
     arranged,
     as_rows,
     computed_value,
-    is_all_same,
-    known_shape,
     named_outputs,
     refuse_width,
     rows_value,
@@ -43,7 +41,7 @@ def _reduce(call: NodeCall) -> Value:
         raise MixedError("which axes it adds up is not known before it runs")
     if value.kind in COUNT_KINDS and value.shape is None and _OF_ALL.get(call.op) is value.kind:
         return value
-    shape = known_shape(value.shape)
+    shape = value.known_shape
     gone = {axis % len(shape) for axis in axes} if shape else set()
     left = tuple(ONE if axis in gone else size for axis, size in enumerate(shape) if keep or axis not in gone)
     is_vector = value.kind in (Kind.SAME, Kind.SIZE) and value.sizes is not None and len(shape) == 1 == len(gone)
@@ -116,7 +114,7 @@ def _cumulative(call: NodeCall) -> list[Value] | Value:
     value = call.inputs[0]
     is_backward = call.op == "Cumsum" and call.attr("reverse").b and call.dtype().is_integer
     if is_backward and value.kind is Kind.ROWS and value.rank == 2 and value.axis == 0:
-        shape = known_shape(value.shape)
+        shape = value.known_shape
         if call.numbers(1) in ([1], [-1]) and is_one_width(shape[1]):
             if value.fill is None or value.fill != 0:
                 raise MixedError(DEPENDS_ON_WIDTH)
@@ -134,7 +132,7 @@ def _contracted(call: NodeCall, terms: Sequence[str], out: str) -> Value:
     for term, value in zip(terms, call.inputs, strict=True):
         as_rows(value, Kind.ROWS, Kind.SAME)
         refuse_width(value)
-        shape = known_shape(value.shape)
+        shape = value.known_shape
         if len(shape) != len(term) or len(set(term)) < len(term):
             raise MixedError("its equation is of another number of dimensions")
         if value.kind is Kind.ROWS:
@@ -151,9 +149,9 @@ def _contracted(call: NodeCall, terms: Sequence[str], out: str) -> Value:
 
 @rule("MatMul", "BatchMatMulV2", "BatchMatMulV3")
 def _matmul(call: NodeCall) -> Value:
-    if is_all_same(call) and None in [value.shape for value in call.inputs]:
+    if call.is_same and None in [value.shape for value in call.inputs]:
         return same()
-    ranks = [len(known_shape(value.shape)) for value in call.inputs]
+    ranks = [len(value.known_shape) for value in call.inputs]
     batch = "abcdefgh"[: max(ranks) - 2]
     flags = ("transpose_a", "transpose_b") if call.op == "MatMul" else ("adj_x", "adj_y")
     terms = []
@@ -166,7 +164,7 @@ def _matmul(call: NodeCall) -> Value:
 @rule("Einsum")
 def _einsum(call: NodeCall) -> Value:
     terms, _, out = call.attr("equation").s.decode().replace(" ", "").partition("->")
-    if is_all_same(call):
+    if call.is_same:
         return same()
     if "." in terms or len(set(out)) < len(out):
         raise MixedError("its equation leaves axes open")

@@ -29,9 +29,6 @@ __all__ = [
     "computed_value",
     "in_range",
     "inserted",
-    "is_all_same",
-    "is_width",
-    "known_shape",
     "named_outputs",
     "numbers_value",
     "product",
@@ -73,6 +70,11 @@ class NodeCall:
         """A dtype attribute. None if the node does not have it."""
         number = self.attr(name).type
         return tf.dtypes.as_dtype(number) if number else None
+
+    @property
+    def is_same(self) -> bool:
+        """Returns True if every input is the same in every run."""
+        return all(value.kind is Kind.SAME for value in self.inputs)
 
     def unknown(self) -> Size:
         """A number that is the same in every run."""
@@ -131,7 +133,7 @@ def rule_of_axes(*names: str) -> Callable[[RuleOfAxes], Rule]:
                 as_rows(other, Kind.SAME)
             if value.kind is Kind.SAME and value.shape is None:
                 return same()
-            return rule_of_shape(call, value, known_shape(value.shape))
+            return rule_of_shape(call, value, value.known_shape)
 
         return rule(*names)(checked)
 
@@ -143,13 +145,6 @@ def named_outputs(op: str, *names: str) -> None:
     OUTPUTS[op] = lambda _: [(name, 1) for name in names]
 
 
-def known_shape(shape: tuple[Size, ...] | None) -> tuple[Size, ...]:
-    """Return `shape`. Raise MixedError if the number of dimensions is not known."""
-    if shape is None:
-        raise MixedError("the number of dimensions of an input is not known")
-    return shape
-
-
 def as_rows(value: Value, *kinds: Kind) -> Value:
     """Return `value`. Raise MixedError unless it holds rows, or is of one of `kinds`."""
     if value.kind in (kinds or (Kind.ROWS,)):
@@ -157,11 +152,6 @@ def as_rows(value: Value, *kinds: Kind) -> Value:
     if value.kind is Kind.SIZE:
         raise MixedError(USES_BATCH_SIZE)
     raise MixedError(USES_POSITION if value.kind in _POSITIONS else "rows meet here")
-
-
-def is_all_same(call: NodeCall) -> bool:
-    """Returns True if every input is the same in every run."""
-    return all(value.kind is Kind.SAME for value in call.inputs)
 
 
 def refuse_width(*values: Value) -> None:
@@ -176,7 +166,7 @@ def rows_value(shape: Iterable[Size] | None, axis: int, **more: Any) -> Value:
     if known is not None:
         if not known[axis].is_count:
             raise MixedError("rows do not stay apart")
-        if any(not size.is_same and not is_width(size) for index, size in enumerate(known) if index != axis):
+        if any(not size.is_width for index, size in enumerate(known) if index != axis):
             raise MixedError("two axes depend on the batch size")
     return Value(Kind.ROWS, known, axis, **more)
 
@@ -186,26 +176,20 @@ def arranged(value: Value, axes: Sequence[int | Size], reason: str = "rows do no
 
     Raise MixedError with `reason` if the axis of the rows is not among them.
     """
-    own = known_shape(value.shape)
+    own = value.known_shape
     shape = [own[axis] if isinstance(axis, int) else axis for axis in axes]
     if value.kind is Kind.SAME:
         return same(shape)
     as_rows(value)
-    kept = [place for place, axis in enumerate(axes) if isinstance(axis, int) and axis == value.axis]
-    if len(kept) != 1:
+    if list(axes).count(value.axis) != 1:
         raise MixedError(reason)
-    return rows_value(shape, kept[0])
+    return rows_value(shape, axes.index(value.axis))
 
 
 def inserted(shape: Sequence[Size], axis: int, size: Size) -> list[int | Size]:
     """Return the axes of `shape` with another dimension of `size` at `axis`."""
     axis += len(shape) + 1 if axis < 0 else 0
     return [*range(axis), size, *range(axis, len(shape))]
-
-
-def is_width(size: Size) -> bool:
-    """Returns True if `size` is made of widths and of numbers that are the same in every run."""
-    return all(name[0] in "sw" for name in size.symbols)
 
 
 def product(sizes: Iterable[Size]) -> Size:

@@ -18,9 +18,6 @@ from tpuembed_serving.batching.row_proof.rules import (
     arranged,
     as_rows,
     inserted,
-    is_all_same,
-    is_width,
-    known_shape,
     numbers_value,
     product,
     refuse_width,
@@ -39,7 +36,7 @@ def _shape(call: NodeCall) -> list[Value]:
         if value.kind is Kind.SAME and value.shape is None:
             found.append(same((call.unknown(),) if call.op.startswith("Shape") else ()))
             continue
-        shape = known_shape(value.shape)
+        shape = value.known_shape
         if call.op.startswith("Shape"):
             found.append(vector_of(shape))
         else:
@@ -81,13 +78,13 @@ def _reshape(call: NodeCall) -> Value:
 
 def _keeps_padding(value: Value, shape: Sequence[Size]) -> bool:
     """Returns True if a reshape adds axes at the end, or makes a vector of all. Others may move padding between values."""
-    old = known_shape(value.shape)
+    old = value.known_shape
     return not value.is_padded or len(shape) == 1 or tuple(shape[: len(old)]) == old
 
 
 def _reshaped(call: NodeCall, value: Value, sizes: Sequence[Size]) -> tuple[Size, ...]:
     """The shape after a reshape, with its -1 worked out."""
-    total = product(known_shape(value.shape))
+    total = product(value.known_shape)
     shape = list(sizes)
     if [size.number for size in shape].count(-1) != 1:
         return tuple(shape)
@@ -106,12 +103,12 @@ def _reshaped(call: NodeCall, value: Value, sizes: Sequence[Size]) -> tuple[Size
 
 def _kept_axis(value: Value, shape: Sequence[Size]) -> int:
     """Return the axis of rows after a reshape that keeps all axes before it."""
-    old = known_shape(value.shape)
+    old = value.known_shape
     axes = [index for index, size in enumerate(shape) if any(name[0] in "nu" for name in size.symbols)]
     before = [[size for size in each if size.number != 1] for each in (old[: value.axis], shape[: (axes or [0])[0]])]
     if len(axes) != 1 or before[0] != before[1] or not shape[axes[0]].is_count:
         raise MixedError("rows do not stay apart")
-    if any(not size.is_same and not is_width(size) for size in shape[axes[0] + 1 :]):
+    if any(not size.is_width for size in shape[axes[0] + 1 :]):
         raise MixedError("rows do not stay apart")
     if product(shape) != product(old):
         # Other symbols for the same number: it is equal wherever the reshape succeeds, but for what a row is.
@@ -129,7 +126,7 @@ def _other_rank(call: NodeCall) -> Value:
     axes = call.numbers(1) if is_new else list(call.attr("squeeze_dims").list.i)
     if value.kind is Kind.SAME and value.shape is None:
         return same()
-    shape = known_shape(value.shape)
+    shape = value.known_shape
     if not is_new and not axes:
         if value.kind is not Kind.SAME:
             raise MixedError("a batch of one row would lose its axis")
@@ -172,7 +169,7 @@ def _merged(call: NodeCall, parts: Sequence[Value], but: int | None = None) -> V
     if len({(value.kind, value.rank, value.axis) for value in parts}) > 1:
         raise MixedError("constants, or rows of another axis, are put beside rows")
     shape: list[Size] = []
-    for axis, sizes in enumerate(zip(*(known_shape(value.shape) for value in parts), strict=True)):
+    for axis, sizes in enumerate(zip(*(value.known_shape for value in parts), strict=True)):
         is_sum = axis == but
         shape.append(functools.reduce(operator.add, sizes) if is_sum else equal_size(sizes, call.unknown))
     if parts[0].kind is Kind.SAME:
@@ -190,10 +187,10 @@ def _concat(call: NodeCall) -> Value:
         return vector_of([size for value in parts for size in value.sizes or ()])
     is_splits = parts[-1].kind is Kind.ENDS and len(parts) == 2 and parts[0].numbers() == [0]
     if is_splits and axis in (0, -1) and parts[0].rank == parts[1].rank == 1:
-        return Value(Kind.SPLITS, (known_shape(parts[1].shape)[0] + ONE,), target=parts[1].target)
+        return Value(Kind.SPLITS, (parts[1].known_shape[0] + ONE,), target=parts[1].target)
     if all(value.kind is Kind.SAME for value in parts) and any(value.shape is None for value in parts):
         return same()
-    axis %= len(known_shape(parts[0].shape))
+    axis %= len(parts[0].known_shape)
     if any(value.kind is Kind.ROWS and value.axis == axis for value in parts):
         raise MixedError("rows of different inputs stand behind each other")
     return _merged(call, parts, axis)
@@ -220,9 +217,9 @@ def _split(call: NodeCall) -> list[Value] | Value:
     value, axis_at = (call.inputs[1], 0) if call.op == "Split" else (call.inputs[0], 2)
     as_rows(value, Kind.ROWS, Kind.SAME)
     refuse_width(value)
-    if is_all_same(call) and (value.shape is None or call.inputs[axis_at].numbers() is None):
+    if call.is_same and (value.shape is None or call.inputs[axis_at].numbers() is None):
         return same()
-    shape, (axis,), count = known_shape(value.shape), call.numbers(axis_at), call.attr("num_split").i
+    shape, (axis,), count = value.known_shape, call.numbers(axis_at), call.attr("num_split").i
     axis %= len(shape)
     sizes = [shape[axis].divided(Size.of(count))] * count
     if call.op == "SplitV":
@@ -237,8 +234,8 @@ def _split(call: NodeCall) -> list[Value] | Value:
 
 def one_column(value: Value, index: int, *, keep: bool = False) -> Value:
     """A column of the indices of entries: a vector, or [entries, 1] to `keep` the axis."""
-    shape = (*known_shape(value.shape)[:1], *([ONE] if keep else []))
-    if index % (known_shape(value.shape)[1].number or 1) == value.axis:
+    shape = (*value.known_shape[:1], *([ONE] if keep else []))
+    if index % (value.known_shape[1].number or 1) == value.axis:
         return Value(Kind.POINTER, shape, target=value.target, covers=value.covers)
     return rows_value(shape, 0)
 
@@ -253,9 +250,9 @@ def _slice(call: NodeCall) -> Value:
     if value.kind in (Kind.SAME, Kind.SIZE) and value.sizes is not None and value.rank == 1 and first and most:
         return vector_of(value.sizes[first[0] : None if most[0] == -1 else first[0] + most[0]])
     starts, lengths = begin.sizes, size.sizes
-    if is_all_same(call) and (value.shape is None or starts is None or lengths is None):
+    if call.is_same and (value.shape is None or starts is None or lengths is None):
         return same(None if value.shape is None else [call.unknown() for _ in value.shape])
-    shape = known_shape(value.shape)
+    shape = value.known_shape
     if starts is None or lengths is None:
         raise MixedError("which part is taken is not known before it runs")
     if value.kind is Kind.INDICES and [one.number for one in (starts[0], *lengths)] == [0, -1, 1]:
@@ -291,7 +288,7 @@ def _strided_slice(call: NodeCall) -> Value:
     if value.kind is Kind.SAME and (value.shape is None or spec is None):
         return same()
     if value.kind is Kind.SPLITS and part and part.step == 1:
-        rows = (known_shape(value.shape)[0] - ONE,)
+        rows = (value.known_shape[0] - ONE,)
         if part == _Part(ONE, None):
             return Value(Kind.ENDS, rows, target=value.target)
         if part.begin in (None, Size.of(0)) and part.end == Size.of(-1):
@@ -299,7 +296,7 @@ def _strided_slice(call: NodeCall) -> Value:
     as_rows(value, Kind.SAME, Kind.ROWS, Kind.POINTER, Kind.INDICES)
     if spec is None:
         raise MixedError("which part is taken is not known before it runs")
-    shape = known_shape(value.shape)
+    shape = value.known_shape
     spread = [entry for entry in spec if entry != "..."]
     more = [_Part()] * (len(shape) - sum(entry != "new" for entry in spread))
     at = spec.index("...") if "..." in spec else len(spec)
@@ -394,9 +391,9 @@ def _sliced_sizes(sizes: Sequence[Size], part: _Part) -> Value | None:
 def _columns(value: Value, entries: "Sequence[_Part | str]") -> Value:
     """Return all columns of the indices of entries, or one."""
     entries_part, part = entries
-    if isinstance(entries_part, str) or isinstance(part, str) or not entries_part.is_whole(known_shape(value.shape)[0]):
+    if isinstance(entries_part, str) or isinstance(part, str) or not entries_part.is_whole(value.known_shape[0]):
         raise MixedError("it takes entries by their numbers")
-    size = known_shape(value.shape)[1]
+    size = value.known_shape[1]
     if part.is_whole(size):
         return value
     bounds = part.bounds()
@@ -457,15 +454,15 @@ def _tile(call: NodeCall) -> Value:
     value, times = call.inputs
     refuse_width(value)
     as_rows(value, Kind.ROWS, Kind.SAME, Kind.POINTER)
-    if is_all_same(call) and (value.shape is None or times.sizes is None):
+    if call.is_same and (value.shape is None or times.sizes is None):
         return same()
     if times.sizes is None:
         raise MixedError("how often is not known before it runs")
-    own = known_shape(value.shape)
+    own = value.known_shape
     shape = [size * by for size, by in zip(own, times.sizes, strict=True)]
-    if is_all_same(call):
+    if call.is_same:
         return same(shape)
-    axes = [axis for axis, size in enumerate(shape) if not is_width(size)]
+    axes = [axis for axis, size in enumerate(shape) if not size.is_width]
     wide = [axis for axis, by in enumerate(times.sizes) if by.is_padded]
     if any(own[axis].number != 1 for axis in wide) or (wide and value.kind is Kind.SAME):
         raise MixedError(DEPENDS_ON_WIDTH)
@@ -488,7 +485,7 @@ def _range(call: NodeCall) -> Value:
     start, limit, step = (as_rows(value, Kind.SAME, Kind.SIZE) for value in call.inputs)
     is_plain = start.numbers() == [0] and step.numbers() == [1] and limit.sizes is not None
     size = limit.sizes[0] if is_plain and limit.sizes else call.unknown()
-    if is_all_same(call):
+    if call.is_same:
         numbers: list[Any] = [value.numbers() for value in call.inputs]
         if None not in numbers and all(map(len, numbers)) and numbers[2] != [0]:
             found = range(*(number[0] for number in numbers))

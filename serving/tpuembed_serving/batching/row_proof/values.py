@@ -48,6 +48,11 @@ class Size:
         return all(name[0] == "s" for name in self.symbols)
 
     @property
+    def is_width(self) -> bool:
+        """Returns True if the size is made of widths and of numbers that are the same in every run."""
+        return all(name[0] in "sw" for name in self.symbols)
+
+    @property
     def is_count(self) -> bool:
         """Returns True if the size counts rows or entries, times a number that is the same in every run."""
         if len(self.terms) != 1 or self.terms[0][1] < 1:
@@ -188,6 +193,13 @@ class Value:
     def is_padded(self) -> bool:
         """Returns True if the width of the value is that of the widest row."""
         return self.shape is not None and any(size.is_padded for size in self.shape)
+
+    @property
+    def known_shape(self) -> tuple[Size, ...]:
+        """Its shape. Raises MixedError if the number of axes is not known."""
+        if self.shape is None:
+            raise MixedError("the number of dimensions of an input is not known")
+        return self.shape
 
     @property
     def rank(self) -> int | None:

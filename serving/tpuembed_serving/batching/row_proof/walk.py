@@ -31,13 +31,8 @@ _SCALARS: Final = frozenset({"AddV2", "Cast", "Mul", "Sub"})
 _DEPTH: Final = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What is proven of a signature.
-
-    Attributes:
-        reason: why requests may not share a run: an output, and the operation that mixes its rows. Empty where they may.
-    """
+class Verdict(NamedTuple):
+    """What is proven of a signature: why requests may not share a run. The reason is empty if they may."""
 
     reason: str = ""
 
@@ -450,20 +445,13 @@ def _join(one: Value, other: Value, symbol: Callable[[str], Size]) -> Value:
         return dataclasses.replace(one, array=None, fill=None)
     if one.kind is not other.kind or one.kind not in (Kind.SAME, Kind.ROWS) or one.axis != other.axis:
         return mixed(f"it is {one.kind.value} in one case, and {other.kind.value} in another")
-    shape = _joined_shape(one, other, symbol)
+    shape = None
+    if one.shape is not None and other.shape is not None and one.rank == other.rank:
+        pairs = list(zip(one.shape, other.shape, strict=True))
+        if all(a == b or (a.is_same and b.is_same) for a, b in pairs):
+            shape = tuple(a if a == b else symbol("s") for a, b in pairs)
     if one.kind is Kind.SAME:
         return same(shape, one.sizes if one.sizes == other.sizes else None)
     if shape is None or one.is_padded or other.is_padded:
         return mixed("its rows have other sizes in one case than in another")
     return Value(Kind.ROWS, shape, one.axis)
-
-
-def _joined_shape(one: Value, other: Value, symbol: Callable[[str], Size]) -> tuple[Size, ...] | None:
-    if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
-        return None
-    found = []
-    for first, second in zip(one.shape, other.shape, strict=True):
-        if first != second and not (first.is_same and second.is_same):
-            return None
-        found.append(first if first == second else symbol("s"))
-    return tuple(found)
