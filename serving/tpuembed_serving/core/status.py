@@ -130,8 +130,7 @@ def of_later_rows(error: Exception, rows: int) -> Exception:
     """Return the `error` of a part of a request that starts at row `rows`, with the row number of the whole request."""
     if not rows or not isinstance(error, StatusError):
         return error
-    message = error.message
-    # A client's name stands before the row, and may hold the same words.
+    message = error.message  # a client's name stands before the row, and may hold the same words
     for found in [*_ROW.finditer(message)][-1:]:
         message = f"{message[: found.start(1)]}{int(found[1]) + rows}{message[found.end(1) :]}"
     return StatusError(error.code, message)
