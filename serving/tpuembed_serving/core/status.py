@@ -28,7 +28,7 @@ _ASSERTION: Final = "assertion failed: [feature "
 _OUTSIDE: Final = re.compile(r"\]\s+\[\[(?:\{\{node )?[^\s\[\]{}]*tpuembed_id_outside")
 """What ends the sentence of an export about an id outside its table. `OUTSIDE` in tpuembed.lookup names the operation."""
 _ESCAPED: Final = re.compile(r"\\(['\"\\])")
-_ROW: Final = re.compile(r" of row (\d{1,19}) is not in (?:the vocabulary of )?table ")
+_ROW: Final = re.compile(r" of row (\d{1,19}) is not in table | of row (\d{1,19}) is not in the vocabulary of table ")
 
 
 class Code(enum.IntEnum):
@@ -132,5 +132,6 @@ def of_later_rows(error: Exception, rows: int) -> Exception:
         return error
     message = error.message  # a client's name stands before the row, and may hold the same words
     for found in [*_ROW.finditer(message)][-1:]:
-        message = f"{message[: found.start(1)]}{int(found[1]) + rows}{message[found.end(1) :]}"
+        start, stop = found.span(found.lastindex or 0)
+        message = f"{message[:start]}{int(message[start:stop]) + rows}{message[stop:]}"
     return StatusError(error.code, message)

@@ -210,13 +210,10 @@ class RemoteModels:
             for name, model in self._models.items():
                 self._models[name] = self._poll(name, model)
             self._has_polled.set()
-            self._report()
+            was, self._was_ready = self._was_ready, self.ready
+            if was is not self._was_ready:
+                self._changed()
             self._stopping.wait(self._poll_seconds)
-
-    def _report(self) -> None:
-        was, self._was_ready = self._was_ready, self.ready
-        if was is not self._was_ready:
-            self._changed()
 
     def _poll(self, name: str, before: _Model) -> _Model:
         try:
