@@ -62,7 +62,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    current().start(item.nodeid)
+    current().test = item.nodeid
     yield
     current().finish()
 

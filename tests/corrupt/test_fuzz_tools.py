@@ -4,17 +4,12 @@ import collections
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.support.checkpoint.bundles import write
 from tpuembed.checkpoint.location import find_bundle
-from tpuembed.checkpoint.tools import verify_files
 from tpuembed.errors import CheckpointError
 from tpuembed.files import FilePath, as_path, remote
-from tpuembed.tensor_bundle import index_path, shard_path
 
 COUNT = 300
 
@@ -87,38 +82,3 @@ def test_state_files(tmp_path: Path, place: str) -> None:
     print(place, dict(outcomes))
     assert outcomes["as it was"] > COUNT / 10
     assert outcomes["CheckpointNotFoundError"] > COUNT / 20
-
-
-def test_verify(tmp_path: Path) -> None:
-    """Bytes of a data file changed at random, any number of them, the size kept: every tensor they lie in is named."""
-    arrays: dict[str, Any] = {
-        "a": np.arange(12, dtype=np.float32).reshape(3, 4),
-        "b": np.arange(7, dtype=np.int8),
-        "s": np.array([b"x" * 10, b""], object),
-    }
-    index = write(tmp_path / "ckpt", arrays)
-    path = shard_path(tmp_path / "ckpt", 0, 1)
-    whole, rng = path.read_bytes(), random.Random(0)
-    for _ in range(COUNT):
-        damaged = bytearray(whole)
-        for _ in range(rng.choice([1, 1, 2, 5])):
-            damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
-        expected = {
-            name
-            for name, entry in index.entries.items()
-            if damaged[entry.offset : entry.offset + entry.size] != whole[entry.offset : entry.offset + entry.size]
-        }
-        assert {damage.name for damage in verify_files(tmp_path / "ckpt").damaged} == expected
-
-
-def test_verify_with_a_damaged_index(tmp_path: Path) -> None:
-    """Refused, or verified as it was."""
-    write(tmp_path / "ckpt", {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "s": np.array([b"x"], object)})
-    path = index_path(tmp_path / "ckpt")
-    whole, rng, outcomes = path.read_bytes(), random.Random(0), collections.Counter[str]()
-    for _ in range(COUNT):
-        path.write_bytes(mutated(whole, rng))
-        outcomes[outcome(lambda: verify_files(tmp_path / "ckpt").damaged, path, [()])] += 1
-    print(dict(outcomes))
-    assert outcomes["CheckpointCorruptError"] > COUNT / 2

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import tensorstore
 
-from tests.support.checkpoint import orbax_fuzzer
 from tests.support.checkpoint.orbax_trees import STACKED, Array, Leaves, metadata, spec, stacked_rows, write_tree
 from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
@@ -467,9 +466,3 @@ def test_damaged_specs_in_the_checkpoint(stacked: Path, text: str) -> None:
     (step / "spec" / "proto.pbtxt").write_text(text)
     message = refusal(step)
     assert len(message) < 1000
-
-
-def test_damage_at_random() -> None:
-    outcomes = orbax_fuzzer.run(3, 400, limit_memory=False)
-    assert sum(sum(counts.values()) for counts in outcomes.values()) == 400
-    assert sum(counts.get("read", 0) for counts in outcomes.values()) < 200

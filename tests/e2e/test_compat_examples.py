@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.fake_tpu import fake_tpu
-from tests.support.messages import refused
 from tpuembed import open_checkpoint
-from tpuembed.errors import ConfigError
 
 pytestmark = pytest.mark.nightly
 
@@ -74,38 +70,6 @@ def test_tfrs_serving_answers_with_the_trained_rows(trained: tuple[Path, Any]) -
     assert list(answers) == ["candidate"]
     with open_checkpoint(folder / "out") as checkpoint:
         np.testing.assert_array_equal(answers["candidate"], checkpoint.read("videos", 0, 60)[ids])
-
-
-def trace(hardware: str, batch: int = 16) -> Any:
-    """The ops of a training step of the TFRS example's model on two TPUs that are not there."""
-    spec = importlib.util.spec_from_file_location("tfrs_training", EXAMPLES / "tfrs_training.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    with fake_tpu(hardware, replicas=2) as strategy:
-        with strategy.scope():
-            model = example.SubclassModel(example.embedding.SGD(0.1))
-            model.logits.build((None, 24))
-
-        def step(features: Any) -> Any:
-            with tf.GradientTape() as tape:
-                loss = example.loss_of(tf.zeros((batch, 1)), model(features))
-            return tape.gradient(loss, model.trainable_variables)
-
-        ids = {name: tf.compat.v1.placeholder(tf.int32, [batch]) for name in ("user", "candidate")}
-        splits = tf.compat.v1.placeholder(tf.int64, [batch + 1])
-        ids["watched"] = tf.RaggedTensor.from_row_splits(tf.compat.v1.placeholder(tf.int32, [None]), splits)
-        gradients = strategy.run(step, args=(ids,))
-        assert all(gradient is not None for gradient in gradients)
-        return {node.op for node in tf.compat.v1.get_default_graph().as_graph_def().node}
-
-
-def test_tfrs_steps_trace_on_tpus() -> None:
-    assert "SendTPUEmbeddingGradients" in trace("V1")
-    assert "SendTPUEmbeddingGradients" not in trace("UNSUPPORTED")
-    with refused(ConfigError):  # as TensorFlow's own class wants it
-        trace("V2")
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

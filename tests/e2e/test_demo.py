@@ -1,8 +1,6 @@
 """`tpuembed demo` as a user runs it."""
 
-import csv
 import json
-import math
 import os
 import re
 import subprocess
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.messages import said
 from tests.support.serving.served import free_port
 
 RATINGS = Path(__file__).parents[2] / ".data" / "ml-100k.inter"
@@ -39,59 +36,9 @@ def movielens(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_movielens_reaches_the_published_quality(movielens: Any) -> None:
     """The published tutorial reaches .2391 on a TPU; keras-rs on a CPU, which ignores the table optimizer, .293."""
     assert movielens["test_rmse"] <= 0.245
+    assert movielens["largest_difference"] <= 1e-6, "what is served is what was trained"
     assert len(movielens["train_rmse"]) == 5
     assert movielens["train_rmse"] == sorted(movielens["train_rmse"], reverse=True)
-
-
-def test_the_predictions_file_is_where_the_rmse_comes_from(movielens: Any) -> None:
-    with open(movielens["test_predictions"]) as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 20_000
-    ratings = {tuple(line.split("\t")[:2]): float(line.split("\t")[2]) for line in RATINGS.read_text().splitlines()[1:]}
-    assert all(float(row["rating"]) == (ratings[row["user"], row["item"]] - 1) / 4 for row in rows)
-    squares = [(float(row["rating"]) - float(row["prediction"])) ** 2 for row in rows]
-    assert math.isclose(math.sqrt(sum(squares) / len(squares)), movielens["test_rmse"], rel_tol=1e-5)
-
-
-def test_what_is_served_is_what_was_trained(movielens: Any) -> None:
-    assert movielens["largest_difference"] <= 1e-6
-    assert movielens["predict_p50_ms"] > 0
-    assert Path(movielens["export_path"], "saved_model.pb").is_file()
-
-
-def test_the_table_optimizer_trained_the_tables_and_the_dense_one_did_not(movielens: Any) -> None:
-    reader = tf.train.load_checkpoint(movielens["checkpoint"])
-    shapes = reader.get_variable_to_shape_map()
-    slots = [key for key in shapes if "_tpu_embedding/user_table.S" in key]
-    assert sorted(key.split(".S")[1].split("/")[0] for key in slots) == ["momenta", "velocities"]
-    for key in slots:
-        values = reader.get_tensor(key)
-        assert np.count_nonzero(np.abs(values).sum(1)) == 943, "every rated user has moments, row 0 has none"
-        assert np.all(values[0] == 0)
-    dense = [
-        shape for key, shape in shapes.items() if "/optimizer/_variables/" in key and key.endswith("VARIABLE_VALUE")
-    ]
-    assert dense, "the compiled optimizer's own slots"
-    assert not [shape for shape in dense if len(shape) == 2 and shape[0] in (944, 1683)]
-    updates = reader.get_tensor(next(key for key in shapes if key.endswith("tpuembed_iterations")))
-    assert updates == 5 * math.ceil(80_000 / 256)
-
-
-def test_the_export_answers_the_checkpoints_numbers(movielens: Any) -> None:
-    """Rebuilt from the checkpoint with nothing of ours but its numbers."""
-    reader = tf.train.load_checkpoint(movielens["checkpoint"])
-    shapes = reader.get_variable_to_shape_map()
-    tables = {name: next(k for k in shapes if f"/{name}_table/.ATT" in k) for name in ("user", "movie")}
-    with open(movielens["test_predictions"]) as file:
-        rows = list(csv.DictReader(file))[:200]
-    users = reader.get_tensor(tables["user"])[[int(row["user"]) for row in rows]]
-    movies = reader.get_tensor(tables["movie"])[[int(row["item"]) for row in rows]]
-    hidden = np.concatenate([users, movies], 1)
-    by_shape = {tuple(s): reader.get_tensor(k) for k, s in shapes.items() if "optimizer" not in k and len(s) in (1, 2)}
-    for first, second in ((64, 256), (256, 64), (64, 1)):
-        hidden = hidden @ by_shape[first, second] + by_shape[second,]
-        hidden = np.maximum(hidden, 0) if second > 1 else hidden
-    np.testing.assert_allclose(hidden[:, 0], [float(row["prediction"]) for row in rows], atol=1e-5)
 
 
 @pytest.mark.nightly
@@ -140,23 +87,3 @@ def test_generated_ratings_and_the_commands_to_try_next(tmp_path: Path) -> None:
     assert tried.returncode == 0, tried.stderr
     (((prediction,),),) = json.loads(tried.stdout.removeprefix('{"status":"ready"}')).values()
     assert prediction == pytest.approx(float(cells["first prediction"].split()[0]), abs=2e-6)  # both are rounded
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param("1\t2\t3\n" * 20 + "1,2,3\n", id="no tabs"),
-        pytest.param("1\t2\t9\n" * 20, id="a rating of 9"),
-        pytest.param("1\t2\t3\n", id="one line"),
-        pytest.param("-1\t2\t3\n" * 20, id="an id of -1"),
-        pytest.param(None, id="no file"),
-    ],
-)
-def test_ratings_that_cannot_be_read_are_one_line(tmp_path: Path, content: str | None) -> None:
-    path = tmp_path / "u.data"
-    if content is not None:
-        path.write_text(content)
-    done = subprocess.run([*COMMAND, "--ratings", str(path)], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1
-    said(done.stderr)
-    assert len(done.stderr.splitlines()) == 1

@@ -1,7 +1,6 @@
-"""`tpuembed export` of tables that are larger than the memory it may take, and killed at any moment."""
+"""`tpuembed export` of tables that are larger than the memory it may take."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from tests.support.export.fakes import write_large_table
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.manifest import Manifest
-from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
 
 COMMAND = [sys.executable, "-m", "tpuembed_cli.main", "export"]
 DIM = 64
@@ -45,27 +43,3 @@ def _assert_equal_rows(prefix: Path, version: Path, table: str) -> None:
         for start in range(0, stack.rows, BLOCK):
             stop = min(start + BLOCK, stack.rows)
             np.testing.assert_array_equal(stored[start:stop], source.read(table, start, stop).view(np.uint32))
-
-
-@pytest.mark.nightly
-def test_a_dry_run_refuses_what_the_disk_has_no_room_for(tmp_path: Path) -> None:
-    """Before TensorFlow is imported, and in the same words as the export itself."""
-    place = Path("/dev/shm")  # a disk that is not large, and that nothing is written to
-    rows = shutil.disk_usage(place).total // 256 + 1  # of all, as other tests take and free some meanwhile
-    write_index(index_path(tmp_path / "ckpt"), {"t": Entry(dtype="float32", shape=(rows, 64), size=rows * 256)}, 1)
-    with open(shard_path(tmp_path / "ckpt", 0, 1), "wb") as file:
-        file.truncate(rows * 256)  # a hole
-    (tmp_path / "serving.json").write_text(json.dumps({"features": {"x": {"table": "t"}}}))
-    command = [
-        *COMMAND,
-        str(tmp_path / "ckpt"),
-        str(place / "tpuembed-no-room"),
-        "--serving-config",
-        str(tmp_path / "serving.json"),
-    ]
-    for more in (["--dry-run"], []):
-        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=100)
-        assert done.returncode == 1
-        assert f"MODEL_DIR {place / 'tpuembed-no-room'}: " in done.stderr
-        assert done.stdout == ""
-    assert not (place / "tpuembed-no-room").exists()

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.checkpoint.keras_files import write_archive, write_tables
 from tests.support.checkpoint.partitioned import partitioned
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.checkpoint.keras.archive import check_crc32
@@ -115,44 +114,6 @@ def test_slices_by_rows_and_columns(tmp_path: Path) -> None:
     with Bundle.open(prefix) as bundle:
         assert all(piece.shape[1] < 70 for piece in bundle.entries[key].slices)
     check_refused(prefix, flip(prefix, key, 2), ("table",))
-
-
-def test_a_flipped_bit_in_a_table_in_one_piece_is_refused(tmp_path: Path) -> None:
-    """The error says the same of it."""
-    prefix = Path(tf.train.Checkpoint(table=tf.Variable(tf.ones([30, 4]))).write(str(tmp_path / "ckpt")))
-    check_refused(prefix, flip(prefix, key_of(prefix, "table")), ("table",))
-
-
-def archive_of(path: Path, table: np.ndarray[Any, Any], folder: Path) -> tuple[bytes, int]:
-    """Write a `.keras` file of a table `user` to `path`; its bytes, and where the table's begin."""
-    write_archive(path, write_tables(folder / "model.weights.h5", {"user": table}))
-    data = path.read_bytes()
-    assert data.count(table.tobytes()) == 1
-    return data, data.index(table.tobytes())
-
-
-@pytest.mark.nightly
-def test_keras_archives(tmp_path: Path) -> None:
-    """A `.keras` file has a CRC32 of all weights together. Files of the same version are not read twice."""
-    table = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    path = tmp_path / "m.keras"
-    whole, start = archive_of(path, table, tmp_path)
-    assert export(path, ("user",)).name == "1"
-    assert b"".join(file.read_bytes() for file in (tmp_path / "model" / "1" / "variables").iterdir()).count(
-        table.tobytes()
-    )
-    for position in np.random.default_rng(1).integers(0, table.nbytes, 3).tolist():
-        damaged = bytearray(whole)
-        damaged[start + position] ^= 1 << position % 8
-        path.write_bytes(damaged)
-        shutil.rmtree(tmp_path / "model")
-        message = (
-            rf"model file {path}\[model.weights.h5\]: its bytes have the CRC32 0x[0-9a-f]{{8}}, and the archive says "
-            r"0x[0-9a-f]{8}. Restore it from another copy\."
-        )
-        check_refused(path, message, ("user",))
-    path.write_bytes(whole)
-    assert export(path, ("user",)).name == "1"
 
 
 def test_dense_weights_in_keras_archives(tmp_path: Path) -> None:

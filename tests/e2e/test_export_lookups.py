@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.support import capi
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
-from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
+from tpuembed.errors import ConfigError, UnknownTableError
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 
@@ -72,13 +72,6 @@ def test_a_request_that_cannot_be_answered_leaves_nothing(
     with refused(error):
         _export(checkpoint, tmp_path, features, **options)
     assert not any((tmp_path / "m").glob("*")) if (tmp_path / "m").exists() else True
-
-
-@pytest.mark.parametrize("size", [{"vocabulary_size": 31}, {"dim": 5}])
-def test_a_size_that_disagrees_with_the_checkpoint_is_refused(checkpoint: Any, tmp_path: Path, size: Any) -> None:
-    config = {"features": {"x": {"table": "users"}}, "tables": {"users": size}}
-    with refused(CheckpointMismatchError):
-        export_saved_model(checkpoint[0], tmp_path / "m", serving_config=config)
 
 
 def test_an_empty_list_is_no_matrix_of_ids(checkpoint: Any, tmp_path: Path) -> None:

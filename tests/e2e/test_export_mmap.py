@@ -1,4 +1,4 @@
-"""Exports whose tables are mapped: every loader, every storage type, other folders, several versions, and the memory."""
+"""Exports whose tables are mapped: every loader, other folders, several versions, and the memory."""
 
 import gc
 import json
@@ -16,7 +16,6 @@ import tensorflow as tf
 from tests.support import capi
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.messages import refused
-from tests.support.serving.process import SCRIPT, Fork, run_command
 from tpuembed import export_saved_model
 from tpuembed.manifest import Manifest
 
@@ -145,36 +144,6 @@ def test_the_server_maps_from_where_the_version_lies(
         path.chmod(0o755)
 
 
-@pytest.mark.nightly
-def test_a_serving_root_is_for_another_machine(checkpoint: Path, tables: dict[str, Array], tmp_path: Path) -> None:
-    root = tmp_path / "srv" / "models"
-    version = export(checkpoint, tmp_path / "m", serving_root=str(root), version=7)
-    with pytest.raises(capi.TensorFlowError, match="No such file"):
-        capi.predict(version, dict.fromkeys(SHAPES, IDS))
-    shutil.copytree(tmp_path / "m", root)
-    shutil.rmtree(tmp_path / "m")
-    check(capi.predict(root / "7", dict.fromkeys(SHAPES, IDS)), tables)
-
-
-@pytest.mark.nightly
-def test_the_version_is_in_the_paths_of_exports_at_once(
-    checkpoint: Path, tables: dict[str, Array], tmp_path: Path
-) -> None:
-    """Which version it is, is known at the commit alone."""
-    config, log = tmp_path / "config.json", tmp_path / "log"
-    config.write_text(json.dumps(CONFIG))
-    log.touch()
-    options = ["--serving-config", str(config), "--layout", "mmap", "--workers", "1"]
-    command = [str(SCRIPT), "export", str(checkpoint), str(tmp_path / "m"), *options]
-    both = [Fork(command, log) for _ in range(2)]
-    assert [process.wait(240) for process in both] == [0, 0], log.read_text()
-    versions = [path for path in (tmp_path / "m").iterdir() if not path.name.startswith(".")]
-    assert sorted(version.name for version in versions) == ["1", "2"]
-    for version in versions:
-        assert f"{version}/variables/".encode() in (version / "saved_model.pb").read_bytes()
-        check(capi.predict(version, dict.fromkeys(SHAPES, IDS)), tables)
-
-
 def spoil(version: Path, change: str) -> str:
     """Damage the last table file; its path in the version."""
     path = sorted(version.glob("variables/*.data-*"))[-1]
@@ -225,25 +194,6 @@ def inodes(version: Path) -> list[int]:
     manifest = Manifest.read(version)
     assert manifest is not None
     return [(version / stack.file).stat().st_ino for stack in manifest.stacks]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("storage", ["float32", "int8"])
-def test_layouts_share_one_copy(checkpoint: Path, tables: dict[str, Array], tmp_path: Path, storage: str) -> None:
-    options: dict[str, Any] = {"serving_config": CONFIG, "workers": 1, "storage": storage}
-    reports = [
-        export_saved_model(checkpoint, tmp_path / "m", layout=layout, **options) for layout in ("variables", "mmap")
-    ]
-    assert inodes(reports[0].path) == inodes(reports[1].path)
-    assert [report.bytes_reused for report in reports] == [0, reports[0].bytes_written]
-    assert reports[0].errors == reports[1].errors
-    assert run_command("verify", reports[1].path).returncode == 0
-    shutil.rmtree(reports[0].path)
-    error = 1e-6 if storage == "float32" else 0.05
-    check(capi.predict(reports[1].path, dict.fromkeys(SHAPES, IDS)), tables, error)
-    again = export_saved_model(checkpoint, tmp_path / "m", resume=False, **options)
-    assert again.bytes_reused == 0
-    assert not set(inodes(again.path)) & set(inodes(reports[1].path))
 
 
 @pytest.mark.nightly

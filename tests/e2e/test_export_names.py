@@ -207,32 +207,6 @@ def test_a_salt_is_used(tmp_path: Path) -> None:
     assert manifest.names[0].salt.encode() == salt
 
 
-@pytest.mark.nightly
-def test_an_unknown_name_is_named(tmp_path: Path) -> None:
-    cases = [
-        ("string", b"x" * (1 << 20), "x{24}\\.\\.\\."),
-        ("string", b"\xff\n\0!", "\ufffd{3}!"),
-        ("int64", 2**62, str(2**62)),
-    ]
-    for dtype, unknown, shown in cases:
-        names = [b"k", b"l"] if dtype == "string" else [1, 2]
-        vocabulary = Vocabulary(names, dtype=dtype)  # type: ignore[arg-type]
-        features = {"one": ServingFeature(table="users", input="id", vocabulary=vocabulary)}
-        features["list"] = ServingFeature(table="users", vocabulary=vocabulary)
-        version = export(tmp_path, random_table(ROWS, DIM), ServingConfig(features=features))
-        call, kind = signature(version), object if dtype == "string" else np.int64
-        good, bad = np.array([names[0], names[1]], kind), np.array([names[0], unknown], kind)
-        padding = PADDING[dtype]
-        lists = np.array([[names[0], padding], [padding, names[1]]], kind)
-        call({"one": good, "list": lists})
-        message = f"name .?'{shown}.?' of row 1 is not in the vocabulary of table users, which has 2 names"
-        with pytest.raises(tf.errors.InvalidArgumentError, match=f"feature one: {message}"):
-            call({"one": bad, "list": lists})
-        lists[1, 0] = unknown
-        with pytest.raises(tf.errors.InvalidArgumentError, match=f"feature list: {message}"):
-            call({"one": good, "list": lists})
-
-
 # ---- versions
 
 

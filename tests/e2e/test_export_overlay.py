@@ -38,7 +38,6 @@ from tpuembed import (
     export_saved_model,
     list_versions,
     prune_versions,
-    rollback_version,
 )
 from tpuembed.checkpoint.tools import diff_checkpoints, verify_files
 from tpuembed.errors import ConfigError, ExportError
@@ -153,26 +152,6 @@ def test_verify_finds_a_flipped_bit_in_every_array(tmp_path: Path, part: str) ->
     assert [damage.name for damage in verify_files(path).damaged] == [
         stack.name if part == "base" else f"{stack.name}_{part}"
     ]
-
-
-@pytest.mark.nightly
-@overlays_of_any_size()
-def test_prune_keeps_the_base_and_rollback_makes_an_overlay_again(tmp_path: Path) -> None:
-    values, random = tables(), np.random.default_rng(1)
-    write(tmp_path, values, layout="mmap")
-    inputs = every_row(values)
-    states = []
-    for _ in range(3):
-        values = changed(values, random, 0.05)
-        states.append(answers(write(tmp_path, values, base="latest", layout="mmap").path, inputs))
-    report = prune_versions(tmp_path / "m", keep=2)
-    assert report.removed == (2,)
-    assert [info.bases for info in list_versions(tmp_path / "m")] == [(), (1,), (1,)]
-    back = rollback_version(tmp_path / "m", 3)
-    assert_same(answers(back.path, inputs), states[1])
-    assert not verify_files(back.path).damaged
-    values = changed(values, random, 0.05)
-    assert write(tmp_path, values, base="latest", layout="mmap").base == 1
 
 
 @pytest.mark.nightly
@@ -433,20 +412,3 @@ def test_compact_shares_blocks_with_the_base(tmp_path: Path, monkeypatch: pytest
     written = report.bytes_written - report.bytes_reused
     assert written > 0
     assert (written < 0.8 * report.bytes_written) == (share == 0.01)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["mmap", "variables"])
-def test_compact_of_an_overlay_without_changes(tmp_path: Path, layout: str) -> None:
-    """Its graph is that of a full version, and the files of both are not one file that is written twice."""
-    values = tables()
-    base = write(tmp_path, values, layout=layout)
-    overlay = write(tmp_path, values, layout=layout, base=1)
-    assert overlay.rows_changed == 0
-    inputs = every_row(values)
-    found = answers(overlay.path, inputs)
-    assert_same(found, answers(base.path, inputs))
-    report = compact_version(tmp_path / "m")
-    assert not verify_files(report.path).damaged
-    assert not verify_files(overlay.path).damaged
-    assert_same(answers(report.path, inputs), found)

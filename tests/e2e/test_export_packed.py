@@ -44,67 +44,12 @@ def _pack(packing: Packing, inputs: Mapping[str, Array]) -> Array:
     return np.concatenate([inputs[packed.name].reshape(len(inputs[packed.name]), -1) for packed in packing.inputs], 1)
 
 
-def _outputs(packing: Packing, activations: Array) -> dict[str, Array]:
-    assert packing.outputs is not None
-    assert activations.shape[1] == packing.outputs[-1].stop
-    return {found.name: activations[:, found.start : found.stop].reshape(-1, *found.shape) for found in packing.outputs}
-
-
 def _truth(rows: Array, ids: Array, combiner: str) -> Array:
     """float64 sums over the ids of each example that are not -1."""
     total = np.where((ids >= 0)[..., None], rows.astype(np.float64)[ids], 0.0).sum(1)
     count = np.maximum((ids >= 0).sum(1, keepdims=True), 1)
     divided: Array = total / {"sum": 1, "mean": count, "sqrtn": np.sqrt(count)}[combiner]
     return divided
-
-
-FEATURES: dict[str, Any] = {
-    "list a": {"table": "a", "combiner": "sum"},
-    "one b": {"table": "b", "input": "id"},
-    "list b": {"table": "b", "combiner": "mean"},
-    "one c": {"table": "c", "input": "id"},
-    "one a": {"table": "a", "input": "id"},
-    "history": {"table": "a", "max_sequence_length": 2},
-    "again b": {"table": "b", "combiner": "mean"},
-    "list c": {"table": "c", "combiner": "sqrtn"},
-}
-NAMES = {name: name.replace(" ", "/") for name in FEATURES}
-
-
-@pytest.fixture(scope="module")
-def every_kind(exports_in_this_process: None, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export of all FEATURES."""
-    features = {NAMES[name]: spec for name, spec in FEATURES.items()}
-    return _export(checkpoint, tmp_path_factory.mktemp("every_kind"), features)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("padding", ["full", "padded", "empty"])
-def test_every_kind_of_feature_in_one_matrix(checkpoint: Any, every_kind: Path, padding: str) -> None:
-    path, packing = every_kind, _packing(every_kind)
-    assert [packed.columns for packed in packing.inputs] == [1, 1, 1, None, None, None, None, None]
-    rng = np.random.default_rng(0)
-    inputs = {}
-    for name, spec in FEATURES.items():
-        ids = rng.integers(0, SIZES[spec["table"]][0], 5 if "input" in spec else (5, 3))
-        if "input" not in spec and padding != "full":
-            ids[rng.random(ids.shape) < (0.5 if padding == "padded" else 2)] = -1
-        inputs[NAMES[name]] = ids
-    matrix = _pack(packing, inputs)
-    found = _outputs(packing, capi.predict(path, {"ids": matrix}, "packed")["activations"])
-    assert list(found) == [packed.name for packed in packing.inputs]
-    for name, spec in FEATURES.items():
-        rows, ids = checkpoint[1][spec["table"]], inputs[NAMES[name]]
-        if "input" in spec:
-            np.testing.assert_array_equal(found[NAMES[name]], rows[ids])
-        elif "combiner" in spec:
-            np.testing.assert_allclose(found[NAMES[name]], _truth(rows, ids, spec["combiner"]), atol=1e-6)
-        else:
-            np.testing.assert_array_equal(
-                found[NAMES[name]], np.where(ids[:, :2, None] >= 0, rows[ids[:, :2]], np.float32(0))
-            )
-    loaded = tf.saved_model.load(str(path)).signatures["packed"](ids=tf.constant(matrix))
-    np.testing.assert_array_equal(loaded["activations"], np.concatenate([v.reshape(5, -1) for v in found.values()], 1))
 
 
 @pytest.mark.parametrize("form", ["id", "ids"])
@@ -137,16 +82,6 @@ def test_padding_takes_nothing_from_a_row_of_nan(tmp_path: Path) -> None:
     np.testing.assert_array_equal(named["x"], truth)
     packed = signatures["packed"](ids=tf.constant(np.concatenate([ids, ids], 1)))
     np.testing.assert_array_equal(packed["activations"], np.concatenate([truth, truth], 1))
-
-
-@pytest.mark.nightly
-def test_a_width_that_the_lists_cannot_share_fails(checkpoint: Any, tmp_path: Path) -> None:
-    path = _export(checkpoint, tmp_path, {"x": {"table": "a"}, "y": {"table": "b"}})
-    signature = tf.saved_model.load(str(path)).signatures["packed"]
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"[Rr]eshape"):
-        signature(ids=np.zeros((4, 5), np.int64))
-    assert signature(ids=np.zeros((0, 4), np.int64))["activations"].shape == (0, 8)
-    np.testing.assert_array_equal(signature(ids=np.zeros((2, 0), np.int64))["activations"], np.zeros((2, 8)))
 
 
 def test_weights_are_no_integers(checkpoint: Any, tmp_path: Path) -> None:
@@ -221,35 +156,3 @@ def test_floats_of_a_model_are_no_integers(checkpoint: Any, tmp_path: Path) -> N
 
     path = export_saved_model(checkpoint[0], tmp_path / "m", model=model).path
     assert _packing(path).left_out == "input 'price', float32 (None, 3), is not a fixed number of integers"
-
-
-def _sums() -> Any:
-    """Sums of a ragged input, and of a sparse one that the model itself turns around."""
-    config = {name: FeatureConfig(TableConfig(*SIZES[name], name, combiner="sum")) for name in "ab"}
-    layer = TPUEmbedding(config, optimizer="sgd")
-    inputs = {"a": keras.Input((None,), dtype="int64", ragged=True, name="a"), "b": _sparse_input("b")}
-    return keras.Model(inputs, layer({"a": inputs["a"], "b": _TurnedAround()(inputs["b"])}))
-
-
-def _sparse_input(name: str) -> Any:
-    return keras.Input((None,), dtype="int64", sparse=True, name=name)
-
-
-class _TurnedAround(keras.layers.Layer):  # type: ignore[misc, unused-ignore]
-    """The same sparse tensor, its last entry first."""
-
-    def call(self, ids: Any) -> Any:
-        return tf.SparseTensor(ids.indices[::-1], ids.values[::-1], ids.dense_shape)
-
-    def compute_output_spec(self, ids: Any) -> Any:
-        return keras.KerasTensor(ids.shape, "int64", sparse=True)
-
-
-@pytest.mark.nightly
-def test_lists_of_a_model_are_added_up_in_any_order(checkpoint: Any, tmp_path: Path) -> None:
-    path = export_saved_model(checkpoint[0], tmp_path / "m", model=_sums).path
-    signature = tf.saved_model.load(str(path)).signatures["serving_default"]
-    ids = np.array([[3, -1, 4], [-1, -1, -1], [5, 6, 7], [-1, -1, -1]])
-    found = signature(a=tf.constant(ids), b=tf.constant(ids))
-    for name in "ab":
-        np.testing.assert_allclose(found[name], _truth(checkpoint[1][name], ids, "sum"), atol=1e-6)

@@ -117,18 +117,6 @@ def test_a_factory_that_exits_is_an_error(tmp_path: Path) -> None:
         export_saved_model(_checkpoint(_sequential(), tmp_path), tmp_path / "m", model=leaves)
 
 
-def _tower(name: str, width: int) -> Any:
-    item = keras.Input((), dtype="int64", name="item")
-    return keras.Model(item, keras.layers.Dense(width, name="score")(_rows(item, name)))
-
-
-def test_of_two_towers_the_one_of_the_models_shapes_is_taken(tmp_path: Path) -> None:
-    query = _tower("queries", 3)
-    prefix = tf.train.Checkpoint(a=_tower("candidates", 5), b=query).write(str(tmp_path / "ckpt"))
-    report = export_saved_model(prefix, tmp_path / "m", model=lambda: _tower("queries", 3))
-    np.testing.assert_allclose(capi.predict(report.path, {"item": IDS})["score"], query(IDS), atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("config", "error"),
     [

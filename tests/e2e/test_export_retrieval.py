@@ -1,7 +1,6 @@
 """Exports of candidates and their index, against a brute force in numpy."""
 
 import contextlib
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from tests.support import capi
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_retrieval, export_saved_model
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
-from tpuembed.manifest import Manifest, RetrievalEntry
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.tensorflow import session as runtime
 
@@ -66,13 +64,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(tmp_path_factory.mktemp("trained"))
 
 
-def entry_of(version: Path) -> RetrievalEntry:
-    manifest = Manifest.read(version)
-    assert manifest is not None
-    assert manifest.retrieval is not None
-    return manifest.retrieval
-
-
 def best(queries: Array, vectors: Array, k: int, passes: Array | None = None) -> tuple[Array, Array]:
     """Return numbers and scores of the best by brute force; -1 and -inf for missing ones."""
     scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
@@ -81,43 +72,6 @@ def best(queries: Array, vectors: Array, k: int, passes: Array | None = None) ->
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     found = np.take_along_axis(scores, order, 1)
     return np.where(found > -np.inf, order, -1), found
-
-
-@pytest.mark.nightly
-def test_a_tower_may_have_inputs_called_id_and_tags(tmp_path: Path) -> None:
-    def items() -> Any:
-        inputs = {
-            "id": keras.Input((), dtype="int64", name="id"),
-            "tags": keras.Input((None,), dtype="string", ragged=True, name="tags"),
-        }
-        table, names = TableConfig(20, DIM, "items"), Vocabulary(["a", "b"])
-        features = {
-            "id": FeatureConfig(table),
-            "tags": FeatureConfig(TableConfig(2, DIM, "tags", combiner="sum"), vocabulary=names),
-        }
-        rows = TPUEmbedding(features, name="of_items")(inputs)
-        tower_of = keras.Model(inputs, keras.layers.Add()([rows["id"], rows["tags"]]))
-        words = tf.ragged.constant([["a"] * (n % 3) + ["b"] * (n % 2) for n in range(20)])
-        batch = {"id": tf.range(20, dtype=tf.int64), "tags": words}
-        return tower_of, [batch, {**batch, "candidate_id": tf.range(100, 120), "candidate_tags": tf.range(20)}]
-
-    def part(number: int) -> Any:
-        tower_of, batches = items()
-        return tower_of, batches[number : number + 1]
-
-    model = items()[0]
-    prefix = tf.train.Checkpoint(query=query(), items=model).write(str(tmp_path / "ckpt"))
-    vectors = model.predict({name: items()[1][0][name] for name in ("id", "tags")}, verbose=0)
-    for number, (first, has_tags) in enumerate([(0, False), (100, True)]):
-        version = export_retrieval(
-            prefix, tmp_path / str(number), query=query, candidates=lambda number=number: part(number), k=3
-        ).path
-        assert entry_of(version).has_tags == has_tags
-        found = capi.predict(version, {"user": np.arange(3)})
-        loaded = (
-            tf.saved_model.load(str(version)).signatures["query"](user=tf.range(3, dtype=tf.int64))["query"].numpy()
-        )
-        np.testing.assert_array_equal(found["ids"], best(loaded, vectors, 3)[0] + first)
 
 
 @pytest.mark.sampled(1)
@@ -381,20 +335,3 @@ def test_ragged_and_sparse_inputs_reach_the_tower(tmp_path: Path) -> None:
     wanted, scores = best(asked.predict({"user": users}, verbose=0), np.stack(vectors), count)
     np.testing.assert_allclose(found["scores"], scores, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(found["ids"][:, :5], wanted[:, :5])
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray, of the extra [ray]")
-def test_a_cluster_streams_the_same_index(trained: Trained, tmp_path: Path) -> None:
-    """The tower runs on this machine."""
-    versions = [
-        export_retrieval(
-            trained.prefix, tmp_path / engine, query=query, candidates=films, k=20, layout="mmap", engine=engine
-        ).path
-        for engine in ("local", "ray")
-    ]
-    manifests = [Manifest.read(version) for version in versions]
-    stacks = [[stack.crc32c for stack in manifest.stacks] for manifest in manifests if manifest is not None]
-    assert stacks[0] == stacks[1]
-    answers = [capi.predict(version, {"user": np.arange(USERS)}) for version in versions]
-    np.testing.assert_array_equal(answers[0]["ids"], answers[1]["ids"])

@@ -1,4 +1,4 @@
-"""`tpuembed export CKPT s3://...` by the engines that users get: TensorFlow loads the result, which is a local export's."""
+"""Exports into a store: one that is killed, and one of a live model."""
 
 import json
 import os
@@ -17,8 +17,6 @@ import tensorflow as tf
 
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.export.processes import wait_for_end
-from tests.support.messages import said
-from tests.support.serving.process import SCRIPT, run_command
 from tests.support.stores import S3, S3Proxy, S3Request, moto_server
 from tpuembed import export_saved_model
 from tpuembed.files import remote
@@ -67,83 +65,6 @@ def assert_answers(version: Path) -> None:
     assert found.keys() == TABLES.keys()
     for name, rows in TABLES.items():
         np.testing.assert_array_equal(found[name], rows[ids[name]])
-
-
-@pytest.mark.nightly
-def test_two_exports_at_once(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
-    """Of two processes: one writes the version, and the other is refused with a sentence."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    command = [
-        str(SCRIPT),
-        "export",
-        str(prefix),
-        f"s3://{bucket}/m",
-        "--serving-config",
-        str(tmp_path / "config.json"),
-    ]
-    pipe, environment = subprocess.PIPE, {**os.environ, **server.environment}
-    processes = [
-        subprocess.Popen([*command, "--json"], env=environment, stdout=pipe, stderr=pipe, text=True) for _ in range(2)
-    ]
-    ended = [(*process.communicate(), process.returncode) for process in processes]
-    codes = [code for _, _, code in ended]
-    versions = [json.loads(out)["version"] for out, _, code in ended if code == 0]
-    if codes == [0, 0]:  # the first had ended before the second began to look
-        assert sorted(versions) == [1, 2]
-    else:
-        assert (sorted(codes), versions) == ([0, 1], [1])
-        (refusal,) = (err.strip().splitlines() for _, err, code in ended if code)
-        assert re.search(rf"MODEL_DIR s3://{bucket}/m: version 1.*Export again\.$", refusal[-1]), refusal
-    for version in versions:
-        assert_answers(server.download(bucket, f"m/{version}", tmp_path / "there" / str(version)))
-    assert server.uploads(bucket) == []
-    assert {key.split("/")[1] for key in server.keys(bucket)} == set(map(str, versions))
-
-
-@pytest.mark.nightly
-def test_mapped_tables_lie_where_the_version_will_be_copied_to(
-    prefix: Path, server: S3, bucket: str, tmp_path: Path
-) -> None:
-    root = tmp_path / "served"
-    export(prefix, f"s3://{bucket}/m", layout="mmap", serving_root=str(root))
-    server.download(bucket, "m/1", tmp_path / "elsewhere")
-    (root).mkdir()
-    (tmp_path / "elsewhere").rename(root / "1")
-    assert_answers(root / "1")
-
-
-@pytest.mark.nightly
-def test_an_export_in_a_store_is_described_and_verified_there(prefix: Path, server: S3, bucket: str) -> None:
-    url = f"s3://{bucket}/m"
-    export(prefix, url)
-    described = run_command("describe", url, "--json")
-    assert described.returncode == 0, described.stderr
-    found = json.loads(described.stdout)
-    assert (found["path"], found["format"]) == (f"{url}/1", "export")
-    assert {table["name"]: table["rows"] for table in found["tables"]} == {name: len(t) for name, t in TABLES.items()}
-    sound = run_command("verify", f"{url}/1")
-    assert sound.returncode == 0, sound.stdout + sound.stderr
-    (key,) = (key for key in server.keys(bucket) if ".data-00002-" in key)
-    data = bytearray(server.get(bucket, key))
-    data[20_000_000] ^= 1
-    server.put(bucket, key, bytes(data))
-    server.put(bucket, "m/1/variables/stranger", b"x")
-    damaged = run_command("verify", url)
-    assert damaged.returncode == 1
-    assert f"s3://{bucket}/{key}: stack_float32_64: bytes [0, {len(data)}) have CRC32C" in damaged.stdout
-    assert "stranger: is not part of the export" in damaged.stdout
-    moved = run_command("relocate", url, "/models")
-    assert moved.returncode == 1
-    said(moved.stderr)
-
-
-@pytest.mark.nightly
-def test_urls_that_are_not_written(prefix: Path, server: S3, bucket: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    for url in (f"gs://{bucket}/m", f"ftp://{bucket}/m", "s3://no-such-bucket-here/m"):
-        done = run_command("export", prefix, url, "--serving-config", tmp_path / "config.json")
-        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-        said(done.stderr)
 
 
 @pytest.mark.nightly

@@ -67,16 +67,6 @@ def sources(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
-@pytest.mark.nightly
-def test_sharded_weights_are_a_source_of_whole_models(
-    sources: dict[str, Path], truth: dict[str, Any], tmp_path: Path
-) -> None:
-    report = export_saved_model(sources["sharded.weights.json"], tmp_path / "m", model=_heads(), workers=1)
-    found = capi.predict(report.path, {"ids": IDS})
-    for head in HEADS:
-        np.testing.assert_allclose(found[head], truth[head], atol=1e-5, err_msg=head)
-
-
 def test_a_factory_with_fewer_hidden_layers_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     with refused(CheckpointMismatchError):
         export_saved_model(sources["ckpt.index"], tmp_path / "m", model=_heads(hidden=3))

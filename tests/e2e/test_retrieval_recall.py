@@ -1,4 +1,4 @@
-"""What a search of some partitions finds, and what a filter leaves, against numpy; and the options of the command line."""
+"""What a search of some partitions finds, and what a filter leaves, against numpy."""
 
 import contextlib
 from pathlib import Path
@@ -13,7 +13,6 @@ from tests.support import capi
 from tests.support.export.retrieval import user_tower
 from tests.support.serving.process import run_command
 from tpuembed import export_retrieval
-from tpuembed.errors import ConfigError
 from tpuembed_serving.tensorflow import session as runtime
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("exports_in_this_process")]
@@ -72,13 +71,6 @@ def test_the_measured_recall_is_that_of_the_answers(
     assert f"{recall:.4f}" in run_command("describe", report.path).stdout
 
 
-def test_what_has_no_recall_is_refused(exports: Exports, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="takes 'user', which is not among usr"):
-        exports.export(tmp_path / "m", queries={"usr": [1]})
-    with pytest.raises(ConfigError, match=f"id {USERS} "):
-        exports.export(tmp_path / "m", queries=np.array([USERS]))
-
-
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_a_filter_leaves_as_many_as_pass(exports: Exports, tmp_path: Path, layout: str) -> None:
     random = np.random.default_rng(7)
@@ -114,20 +106,3 @@ def test_a_filter_leaves_as_many_as_pass(exports: Exports, tmp_path: Path, layou
                     atol=1e-5,
                 )
     np.testing.assert_allclose(answers[0]["scores"], answers[1]["scores"], rtol=1e-4, atol=1e-5)
-
-
-def test_options_of_a_retrieval_need_one(exports: Exports, tmp_path: Path) -> None:
-    end = ["--model", f"{__name__}:query", "--retrieve-from", "table:users"]
-    for arguments, code, says in (
-        (["--k", "5"], 2, "--k needs --retrieve-from"),
-        (["--retrieve-from", "table:users"], 2, "--retrieve-from needs --model"),
-        ([*end, "--table", "users"], 2, "--table: an export with --retrieve-from does not have it"),
-        ([*end, "--base", "latest"], 2, "--base: an export with --retrieve-from does not have it"),
-        ([*end, "--dry-run"], 2, "has no plan before it has read the candidates"),
-        ([*end, "--index", "exact", "--queries", "no.npy"], 1, "this one is exact"),
-    ):
-        done = run_command("export", exports.prefix, str(tmp_path / "m"), *arguments)
-        assert (done.returncode, says in done.stderr) == (code, True), done.stderr
-        assert not (tmp_path / "m").exists()
-    done = run_command("export", exports.prefix, str(tmp_path / "m"), *end, "--k", "3")
-    assert f"{USERS} candidates, the best 3, index exact" in done.stdout

@@ -143,18 +143,3 @@ def test_an_id_outside_its_table_fails_and_names_the_table(exported: Path, examp
     bad["item"][1] = 70
     with pytest.raises(capi.TensorFlowError, match=r"id 70 of row \d+ is not in table items, which has 70 rows"):
         capi.predict(exported, bad)
-
-
-def test_the_manifest_and_the_data_file_agree(exported: Path, trained: Any) -> None:
-    from tpuembed.manifest import Manifest
-
-    manifest = Manifest.read(exported)
-    assert manifest is not None
-    stacks = {stack.name: stack for stack in manifest.stacks}
-    tables = {table.name: variable for table, variable in trained.get_layer("embedding").embedding_tables.items()}
-    assert {table.name for table in manifest.tables} == set(tables)
-    for table in manifest.tables:
-        stack = stacks[table.stack]
-        offset = stack.offset + table.row_offset * table.dim * 4
-        stored = np.fromfile(exported / stack.file, np.float32, table.rows * table.dim, offset=offset)
-        np.testing.assert_array_equal(stored.reshape(table.rows, table.dim), tables[table.name].numpy())

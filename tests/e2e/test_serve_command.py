@@ -15,32 +15,10 @@ from tests.support.serving.models import save_zoo
 from tests.support.serving.process import ServerProcess, run_command
 
 
-def test_a_missing_model_dir(tmp_path: Path) -> None:
-    result = run_command("serve", tmp_path / "none")
-    assert result.returncode == 1
-    said(result.stderr)
-
-
-def test_a_file_for_a_model_dir(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    result = run_command("serve", tmp_path / "file")
-    assert result.returncode == 1
-    said(result.stderr)
-
-
 def test_a_version_for_a_model_dir(tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").touch()
     result = run_command("serve", tmp_path)
     assert result.returncode == 1
-    said(result.stderr)
-
-
-def test_a_busy_port(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        result = run_command("serve", tmp_path, "--rest-port", str(port))
-    assert result.returncode == 1
-    assert f"port {port}" in result.stderr
     said(result.stderr)
 
 
@@ -49,37 +27,6 @@ def test_a_host_that_is_none(tmp_path: Path) -> None:
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: cannot listen on no.such.host.invalid port 0: ")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "DIR --rest-port -1", "DIR --rest-port 70000", "DIR --workers 0", "DIR --poll-seconds 0", "DIR --rest-timeout-ms -5",
-        "DIR --run-threads 0", "DIR --max-body-bytes 0", "DIR --zzzz 1", "", "DIR --config models.config",
-        "DIR --config-poll-seconds 1", "--config models.config --name m", "DIR --metrics --monitoring-config-file /x",
-    ],
-)  # fmt: skip
-def test_bad_usage_exits_2(tmp_path: Path, arguments: str) -> None:
-    result = run_command("serve", *arguments.replace("DIR", str(tmp_path)).split())
-    assert result.returncode == 2
-    said(result.stderr)
-
-
-def test_a_config_that_is_broken(tmp_path: Path) -> None:
-    path = tmp_path / "models.config"
-    result = run_command("serve", "--config", path)
-    assert result.returncode == 1
-    said(result.stderr)
-    path.write_text('model_config_list {\n  config { name: "m" basepath: "/m" }\n}', encoding="utf-8")
-    result = run_command("serve", "--config", path)
-    assert result.returncode == 1
-    said(result.stderr)
-    missing = tmp_path / "missing"
-    path.write_text(
-        f'model_config_list {{ config {{ name: "m" base_path: "{missing}" model_platform: "tensorflow" }} }}',
-        encoding="utf-8",
-    )
-    said(run_command("serve", "--config", path).stderr)
 
 
 STOPPED_IN_A_CALLBACK = """

@@ -12,10 +12,9 @@ import pytest
 from tensorflow_serving.apis import model_management_pb2
 
 from tests.support.contract_serve import Server, outputs_of, predict_request
-from tests.support.messages import said
 from tests.support.serving.doubles import wait_for
 from tests.support.serving.models import TABLE, save_scale, save_zoo
-from tests.support.serving.process import ServerProcess, run_command
+from tests.support.serving.process import ServerProcess
 
 
 @pytest.mark.nightly
@@ -58,24 +57,6 @@ def test_a_reload_tells_how_much_metrics_have_grown(tmp_path: Path) -> None:
             )
         reply = running.models.HandleReloadConfigRequest(request, timeout=60)
         assert [(one.name, one.int64_value_increase) for one in reply.metric] == list(zip(metrics, (2, 0), strict=True))
-
-
-def test_a_taken_port(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        result = run_command("serve", tmp_path, "--rest-port", "0", "--grpc-port", str(port))
-    assert result.returncode == 1
-    assert f"port {port}" in result.stderr
-    said(result.stderr)
-
-
-def test_two_servers_do_not_share_a_port(tmp_path: Path) -> None:
-    (tmp_path / "m").mkdir()
-    with ServerProcess(tmp_path / "m", tmp_path / "log", "--grpc-port", "0") as running:
-        port = running.grpc_address.rpartition(":")[2]
-        result = run_command("serve", tmp_path / "m", "--rest-port", "0", "--grpc-port", port)
-    assert result.returncode == 1
-    said(result.stderr)
 
 
 def test_a_default_port_that_is_taken_leaves_rest(tmp_path: Path) -> None:

@@ -204,12 +204,6 @@ def test_half_of_a_request_is_not_waited_for(server: ServerProcess) -> None:
     assert raw(server, post(server)[:-5], half_close=True) == b""
 
 
-def test_health_checks_answer_head(server: ServerProcess) -> None:
-    for path in ("/healthz", "/readyz"):
-        assert server.request("HEAD", path) == (200, b"")
-        assert server.request("GET", path)[0] == 200
-
-
 def test_other_transfer_codings_are_not_implemented(server: ServerProcess) -> None:
     chunked = gzip.compress(b'{"instances": [1]}')
     body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(chunked), chunked)

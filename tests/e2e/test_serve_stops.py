@@ -1,11 +1,9 @@
 """Stops and restarts of real servers under load, of one process and of two: nothing that was accepted goes without an answer."""
 
-import os
 import shutil
 import signal
 import socket
 import subprocess
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,30 +123,3 @@ def test_curl_that_asks_for_http_2(server: ServerProcess, options: tuple[str, ..
     assert done.stdout.count('"predictions":[1.0,2.0]') == 2, done
     assert done.stdout.count("200 1\n") == 1
     assert done.stdout.count("200 0\n") == 1
-
-
-JAVA = """
-    import java.net.URI;
-    import java.net.http.*;
-    public class Ask {
-        public static void main(String[] arguments) throws Exception {
-            HttpClient client = HttpClient.newHttpClient();
-            for (int i = 0; i < 5; i++) {
-                HttpRequest request = HttpRequest.newBuilder(URI.create(arguments[0]))
-                    .POST(HttpRequest.BodyPublishers.ofString(arguments[1])).build();
-                HttpResponse<String> reply = client.send(request, HttpResponse.BodyHandlers.ofString());
-                System.out.println(reply.statusCode() + " " + reply.version() + reply.body().replace("\\n", ""));
-            }
-        }
-    }
-"""
-
-
-@pytest.mark.skipif(shutil.which("javac") is None, reason="javac is not installed")
-def test_java_http_client(server: ServerProcess, tmp_path: Path) -> None:
-    """It asks for HTTP/2 by an upgrade, as it does by default."""
-    (tmp_path / "Ask.java").write_text(textwrap.dedent(JAVA), encoding="utf-8")
-    command = ["java", str(tmp_path / "Ask.java"), f"{server.model_url}:predict", BODY.decode()]
-    environment = {**os.environ, "JAVA_TOOL_OPTIONS": "-Xmx128m"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert done.stdout.split("\n")[:-1] == ['200 HTTP_1_1{"predictions":[1.0,2.0]}'] * 5, done

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.messages import said
-from tests.support.serving.process import ServerProcess, run_command, workers
+from tests.support.serving.process import ServerProcess, run_command
 from tests.support.stores import S3, S3Proxy, moto_server
 from tpuembed import export_saved_model
 
@@ -116,47 +116,6 @@ def test_versions_come_and_go(
 
 
 @pytest.mark.nightly
-def test_unchanged_tables_are_linked(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
-    export(tmp_path, 1)
-    publish(store, bucket, tmp_path, 1)
-    with start(bucket, tmp_path, "--cache-bytes", "1GiB") as server:
-        server.wait_for(1)
-        tables = export(tmp_path, 2)
-        publish(store, bucket, tmp_path, 2)
-        server.wait_for(2)
-        assert_answers(server, tables)
-        (place,) = (tmp_path / "cache").glob("m-*")
-        (one,), (two,) = place.glob("1-*/1"), place.glob("2-*/2")
-        links = {path.name: path.stat().st_nlink for path in (two / "variables").iterdir()}
-        sizes = {path.name: path.stat().st_size for path in (two / "variables").iterdir()}
-        assert {sizes[name] for name, count in links.items() if count == 2 and sizes[name] > 1e6} == {ROWS * 16 * 4}
-        assert [name for name, count in links.items() if count == 1 and sizes[name] == ROWS * 8 * 4]
-        requested = {request.key for request in proxy.requests if request.method == "GET" and "m/2/var" in request.key}
-        assert len(requested) == sum(count == 1 for count in links.values())
-        assert one.is_dir(), "kept, because the cache has room"
-
-
-@pytest.mark.nightly
-def test_a_file_that_was_damaged_while_it_is_served_is_not_linked_again(
-    proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path
-) -> None:
-    """The first pull of the next version links it, and finds that. The second pulls every file."""
-    export(tmp_path, 1)
-    publish(store, bucket, tmp_path, 1)
-    with start(bucket, tmp_path, "--cache-bytes", "1GiB", "--load-retry-seconds", "0.2") as server:
-        server.wait_for(1)
-        (cached,) = (tmp_path / "cache").glob("m-*/1-*/1")
-        (table,) = [path for path in (cached / "variables").iterdir() if path.stat().st_size == ROWS * 16 * 4]
-        table.chmod(0o644)
-        with table.open("r+b") as file:
-            file.write(b"damaged!")
-        tables = export(tmp_path, 2)
-        publish(store, bucket, tmp_path, 2)
-        server.wait_for(2)
-        assert_answers(server, tables)
-
-
-@pytest.mark.nightly
 def test_a_restart_downloads_nothing_and_works_without_the_store(
     proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path
 ) -> None:
@@ -230,18 +189,6 @@ def test_a_server_that_is_killed_in_a_pull(proxy: S3Proxy, store: S3, bucket: st
         assert cached(tmp_path) == {"1"}
 
 
-@pytest.mark.nightly
-def test_a_killed_worker_does_not_lose_the_version(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
-    tables = export(tmp_path, 1)
-    publish(store, bucket, tmp_path, 1)
-    with start(bucket, tmp_path, "--workers", "2") as server:
-        server.wait_for(1)
-        os.kill(workers(server)[0], signal.SIGKILL)
-        server.announced("worker 0 answers again")
-        server.wait_for(1)
-        assert_answers(server, tables)
-
-
 def test_models_of_others(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
     module = tf.Module()
     module.half = tf.Variable(0.5)
@@ -252,32 +199,6 @@ def test_models_of_others(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path
     with start(bucket, tmp_path) as server:
         server.wait_for(1)
         assert server.predict({"instances": [1.0, 2.0]}) == (200, {"predictions": [2.5, 3.0]})
-
-
-@pytest.mark.nightly
-def test_policies_and_labels_of_a_config(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
-    tables = {}
-    for version in (1, 2, 3):
-        tables[version] = export(tmp_path, version)
-        publish(store, bucket, tmp_path, version)
-    config = tmp_path / "models.config"
-    model = f'config {{ name: "m" base_path: "s3://{bucket}/m" model_platform: "tensorflow" %s }}'
-    policy = "model_version_policy { specific { versions: 1 versions: 3 } } %s"
-    config.write_text("model_config_list { " + model % (policy % "") + "}")
-    options = ("--config", str(config), "--config-poll-seconds", "0.1", "--cache-dir", str(tmp_path / "cache"))
-    with ServerProcess(None, tmp_path / "log", *options) as server:
-        server.wait_for(3)
-        server.wait_for(1)
-        assert 2 not in server.statuses()
-        label = 'version_labels { key: "stable" value: 1 }'
-        config.write_text("model_config_list { " + model % (policy % label) + "}")
-        server.announced(f"{config}: applied")
-        assert_answers(server, tables[1], "/labels/stable")
-        assert_answers(server, tables[3])
-        config.write_text("model_config_list { " + model % "model_version_policy { specific { versions: 2 } }" + "}")
-        server.wait_for(2)
-        server.wait_for(1, "END")
-        assert_answers(server, tables[2])
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Requests over real sockets against the answers that TensorFlow Serving's API page states; see vector_server for the form."""
 
-import base64
 import json
 import random
 import re
@@ -12,12 +11,9 @@ import grpc
 import httpx
 import numpy as np
 import pytest
-import tensorflow as tf
 from google.protobuf import json_format, message_factory  # type: ignore[import-untyped]
 from tensorflow_serving.apis import (
-    get_model_metadata_pb2,
     model_service_pb2,
-    predict_pb2,
     prediction_service_pb2,
 )
 
@@ -81,17 +77,6 @@ def test_rest(client: httpx.Client, vector: dict[str, Any]) -> None:
     check(ask(client, vector), vector)
 
 
-@pytest.mark.parametrize("vector", [one for one in REST if one["send"]], ids=lambda vector: vector["name"])
-def test_rest_in_chunks(client: httpx.Client, vector: dict[str, Any]) -> None:
-    """By way of ASGI too, which small predict requests of known length do not go."""
-    check(ask(client, vector, in_chunks=True), vector)
-
-
-def test_there_are_enough_vectors() -> None:
-    assert len(REST) >= 250
-    assert len({(one.get("method"), one["path"], one["send"], str(one.get("headers"))) for one in REST}) == len(REST)
-
-
 class Caller:
     """Calls methods by their names."""
 
@@ -139,108 +124,6 @@ def test_grpc(caller: Caller, vector: dict[str, Any]) -> None:
     if "answer" in vector:
         wanted = json_format.ParseDict(with_shapes(vector["answer"]), caller.messages(rpc)[1]())
         assert str(response) == str(wanted)
-
-
-def signature_inputs(caller: Caller, model: str, signature: str) -> dict[str, Any]:
-    """TensorFlow's dtype of each input, as GetModelMetadata says."""
-    request = {"model_spec": {"name": model}, "metadata_field": ["signature_def"]}
-    _, _, response = caller.ask("PredictionService/GetModelMetadata", request)
-    signatures = get_model_metadata_pb2.SignatureDefMap()
-    assert response.metadata["signature_def"].Unpack(signatures)
-    definition = signatures.signature_def[signature or "serving_default"]
-    return {alias: tf.as_dtype(info.dtype) for alias, info in definition.inputs.items()}
-
-
-@pytest.mark.parametrize("model", ["zoo", "half", "examples", "more", "ours"])
-def test_metadata_and_status_are_equal_through_both(client: httpx.Client, caller: Caller, model: str) -> None:
-    """protobuf's own printer has REST's JSON of what gRPC sends."""
-    request = {"model_spec": {"name": model}, "metadata_field": ["signature_def"]}
-    _, _, metadata = caller.ask("PredictionService/GetModelMetadata", request)
-    signatures = get_model_metadata_pb2.SignatureDefMap()
-    assert metadata.metadata["signature_def"].Unpack(signatures)
-    printed = {
-        "model_spec": printed_json(metadata.model_spec),
-        "metadata": {"signature_def": printed_json(signatures)},
-    }
-    assert client.get(f"/v1/models/{model}/metadata").json() == printed
-    _, _, status = caller.ask("ModelService/GetModelStatus", {"model_spec": {"name": model}})
-    assert client.get(f"/v1/models/{model}").json() == printed_json(status)
-
-
-def printed_json(message: Any) -> Any:
-    options = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
-    return json_format.MessageToDict(message, **options)
-
-
-def is_object(value: Any) -> bool:
-    return isinstance(value, dict) and not (set(value) == {"b64"} and isinstance(value["b64"], str))
-
-
-def columns(body: dict[str, Any], dtypes: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a REST request, in either form, by alias."""
-    if "inputs" in body:
-        inputs = body["inputs"] if is_object(body["inputs"]) else dict.fromkeys(dtypes, body["inputs"])
-        return {alias: inputs[alias] for alias in dtypes}
-    rows = body["instances"]
-    return {alias: [row[alias] if is_object(row) else row for row in rows] for alias in dtypes}
-
-
-def tensor(value: Any, dtype: Any) -> Any:
-    def leaf(text: Any) -> Any:
-        if isinstance(text, list):
-            return [leaf(element) for element in text]
-        return base64.b64decode(text["b64"] + "==") if isinstance(text, dict) else text.encode()
-
-    if dtype == tf.string:
-        return tf.make_tensor_proto(np.array(leaf(value), dtype=object), dtype)
-    with np.errstate(over="ignore"):  # what is too large is infinite
-        wide = np.array(value, np.float64 if dtype.is_floating else np.uint64 if dtype == tf.uint64 else np.int64)
-        return tf.make_tensor_proto(wide.astype(dtype.as_numpy_dtype), dtype)
-
-
-def numbers(alias: str, value: Any) -> Any:
-    """A REST output as numpy has the tensor."""
-    if isinstance(value, list):
-        return [numbers(alias, element) for element in value]
-    if isinstance(value, dict):
-        return base64.b64decode(value["b64"])
-    return value.encode() if isinstance(value, str) else value
-
-
-PREDICTED = [
-    one for one in REST if one["status"] == 200 and one["name"][:4] != "urls" and one["path"].endswith(":predict")
-]
-PREDICTED = [one for one in PREDICTED if one.get("method") != "OPTIONS" and not one.get("ragged")]
-
-
-def first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return dict(reversed(pairs))
-
-
-@pytest.mark.parametrize("vector", PREDICTED, ids=lambda vector: vector["name"])
-def test_rest_and_grpc_answer_alike(client: httpx.Client, caller: Caller, vector: dict[str, Any]) -> None:
-    body, _ = json.JSONDecoder(object_pairs_hook=first_wins).raw_decode(
-        vector["send"].strip().replace("Inf]", "Infinity]")
-    )
-    model = vector["path"].removeprefix("/v1/models/").removesuffix(":predict")
-    name = body.get("signature_name", "")
-    dtypes = signature_inputs(caller, model, name)
-    request = predict_pb2.PredictRequest()
-    request.model_spec.name, request.model_spec.signature_name = model, name
-    for alias, value in columns(body, dtypes).items():
-        request.inputs[alias].CopyFrom(tensor(value, dtypes[alias]))
-    code, text, response = caller.call("PredictionService/Predict", request.SerializeToString())
-    assert code == "OK", text
-    outputs = {alias: tf.make_ndarray(proto) for alias, proto in response.outputs.items()}
-    answer = ask(client, vector).json()
-    found = answer["outputs"] if "outputs" in answer else answer["predictions"]
-    if len(outputs) == 1:
-        found = dict.fromkeys(outputs, found)
-    elif "predictions" in answer:
-        found = {alias: [row[alias] for row in found] for alias in outputs}
-    for alias, array in outputs.items():
-        wanted = np.array(numbers(alias, found[alias]), dtype=array.dtype)
-        np.testing.assert_array_equal(array, wanted.reshape(array.shape))
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:

@@ -90,6 +90,12 @@ def test_a_file_that_is_missing_or_of_another_size_is_refused_without_being_aske
         path.write_bytes(whole)
 
 
+def test_a_folder_of_tflite_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.tflite").touch()
+    with pytest.raises(StatusError, match="This server runs SavedModels, not TFLite models"):
+        check_files(tmp_path)
+
+
 def test_an_index_with_other_bytes_is_refused_without_being_asked(version: Path) -> None:
     index = version / INDEX_FILE
     whole = index.read_bytes()

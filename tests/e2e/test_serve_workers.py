@@ -12,11 +12,10 @@ import pytest
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from tensorflow_serving.apis import model_management_pb2, model_service_pb2_grpc
 
-from tests.support.messages import said
 from tests.support.serving.doubles import wait_for
 from tests.support.serving.load import Load
 from tests.support.serving.models import save_scale
-from tests.support.serving.process import ServerProcess, run_command, workers
+from tests.support.serving.process import ServerProcess, workers
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +56,6 @@ def ask(server: ServerProcess, times: int, target: str = "") -> set[object]:
         status, answer = server.predict({"instances": [1.0]}, target)
         answers.add(answer["predictions"][0] if status == 200 else (status, answer["error"]))
     return answers
-
-
-def test_the_port_is_taken(server: ServerProcess, model_dir: Path) -> None:
-    for count in ("1", "2"):
-        result = run_command("serve", model_dir, "--rest-port", str(server.port), "--workers", count)
-        assert result.returncode == 1
-        said(result.stderr)
 
 
 def reload(server: ServerProcess, model_dir: Path, labels: str) -> None:

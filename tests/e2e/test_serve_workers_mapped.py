@@ -118,29 +118,6 @@ def everywhere(server: ServerProcess, target: str, times: int = 40) -> set[str]:
     return {str(ask(server, ONE_ROW, target)) for _ in range(times)}
 
 
-def test_both_follow_the_config_file(server: ServerProcess) -> None:
-    base, path = base_path(server), server.log_path.with_name("models.config")
-    label = 'version_labels { key: "stable" value: 3 }'
-    write_config(path, config(base, label), config(base, name="second"))
-    wait_for(lambda: "models.config: applied" in server.log)
-    row = str([[3.0] * DIM])
-    for target in ("mapped", "mapped/labels/stable", "second"):
-        assert everywhere(server, target) == {row}
-    path.write_text("model_config_list { config { nam")
-    wait_for(lambda: "not applied. The previous config stays in use" in server.log)
-    assert everywhere(server, "mapped/labels/stable") == {row}
-    write_config(path, config(base, 'version_labels { key: "stable" value: 1 }'))
-    wait_for(lambda: "version 1 of model mapped, which is not currently available" in server.log)
-    assert everywhere(server, "mapped/labels/stable") == {row}, "one that is refused changes nothing"
-    write_config(path, config(base, "model_version_policy { specific { versions: 2 } }"))
-    wait_for(lambda: server.log.count("models.config: applied") == 2)
-    assert everywhere(server, "mapped") == {str([[2.0] * DIM])}
-    assert everywhere(server, "second") == {str((404, "Servable not found for request: Latest(second)"))}
-    write_config(path, config(base))
-    wait_for(lambda: server.log.count("models.config: applied") == 3)
-    assert everywhere(server, "mapped") == {row}
-
-
 def get(server: ServerProcess, target: str, seconds: float) -> tuple[int, bytes] | None:
     """None where nothing is answered so long."""
     connection = http.client.HTTPConnection(server.host, server.port, timeout=seconds)

@@ -1,6 +1,6 @@
 """TensorFlow Recommenders' own tests of what we have of it, out of its wheel, run on ours, with as few edits as Keras 3 allows.
 
-docs/compat.md lists them by name.
+docs/compat.md has what passes.
 """
 
 import os

@@ -9,7 +9,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-__all__ = ["BUNDLES", "FOLDER", "OTHERS", "Golden", "read_golden"]
+__all__ = ["BUNDLES", "FOLDER", "Golden", "read_golden"]
 
 FOLDER: Final = Path(__file__).parents[1] / "golden"
 
@@ -23,15 +23,6 @@ BUNDLES: Final[Mapping[str, str]] = {
     "keras_rs_checkpoint": "keras_rs/checkpoint_adam",
 }
 """A golden of every format that is a tensor bundle."""
-
-OTHERS: Final[Mapping[str, str]] = {
-    "weights_h5": "keras_rs/weights_h5",
-    "keras": "keras_rs/keras_adam",
-    "weights_json": "keras_rs/sharded",
-    "orbax": "orbax/keras_rs_adam",
-    "orbax_stacked": "orbax/stacked_8",
-}
-"""A golden of every other format."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The messages of our errors. `refused` and `said` compare each with tests/golden/messages.txt.
 
-`pytest --update-messages` rewrites that file, which lists below each message the tests that meet it.
+`pytest --update-messages` rewrites that file, which lists below each test function the messages that it meets.
 tests/conftest.py calls `Messages` from pytest's hooks.
 """
 
@@ -22,7 +22,7 @@ GOLDEN: Final = "tests/golden/messages.txt"
 """The file of all messages, below pytest's root."""
 
 _HEAD: Final = """\
-# Every message of our errors that a test meets, once, and below it the tests. A number after a test: which of its refusals.
+# The messages of our errors, below the test that meets them.
 # Written by: pytest --update-messages
 """
 _COMMAND: Final = "If the message is right, run the test with --update-messages, and review the diff of " + GOLDEN
@@ -72,24 +72,22 @@ def _unwrapped(message: str) -> str:
         message = textwrap.dedent(found[1]).strip()
 
 
-def render(entries: Mapping[str, str]) -> str:
-    """Return the text of the file that holds `entries`: test -> class and message."""
-    tests: dict[str, list[str]] = {}
-    for key, line in entries.items():
-        tests.setdefault(line, []).append(key)
+def render(entries: Mapping[str, Iterable[str]]) -> str:
+    """Return the text of the file that holds `entries`: test function -> its messages, which begin with their class."""
     return _HEAD + "".join(
-        f"\n{line}\n" + "".join(f"    {key}\n" for key in sorted(keys)) for line, keys in sorted(tests.items())
+        f"{test}\n" + "".join(f"    {line}\n" for line in sorted(set(lines))) for test, lines in sorted(entries.items())
     )
 
 
-def parse(text: str) -> dict[str, str]:
+def parse(text: str) -> dict[str, set[str]]:
     """Return the entries of a file that `render` wrote."""
-    entries, message = {}, ""
+    entries: dict[str, set[str]] = {}
+    lines: set[str] = set()
     for line in text.split("\n"):
         if line.startswith("    "):
-            entries[line[4:]] = message
+            lines.add(line[4:])
         elif line and not line.startswith("#"):
-            message = line
+            lines = entries[line] = set()
     return entries
 
 
@@ -104,20 +102,22 @@ class Messages:
         compare: False if `--no-messages` is given, for other versions of Python and of libraries.
         golden: The entries of the file.
         met: The entries of the tests of this process.
-        replaced: The keys that the new file drops, unless they are in `met`.
+        tests: The collected tests.
+        passed: Those of them that have passed.
+        gone: The keys of the golden without a test.
         test: The node id of the running test.
-        count: How many refusals the running test met.
     """
 
     root: Path
     base: Path
     update: bool
     compare: bool = True
-    golden: dict[str, str] = dataclasses.field(default_factory=dict)
-    met: dict[str, str] = dataclasses.field(default_factory=dict)
-    replaced: set[str] = dataclasses.field(default_factory=set)
+    golden: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+    met: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+    tests: set[str] = dataclasses.field(default_factory=set)
+    passed: set[str] = dataclasses.field(default_factory=set)
+    gone: set[str] = dataclasses.field(default_factory=set)
     test: str = ""
-    count: int = 0
 
     def __post_init__(self) -> None:
         if self.path.exists():
@@ -129,63 +129,62 @@ class Messages:
         return self.root / GOLDEN
 
     def collected(self, tests: Iterable[str], arguments: Iterable[str]) -> None:
-        """Drop, in an update, what the golden holds of tests that are gone.
+        """Note which tests there are, so that an update drops what the golden holds of tests that are gone.
 
         Args:
             tests: The node ids of all tests of the files that pytest read.
             arguments: pytest's paths. One with "::" names a part of a file, whose other tests stay.
         """
-        present = set(tests)
-        parts = {Path(argument.partition("::")[0]).name for argument in arguments if "::" in argument}
-        whole = {file for file in (_file(test) for test in present) if Path(file).name not in parts}
-        for key in self.golden:
-            file = _file(key)
-            if (file in whole and _test(key) not in present) or not (self.root / file).exists():
-                self.replaced.add(key)
-
-    def start(self, test: str) -> None:
-        """Count the refusals of `test` from one."""
-        self.test, self.count = test, 0
+        parts = [argument for argument in arguments if "::" in argument]
+        # A case that is named alone leaves the other cases of its function unknown: an update keeps their messages.
+        self.tests = set(tests) | {f"{_function(part)}[other cases]" for part in parts if "[" in part}
+        present = {_function(test) for test in self.tests}
+        named = {Path(_file(part)).name for part in parts}
+        whole = {file for file in map(_file, present) if Path(file).name not in named}
+        self.gone = {
+            key
+            for key in self.golden
+            if (_file(key) in whole and key not in present) or not (self.root / _file(key)).exists()
+        }
 
     def finish(self) -> None:
-        """Check, after a test that passed, that the golden holds nothing else of it."""
-        left = sorted(key for key in self.golden if _test(key) == self.test and key not in self.met)
-        if self.update:
-            self.replaced.update(left)
-        elif left and self.compare:
-            pytest.fail(f"{GOLDEN} holds messages that this test does not meet: {', '.join(left)}\n{_COMMAND}", False)
+        """Note that the running test has passed."""
+        self.passed.add(self.test)
 
     def check(self, message: str) -> None:
         """Compare `message`, which begins with its class, with the golden's, or note it for the update."""
         __tracebackhide__ = True
-        self.count += 1
-        key = self.test if self.count == 1 else f"{self.test} {self.count}"
+        key = _function(self.test)
         kind, _, words = message.partition(": ")
         line = f"{kind}: {normalised(words, self.root, self.base)}"
-        self.met[key] = line
-        if self.update or not self.compare:
+        self.met.setdefault(key, set()).add(line)
+        if self.update or not self.compare or line in self.golden.get(key, ()):
             return
-        if key not in self.golden:
-            pytest.fail(f"{GOLDEN} has no message of {key}\n+ {line}\n{_COMMAND}", pytrace=False)
-        if self.golden[key] != line:
-            shown = "\n".join(word.rstrip("\n") for word in difflib.ndiff([self.golden[key]], [line]))
-            pytest.fail(f"{key}: another message than in {GOLDEN}\n{shown}\n{_COMMAND}", pytrace=False)
+        nearest = difflib.get_close_matches(line, sorted(self.golden.get(key, ())), n=1, cutoff=0)
+        shown = "\n".join(word.rstrip("\n") for word in difflib.ndiff(nearest, [line]))
+        pytest.fail(f"{GOLDEN} does not have this message of {key}\n{shown}\n{_COMMAND}", pytrace=False)
 
     def output(self) -> dict[str, Any]:
         """Return what an xdist worker hands to the controller."""
-        return {"met": self.met, "replaced": sorted(self.replaced)}
+        met = {key: sorted(lines) for key, lines in self.met.items()}
+        return {"met": met, "tests": sorted(self.tests), "passed": sorted(self.passed), "gone": sorted(self.gone)}
 
     def add(self, output: Mapping[str, Any]) -> None:
         """Take over what a worker met."""
-        self.met.update(output["met"])
-        self.replaced.update(output["replaced"])
+        for key, lines in output["met"].items():
+            self.met.setdefault(key, set()).update(lines)
+        for name in ("tests", "passed", "gone"):
+            getattr(self, name).update(output[name])
 
     def write(self) -> None:
         """Rewrite the golden: what tests met, and what it holds by now of tests that did not run."""
         golden = parse(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
-        kept = {key: line for key, line in golden.items() if key not in self.replaced}
+        ran = {_function(test) for test in self.tests} - {_function(test) for test in self.tests - self.passed}
+        entries = {key: lines for key, lines in golden.items() if key not in ran | self.gone}
+        for key, lines in self.met.items():
+            entries[key] = entries.get(key, set()) | lines
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(render(kept | self.met), encoding="utf-8")
+        self.path.write_text(render(entries), encoding="utf-8")
 
 
 _current: list[Messages] = []
@@ -230,9 +229,9 @@ def said(output: str) -> None:
     current().check(f"Error: {message}")
 
 
-def _test(key: str) -> str:
-    """Return the node id of a key, which ends with a number from the second refusal on."""
-    return re.sub(r" \d+$", "", key)
+def _function(test: str) -> str:
+    """Return the node id of the function that `test` is a case of."""
+    return test.partition("[")[0]
 
 
 def _file(test: str) -> str:

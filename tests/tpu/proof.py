@@ -1,7 +1,6 @@
 """The proof: all cells through all stages, controls and broken variants with them."""
 
 import dataclasses
-import importlib
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,9 @@ from tests.tpu.cells import DLRM_CELLS, NO_LOOP, Cell
 from tests.tpu.checks import failures
 from tests.tpu.controls import controls_of
 
-__all__ = ["Proof", "others", "problems"]
+__all__ = ["Proof", "problems"]
 
 Results = dict[str, dict[str, Any]]
-_OTHERS = ("tests.tpu.numbers.broken", "tests.tpu.numbers.broken_rules", "tests.tpu.v1.broken")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +54,6 @@ class Proof:
             "broken": {cell.broken: _caught(cell, checked, failed) for cell in self.broken},
             "controls": self._controls(good),
             "failures": failed,
-            "others": others(),
             "seconds": round(time.perf_counter() - began),
         }
 
@@ -94,15 +91,6 @@ def _caught(cell: Cell, checked: Mapping[str, Mapping[str, str]], failed: dict[s
     """Which checks caught a variant; where it is not even lowered, no check did."""
     error = failed.pop(cell.name, "")
     return ", ".join(f"`{check}`" for check in checked.get(cell.name, {})) or f"NO {error}".strip()
-
-
-def others() -> list[tuple[str, str, str]]:
-    """(name, what is wrong, check) of the variants of other parts of `tests/tpu`, which need TensorFlow to be listed."""
-    found = []
-    for module in _OTHERS:
-        for variant in importlib.import_module(module).BROKEN:
-            found.append((variant.name, variant.breaks, variant.check))
-    return found
 
 
 def problems(results: Mapping[str, Any]) -> list[str]:

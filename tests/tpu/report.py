@@ -46,8 +46,7 @@ _NOT_PROVEN = """## What is not proven
 - `TPUCopyWithDynamicShape`: the bridge moves it to the hosts; buffers get the size of their bound.
 - That pipelined programs overlap: TensorFlow's pass splits the loop into the programs above, which compile; their order on a TPU,
   and the staleness of what they look up, is TensorFlow's.
-- Minibatches beyond their layout: what divides ids into them on a TPU's host asks the TPU's library. Of those that a test makes,
-  TensorFlow's CSR kernel makes what the simulator makes and what gives the lookup; TensorFlow 2.19's class divides none.
+- Minibatches: what divides ids into them on a TPU's host asks the TPU's library. TensorFlow 2.19's class divides none.
 - The rest of TensorFlow's bridge (the compile and execute ops of the runtime), other versions than those above, several hosts.
 - Speed on hardware. Bytes and counts above are the compiler's.
 """
@@ -81,7 +80,7 @@ def rendered(results: Mapping[str, Any]) -> str:
     """The page.
 
     Args:
-        results: what `proof` found: "seconds", "cells", "failures", "controls", "no_loop", "broken", "dlrm", "others".
+        results: what `proof` found: "seconds", "cells", "failures", "controls", "no_loop", "broken", "dlrm".
     """
     parts = [
         _HEAD,
@@ -214,15 +213,7 @@ def _broken(results: Mapping[str, Any]) -> str:
         (f"`{name}`", one.breaks, f"`{one.check}`", results["broken"].get(name, "not run"))
         for name, one in BROKEN.items()
     ]
-    text = "## The layer, deliberately broken\n\n" + _table(["variant", "what is wrong", "check", "caught"], rows)
-    others = [(f"`{name}`", breaks, f"`{check}`") for name, breaks, check in results["others"]]
-    if not others:
-        return text
-    return (
-        text
-        + "\nVariants of the numbers' and of V1's checks, each a test:\n\n"
-        + _table(["variant", "what is wrong", "check"], others)
-    )
+    return "## The layer, deliberately broken\n\n" + _table(["variant", "what is wrong", "check", "caught"], rows)
 
 
 def _dlrm(results: Mapping[str, Any]) -> str:

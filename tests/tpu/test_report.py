@@ -13,7 +13,6 @@ from tests.tpu.cells import COVERING, DLRM_CELLS, Cell
 from tests.tpu.checks import CHECKS
 from tests.tpu.controls import CONTROLS, CONTROLS_OF_COPIES
 from tests.tpu.host import check_buffers_of_hosts, check_stamps_of_host
-from tests.tpu.proof import others as found_others
 from tests.tpu.proof import problems
 from tests.tpu.report import SENTENCE, rendered
 
@@ -51,7 +50,6 @@ def results(**changes: Any) -> dict[str, Any]:
         "controls": refused(),
         "no_loop": "unable to find while body user",
         "broken": {name: f"`{one.check}`" for name, one in BROKEN.items()},
-        "others": [("stale_row", "a row is stale", "numbers")],
         "seconds": 1,
         **changes,
     }
@@ -109,7 +107,6 @@ def test_the_page_has_the_numbers_of_the_report() -> None:
         f"{len(shims.SHIMS)} shims",
         f"{len(checks)} checks",
         f"{len(BROKEN)} variants of the layer",
-        f"{len(found_others())} variants of the checks",
     ]
     assert [number for number in numbers if number not in page] == []
     steps = Counter((cell.chip, "replicated" if cell.path == "replicated" else "on SparseCores") for cell in COVERING)

@@ -4,7 +4,7 @@ Formulas, over the ids i of one example with weights w_i (1 if none are given). 
     sum: Σ w_i row_i      mean: Σ w_i row_i / Σ w_i      sqrtn: Σ w_i row_i / sqrt(Σ w_i²)
 Source: `tf.nn.embedding_lookup_sparse`.
 
-Measured through the C API, 26 features, 100k x 64 float32 tables, one thread (docs/export-reference.md has the numbers):
+Measured through the C API, 26 features, 100k x 64 float32 tables, one thread (docs/performance.md has the numbers):
 
 - Without padding, the gather of [n, hot] rows and one sum is fastest (with weights: one batched product): `FullMatrix`.
 - With padding, the present entries are selected, gathered, and summed by `SegmentSum`: `SortedSegments`.

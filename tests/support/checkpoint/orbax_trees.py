@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-__all__ = ["STACKED", "Array", "Leaves", "metadata", "spec", "stacked_rows", "write_shards", "write_spec", "write_tree"]
+__all__ = ["STACKED", "Array", "Leaves", "metadata", "spec", "stacked_rows", "write_spec", "write_tree"]
 
 Array = np.ndarray[Any, Any]
 Leaves = Mapping[tuple[str, ...], Array]
@@ -64,23 +64,6 @@ def write_tree(
         }
         tensorstore.open(spec, create=True, delete_existing=True).result().write(value).result()
     (folder / "_METADATA").write_text(json.dumps(metadata(leaves, ocdbt=ocdbt, zarr3=zarr3)))
-    return folder
-
-
-def write_shards(folder: Path, rows: Array, chunk: tuple[int, int], shard: tuple[int, int]) -> Path:
-    """An item whose only table `t` lies as Orbax writes zarr 3: several chunks, and an index, in a value."""
-    write_tree(folder, {("t",): rows}, chunks=shard, ocdbt=False, zarr3=True)
-    layout = _zarr3(list(shard), compressed=True)
-    index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-    how = {"chunk_shape": chunk, "codecs": layout["codecs"], "index_codecs": index}
-    layout["codecs"] = [{"name": "sharding_indexed", "configuration": how}]
-    spec = {
-        "driver": "zarr3",
-        "kvstore": f"file://{folder}/t/",
-        "metadata": {"shape": list(rows.shape), "data_type": "float32", **layout},
-        "store_data_equal_to_fill_value": True,
-    }
-    tensorstore.open(spec, create=True, delete_existing=True).result().write(rows).result()
     return folder
 
 

@@ -8,7 +8,6 @@ REST: `method` (POST), `path`, `headers`, `send` (the body; with `gzip`, compres
   `body`        the body, byte for byte
   `error`       the message of an error, whole
   `error_like`  a regular expression for it
-`ragged`: no tensor has what is sent.
 
 gRPC: `rpc`, `send` (the request in protobuf's JSON form) or `raw` (its bytes, in hexadecimal); `code`, and one of
   `answer`      the response in protobuf's JSON form
@@ -41,8 +40,7 @@ import json, sys
 from pathlib import Path
 from tpuembed_serving import ModelSettings, ServerSettings, serve
 models = tuple(ModelSettings(name=name, base_path=Path(path)) for name, path in json.loads(sys.argv[1]).items())
-target = json.loads(sys.argv[2])
-serve(ServerSettings(models=models, rest_port=0, grpc_port=0, poll_seconds=0.05, lame_duck_seconds=0, target=target))
+serve(ServerSettings(models=models, rest_port=0, grpc_port=0, poll_seconds=0.05, lame_duck_seconds=0))
 """
 
 
@@ -75,13 +73,13 @@ def with_shapes(value: Any) -> Any:
 
 
 class VectorServer:
-    """A running server, of models that it loads or that the server at `target` has; `with` ends it."""
+    """A running server of `models`; `with` ends it."""
 
-    def __init__(self, models: Mapping[str, Path], log: Path, target: str | None = None) -> None:
+    def __init__(self, models: Mapping[str, Path], log: Path) -> None:
         self._log = log
-        arguments = [json.dumps({name: str(path) for name, path in models.items()}), json.dumps(target)]
+        paths = json.dumps({name: str(path) for name, path in models.items()})
         with log.open("wb") as stderr:
-            self.process = subprocess.Popen([sys.executable, "-c", _SERVE, *arguments], stderr=stderr)
+            self.process = subprocess.Popen([sys.executable, "-c", _SERVE, paths], stderr=stderr)
         names = list(models)
         self._wait_for(lambda: re.search("gRPC at .*\n", self.log))
         self.url = self._announced(f"serving {names[0]} at ").partition("/v1/")[0]
@@ -110,10 +108,9 @@ class VectorServer:
         self.process.wait(timeout=60)
 
 
-def ask(client: httpx.Client, vector: dict[str, Any], in_chunks: bool = False) -> httpx.Response:
+def ask(client: httpx.Client, vector: dict[str, Any]) -> httpx.Response:
     body = vector["send"].encode()
     if vector.get("gzip"):
         body = gzip.compress(body)
     url = client.base_url.copy_with(raw_path=vector["path"].encode())
-    content = iter([body]) if in_chunks else body
-    return client.request(vector.get("method", "POST"), url, content=content, headers=vector.get("headers"))
+    return client.request(vector.get("method", "POST"), url, content=body, headers=vector.get("headers"))

@@ -14,12 +14,10 @@ class Rule:
     Attributes:
         optimizer: its class in `tpuembed.config`.
         given: hyper-parameters that are not the defaults.
-        instead: what the layer hands to TensorFlow in their place, where it is broken.
     """
 
     optimizer: str
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    instead: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 _MOMENTUM = {"momentum": 0.9, "use_nesterov": True, "exponent": 3.0, "beta2": 0.75, "epsilon": 1e-3}
@@ -42,14 +40,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "ftrl": Rule("FTRL"),
     "ftrl_regularized": Rule("FTRL", _FTRL),
     "ftrl_multiplied": Rule("FTRL", {**_FTRL, "multiply_linear_by_learning_rate": True}),
-    "broken_exponent": Rule("AdagradMomentum", _MOMENTUM, {"exponent": 2.0}),
-    "broken_beta2": Rule("AdagradMomentum", _MOMENTUM, {"beta2": 0.5}),
-    "broken_epsilon": Rule("Adam", _ADAM, {"epsilon": 2e-2}),
-    "broken_sum": Rule("Adam", _ADAM, {"sum_inside_sqrt": False}),
-    "broken_l1": Rule("FTRL", _FTRL, {"l1_regularization_strength": 0.0}),
-    "broken_beta": Rule("FTRL", _FTRL, {"beta": 0.0}),
 }
-"""Name -> rule. Those with `instead` must be found to be other rules."""
 
 SLOTS: Final = {
     "SGD": (),

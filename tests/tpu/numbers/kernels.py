@@ -12,13 +12,12 @@ from tensorflow.python.tpu.ops import gen_xla_ops
 from tpuembed.testing.host_ops import HostOps
 from tpuembed.testing.sparse_core_ops import SparseCoreOps
 
-__all__ = ["LiveOps", "MinibatchedOps", "calls", "same_bits"]
+__all__ = ["LiveOps", "calls", "same_bits"]
 
 Array = np.ndarray[Any, Any]
 
 calls: dict[str, int] = {}
 """Kernel -> how often it ran and was compared."""
-BUCKETS = 64
 CSR = "convert_to_sparse_core_csr_wrapped_coo_tensor"
 
 
@@ -33,32 +32,6 @@ class LiveOps(SparseCoreOps):
 
     def convert_to_sparse_core_csr_wrapped_coo_tensor(self, **arguments: Any) -> Any:
         return _both(CSR, arguments)
-
-
-class MinibatchedOps(LiveOps):
-    """The same, with every owner's ids in several minibatches, as kernels of a TPU's host make them of too many ids.
-
-    Those kernels ask the TPU's library for limits, so that the buckets are made here: by row, as without hashing.
-    """
-
-    splits = 0b0000111
-    """The root and both of its children: four minibatches of 16 buckets each."""
-
-    def convert_to_sparse_core_csr_wrapped_coo_tensor(self, **arguments: Any) -> Any:
-        owners = arguments["num_replica"] * len(arguments["id_counts_list"])
-        lists = ("sorted_row_ids_list", "sorted_col_ids_list", "sorted_gains_list", "id_counts_list")
-        cores = [_bucketed(owners, *map(np.asarray, core)) for core in zip(*map(arguments.get, lists), strict=True)]
-        bucketed = dict(zip(lists, map(list, zip(*cores, strict=True)), strict=True))
-        return _both(CSR, {**arguments, **bucketed, "splits": np.int64(self.splits)})
-
-
-def _bucketed(owners: int, samples: Array, rows: Array, gains: Array, ends: Array) -> tuple[Array, ...]:
-    """One SparseCore's sorted ids with every owner's in buckets, and [owners * BUCKETS + 1] where buckets begin."""
-    owner = np.repeat(np.arange(owners), np.diff(ends))
-    bucket = owner * BUCKETS + rows % BUCKETS
-    order = np.argsort(bucket, kind="stable")
-    counts = np.bincount(bucket, minlength=owners * BUCKETS)
-    return samples[order], rows[order], gains[order], np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
 def _both(op: str, arguments: Mapping[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Checks of the SparseCore path with TensorFlow's own host kernels, run by tensorflow-tpu's interpreter.
 
-python -m tests.tpu.numbers.live NAME...     # of CHECKS, or broken:NAME of a variant
+python -m tests.tpu.numbers.live NAME...     # of CHECKS
 
 prints {"outcomes": {name: null, or why it failed}, "calls": {kernel: how often it ran and was compared}} as JSON.
 """
@@ -24,7 +24,6 @@ from tensorflow.python.tpu.ops import gen_xla_ops
 from tests.support.layer.simulated import EXAMPLES, Array, Ids, inputs
 from tests.support.layer.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
 from tests.tpu.numbers import kernels
-from tests.tpu.numbers.broken import BROKEN
 from tpuembed import SGD
 from tpuembed.backends.stack_ids import ids_with_room
 from tpuembed.testing import simulated_tpu, simulation
@@ -37,9 +36,12 @@ CHIPS: Final = ((1, 4), (1, 2), (2, 4), (2, 2), (4, 4), (4, 2))
 
 
 @contextlib.contextmanager
-def live(replicas: int = 1, cores: int = 4, ops: Any = kernels.LiveOps) -> Iterator[Any]:
+def live(replicas: int = 1, cores: int = 4) -> Iterator[Any]:
     """A simulated TPU whose hosts run TensorFlow's kernels; the strategy."""
-    with mock.patch.object(simulation, "SparseCoreOps", ops), simulated_tpu("V2", replicas, cores) as strategy:
+    with (
+        mock.patch.object(simulation, "SparseCoreOps", kernels.LiveOps),
+        simulated_tpu("V2", replicas, cores) as strategy,
+    ):
         yield strategy
 
 
@@ -66,19 +68,11 @@ def lookups_equal_plain_ones() -> None:
             _equal_lookups(strategy, layer, rows, range(SEEDS))
 
 
-def minibatches_equal_plain_lookups() -> None:
-    """The same with every owner's ids in four minibatches."""
-    rows = rows_of(2)
-    for replicas, cores in ((1, 4), (2, 2)):
-        with live(replicas, cores, kernels.MinibatchedOps) as strategy:
-            _equal_lookups(strategy, _layer(strategy, rows, optimizer="sgd"), rows, range(3))
-
-
 def a_step_moves_the_rows_that_it_looked_up() -> None:
     """One SGD step: each row moves by the rate times the gradients of the activations that it is in, times its gains there."""
     rate, rows = 0.25, rows_of(3)
-    for replicas, ops in ((1, kernels.LiveOps), (2, kernels.LiveOps), (2, kernels.MinibatchedOps)):
-        with live(replicas, 4, ops) as strategy:
+    for replicas in (1, 2):
+        with live(replicas) as strategy:
             layer = _layer(strategy, rows, optimizer=SGD(learning_rate=rate))
             ids, gradients = batch(replicas, 5), _gradients(replicas)
             strategy.run(_step, args=(layer, *inputs(strategy, ids), _of_replicas(strategy, gradients)))
@@ -223,55 +217,24 @@ def ids_outside_of_their_table_fail() -> None:
         _fails_with("feature x: id 60 of row 0 is not in table t, which has 60 rows", outside)
 
 
-def statistics_equal_the_limits_that_hold() -> None:
-    """What TensorFlow counts of a batch (`compute_sparse_core_stats`) are limits of the layer that hold, and one less do not."""
-    ids = [0, 4, 8, 0, 1, 2, 3, 60]  # two to each SparseCore
-    most, unique = _statistics(ids)
-    cores = np.reshape(ids, (4, 2))
-    assert most == unique == max(np.bincount(np.unique(core) % 4).max() for core in cores) == 2, (most, unique)
-    examples = [[one] for one in ids]
-    with live() as strategy:
-        limits = {"max_ids_per_partition": most, "max_unique_ids_per_partition": unique}
-        found = looked_up_in_one(strategy, examples, **limits)
-        np.testing.assert_allclose(found[:, 0], 8.0 * np.array(ids))
-        for name in limits:
-            less = {**limits, name: limits[name] - 1}
-            _fails_with("Sparse core 0 gets 2", functools.partial(looked_up_in_one, strategy, examples, **less))
-
-
-def _statistics(ids: list[int]) -> tuple[int, int]:
-    embedding = tf.tpu.experimental.embedding
-    table = embedding.TableConfig(64, 8, combiner="sum", name="t")
-    feature = embedding.FeatureConfig(table, output_shape=[EXAMPLES])
-    given = {"x": tf.constant(ids, tf.int32)}
-    most, unique = embedding.TPUEmbeddingV2.compute_sparse_core_stats(
-        given, {"x": feature}, num_tpu_chips=1, num_sc_per_chip=4, optimizer=embedding.SGD(0.1)
-    )
-    return int(most["t"]), int(unique["t"])
-
-
 CHECKS: Final[Mapping[str, Callable[[], None]]] = {
     check.__name__: check
     for check in (
         lookups_equal_plain_ones,
-        minibatches_equal_plain_lookups,
         a_step_moves_the_rows_that_it_looked_up,
         limits_hold_to_the_id,
         room_holds_to_the_id,
         room_is_refused_where_the_kernel_refuses_it,
         ids_outside_of_their_table_fail,
-        statistics_equal_the_limits_that_hold,
     )
 }
 """Name -> a check, which fails by raising."""
 
 
 def outcome(name: str) -> str | None:
-    """None where the check holds, else why it does not; of a broken variant, where its check says so."""
-    variants = {f"broken:{variant.name}": variant for variant in BROKEN}
+    """None where the check holds, else why it does not."""
     try:
-        with variants[name].patch() if name in variants else contextlib.nullcontext():
-            CHECKS[variants[name].check if name in variants else name]()
+        CHECKS[name]()
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"

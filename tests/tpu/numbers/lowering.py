@@ -4,10 +4,8 @@ python -m tests.tpu.numbers.lowering trace FOLDER      # without libtpu
 python -m tests.tpu.numbers.lowering lower FOLDER      # with it, in another process
 """
 
-import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from tests.tpu.cells import Cell
@@ -31,21 +29,9 @@ def _trace(folder: Path) -> None:
         chosen = mock.patch.object(
             tpuembed.config, rule.optimizer, return_value=spec
         )  # as `trace` makes it by its name
-        with chosen, _broken(rule):
+        with chosen:
             text = trace.traced(cell_of(rule))
         (folder / name / f"{cell_of(rule).name}.tf.mlir").write_text(text)
-
-
-def _broken(rule: Rule) -> Any:
-    """The layer hands other hyper-parameters to TensorFlow than it was given."""
-    from tpuembed.backends import tf_config
-
-    right = tf_config.optimizer_to_tf
-
-    def broken(spec: Any) -> Any:
-        return right(dataclasses.replace(spec, **rule.instead))
-
-    return mock.patch.object(tf_config, "optimizer_to_tf", broken)
 
 
 def _lower(folder: Path) -> None:

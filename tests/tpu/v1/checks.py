@@ -1,4 +1,4 @@
-"""The checks of the V1 path, as functions that fail with an AssertionError: for the tests, and for broken variants."""
+"""The checks of the V1 path, as functions that fail with an AssertionError."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -3,7 +3,6 @@
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -130,16 +129,6 @@ def test_optimizers_are_resolved(given: Any, spec: Any) -> None:
     theirs = optimizer_to_tf(spec)
     assert isinstance(theirs, getattr(E, type(spec).__name__))
     assert resolve_optimizer(theirs) == spec
-
-
-def test_keras_optimizers_are_translated() -> None:
-    adam = resolve_optimizer(keras.optimizers.Adam(0.5, beta_1=0.1, beta_2=0.2, epsilon=1e-3))
-    assert (adam.beta_1, adam.beta_2, adam.epsilon) == (0.1, 0.2, 1e-3)  # type: ignore[attr-defined]
-    np.testing.assert_allclose(adam.learning_rate().numpy(), 0.5)
-    adagrad = resolve_optimizer(keras.optimizers.Adagrad(0.5, initial_accumulator_value=0.25))
-    assert adagrad.initial_accumulator_value == 0.25  # type: ignore[attr-defined]
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
-    assert resolve_optimizer(keras.optimizers.SGD(schedule)).learning_rate is schedule
 
 
 @pytest.mark.parametrize(

@@ -188,18 +188,6 @@ def test_sparse_cores_take_the_stacks_limits_from_their_config_first() -> None:
         assert (node.attr["max_ids_per_sparse_core"].i, node.attr["max_unique_ids_per_sparse_core"].i) == (7, 5)
 
 
-@pytest.mark.parametrize("feature", ["V1", "V2"])
-def test_dense_ids_keep_their_shape(feature: str) -> None:
-    with fake_tpu(feature) as strategy:
-        with strategy.scope():
-            layer = TPUEmbedding(FeatureConfig(USERS, output_shape=(BATCH, 3)), optimizer="sgd")
-        ids = tf.compat.v1.placeholder(tf.int32, [BATCH, 3])
-        shapes = []
-        strategy.run(lambda ids: shapes.append(layer(ids).shape), args=(ids,))
-    if feature == "V2":  # V1's activations get their shape in the accelerator
-        assert shapes == [(BATCH, 3, 8)]
-
-
 # ---- what is refused
 
 
@@ -265,35 +253,6 @@ def test_ids_outside_of_a_table_fail_on_v1_and_nothing_else(policy: str | int, o
     for arguments in ({"size_threshold": 50}, {"embedding_feature": "UNSUPPORTED"}):
         with traced("V1", features=features, step_inputs=inputs, **arguments):
             pass
-
-
-def test_hardware_that_is_not_there() -> None:
-    with refused(ConfigError, match="embedding_feature"):
-        TPUEmbedding(config(), "sgd", embedding_feature="V1")
-
-
-def test_options_without_effect_warn_once_by_name() -> None:
-    with pytest.warns(UserWarning, match="pipeline_execution_with_tensor_core has no effect under") as found:
-        TPUEmbedding(config(), "sgd", pipeline_execution_with_tensor_core=True)
-    assert len(found) == 1
-
-
-@pytest.mark.parametrize("feature", ["V1", "V2"])
-@pytest.mark.parametrize(
-    ("features", "given", "match"),
-    [
-        (config(None), inputs, None),
-        (config((8,)), inputs, r"feature 'seen': output_shape \(8,\): the ids give activations of \(16,\)"),
-    ],
-)
-def test_shapes_of_a_call(feature: str, features: Any, given: Any, match: str | None) -> None:
-    if feature == "V2" and match is None:
-        return  # built with shapes or not at all
-    if match is None:
-        with traced(feature, features=features, step_inputs=given):
-            return
-    with pytest.raises(ConfigError, match=match), traced(feature, features=features, step_inputs=given):
-        pass
 
 
 @pytest.mark.parametrize("feature", ["V1", "V2"])

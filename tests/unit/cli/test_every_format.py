@@ -1,8 +1,6 @@
-"""describe, head, verify and diff on a checkpoint of every format, against what its writer held."""
+"""verify and diff on checkpoints of many formats, against what their writers held."""
 
 import json
-import random
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,28 +10,10 @@ import pytest
 import tensorflow as tf
 from click.testing import CliRunner
 
-from tests.support.goldens import BUNDLES, FOLDER, OTHERS, Golden, read_golden
+from tests.support.goldens import BUNDLES, FOLDER, Golden, read_golden
 from tpuembed.checkpoint.location import find_bundle
-from tpuembed.checkpoint.tools import verify_files
 from tpuembed.tensor_bundle import index_path, shard_path
 from tpuembed_cli.main import cli
-
-FORMATS = {**BUNDLES, **OTHERS}
-CALLED = {
-    "dense": "dense",
-    "own_layer": "dense",
-    "saved_model": "dense",
-    "tpu_v1": "tpu_v1",
-    "sparsecore": "sparsecore",
-    "partitioned": "partitioned",
-    "keras_rs_checkpoint": "dense",
-    "weights_h5": "keras",
-    "keras": "keras",
-    "weights_json": "keras",
-    "orbax": "orbax",
-    "orbax_stacked": "orbax",
-}
-"""What describe calls them."""
 
 
 def run(code: int, *arguments: object, options: Mapping[str, Any] | None = None) -> Any:
@@ -64,43 +44,6 @@ def test_diff_of_two_formats_that_take_different_options(tmp_path: Path) -> None
     assert CliRunner().invoke(cli, ["diff", str(golden.path), str(path), *twice]).exit_code == 2
 
 
-@pytest.fixture(params=FORMATS)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def golden(name: str) -> Golden:
-    return read_golden(FORMATS[name])
-
-
-def test_describe(name: str, golden: Golden) -> None:
-    found = run(0, "describe", golden.path, options=golden.options)
-    assert found["format"] == CALLED[name]
-    described = {
-        table["name"]: (table["rows"], table["dim"], table["dtype"], set(table["slots"]), table["bytes"])
-        for table in found["tables"]
-    }
-    assert described == {
-        table: (
-            *slots[None].shape,
-            slots[None].dtype.name,
-            {slot for slot in slots if slot},
-            sum(rows.nbytes for rows in slots.values()),
-        )
-        for table, slots in golden.tables.items()
-    }
-    assert found["bytes"] == sum(rows.nbytes for slots in golden.tables.values() for rows in slots.values())
-
-
-def test_verify(name: str, golden: Golden) -> None:
-    """Where a format has no checksums, or lacks some, that is said; whatever is read is no less than the tables."""
-    found = run(0, "verify", golden.path, options=golden.options)
-    assert found["damaged"] == []
-    assert bool(found["unchecked"]) == (CALLED[name] in ("keras", "orbax") and name != "keras")
-    assert found["bytes"] >= sum(rows.nbytes for slots in golden.tables.values() for rows in slots.values())
-
-
 def test_diff_of_two_formats() -> None:
     """The same tables and slots, from SparseCores in one and in order in the other."""
     cores, saved_model = read_golden(BUNDLES["sparsecore"]), read_golden(BUNDLES["saved_model"])
@@ -123,28 +66,9 @@ def copied(golden: Golden, name: str, folder: Path) -> tuple[Path, Path]:
     return path, shard_path(prefix, 0, 1)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BUNDLES)
-def test_any_flipped_bit_of_a_data_file_is_found(name: str, golden: Golden, tmp_path: Path) -> None:
-    """One at a time, in steps of a number of bytes that no row has; the tensor, its file and its bytes are named."""
-    path, data = copied(golden, name, tmp_path)
-    whole, rng = data.read_bytes(), random.Random(name)
-    tensors = dict(tf.train.list_variables(str(data).partition(".data-")[0]))
-    assert run(0, "verify", path)["damaged"] == []
-    for position in {*range(rng.randrange(61), len(whole), 61), 0, len(whole) - 1}:
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << rng.randrange(8)
-        data.write_bytes(damaged)
-        [found] = verify_files(path).damaged
-        assert (found.file, found.name in tensors) == (str(data), True), position
-        first, end = map(int, re.findall(r"bytes \[(\d+), (\d+)\)", found.reason)[0])
-        assert first <= position < end
-    [entry] = run(1, "verify", path)["damaged"]
-    assert entry["file"] == str(data)
-
-
-@pytest.mark.parametrize("name", BUNDLES)
-def test_a_changed_row_is_found_by_verify_and_diff(name: str, golden: Golden, tmp_path: Path) -> None:
+def test_a_changed_row_is_found_by_verify_and_diff(name: str, tmp_path: Path) -> None:
+    golden = read_golden(BUNDLES[name])
     path, data = copied(golden, name, tmp_path)
     table, slots = max(golden.tables.items())
     row = len(slots[None]) - 1

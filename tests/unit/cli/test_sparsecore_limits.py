@@ -56,12 +56,3 @@ def test_as_tables_and_warnings(files: list[str]) -> None:
     assert [line for line in lines if line.startswith("warning")] == [
         "warning: stack videos: 3 ids with the margin are 5. The limit is 3. Set max_ids_per_partition of videos: 5."
     ]
-
-
-@pytest.mark.nightly
-def test_mistakes_are_one_line(files: list[str]) -> None:
-    done = run(*files, "--chips", "3", "--batch-size", "24")
-    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert "3 chips with 4 SparseCores have 12 SparseCores in all. TensorFlow needs a power of two" in done.stderr
-    assert run(*files, "--chips", "0", "--batch-size", "24").returncode == 2
-    assert run(*files, "--chips", "1").returncode == 2

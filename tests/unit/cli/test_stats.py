@@ -32,20 +32,6 @@ def test_for_people(folder: Path) -> None:
     assert [path.name for path in folder.glob(".page*")] == []
 
 
-@pytest.mark.nightly
-def test_refusals(folder: Path) -> None:
-    for arguments, code in (
-        (("stats", folder / "ckpt", "video"), 1),
-        (("stats", folder / "missing"), 1),
-        (("stats", folder / "ckpt", "--html", folder / "no" / "page.html"), 2),
-    ):
-        done = run_command(*arguments)
-        assert (done.returncode, done.stdout) == (code, "")
-        said(done.stderr)
-    done = run_command("stats", folder / "ckpt", "--html", "/dev/null/page.html")
-    assert done.returncode == 2
-
-
 def test_files_that_are_there(folder: Path, tmp_path: Path) -> None:
     """What is no regular file stays, a link leads to its target, and the mode is kept."""
     os.mkfifo(tmp_path / "pipe")

@@ -49,41 +49,6 @@ def test_versions_lists_sizes_labels_and_uses(model_dir: Path) -> None:
     assert 0 <= listed["versions"][0]["age_seconds"] < 3600
 
 
-def test_prune_says_what_it_keeps_and_removes(model_dir: Path) -> None:
-    planned = run("prune", "rec", "--keep", "1", "--config", "models.config", "--dry-run").stdout
-    assert planned.splitlines() == [
-        "keep 2: label stable of rec in models.config",
-        "keep 4: policy of rec in models.config",
-        "would remove 1",
-        "would remove 3",
-        "2 versions, 2.0 kB would be freed",
-    ]
-    assert run("prune", "rec").stdout.splitlines() == [
-        "keep 3: one of the newest 2",
-        "keep 4: newest",
-        "removed 1",
-        "removed 2",
-        "2 versions, 2.0 kB freed",
-    ]
-    assert json.loads(run("prune", "rec", "--keep", "1", "--json").stdout) == {
-        "model_dir": "rec",
-        "kept": {"4": "newest"},
-        "removed": [3],
-        "bytes_freed": 1000,
-        "dry_run": False,
-    }
-
-
-def test_rollback_says_what_it_published(model_dir: Path) -> None:
-    assert run("rollback", "rec").stdout == "rec/5: equals version 3, and replaces version 4\n"
-    assert json.loads(run("rollback", "rec", "1", "--json").stdout) == {
-        "path": "rec/6",
-        "version": 6,
-        "source": 1,
-        "newest": 5,
-    }
-
-
 def test_a_server_gets_the_first_key_of_the_file(model_dir: Path) -> None:
     status = '{"model_version_status": [{"version": "1", "state": "AVAILABLE"}]}'
     Path("keys").write_text("# of the team\nops: 0123456789abcdef\nfedcba9876543210\n")

@@ -13,7 +13,8 @@ from tests.support.fake_tpu import fake_tpu
 from tests.support.messages import refused
 from tpuembed import SGD, export_saved_model
 from tpuembed.compat.keras_rs import DistributedEmbedding, FeatureConfig, TableConfig
-from tpuembed.errors import ConfigError, UnknownTableError
+from tpuembed.errors import ConfigError
+from tpuembed.testing import simulated_tpu
 
 BATCH, DIM = 4, 2
 ROWS = np.arange(20, dtype=np.float32).reshape(10, DIM) + 1
@@ -248,20 +249,6 @@ def test_the_layers_optimizer_is_for_tables_without() -> None:
 # ---- tables
 
 
-def test_tables_are_set_by_name() -> None:
-    layer = DistributedEmbedding([feature(table("a")), feature(table("b"))])
-    before = layer.get_embedding_tables()
-    layer.set_embedding_tables({"b": ROWS})
-    after = layer.get_embedding_tables()
-    np.testing.assert_array_equal(after["b"], ROWS)
-    np.testing.assert_array_equal(after["a"], before["a"])
-    with refused(UnknownTableError, match="table 'c'"):
-        layer.set_embedding_tables({"a": ROWS, "c": ROWS})
-    np.testing.assert_array_equal(layer.get_embedding_tables()["a"], before["a"])
-    with refused(ConfigError, match="table 'a'"):
-        layer.set_embedding_tables({"a": ROWS[:3]})
-
-
 # ---- options
 
 
@@ -336,13 +323,6 @@ def test_config_round_trip(optimizer: Any) -> None:
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
     assert again.get_config() == config
     assert set(again.get_embedding_tables()) == {"t", "u"}
-
-
-def test_configs_of_features_round_trip() -> None:
-    config = feature(table(optimizer="sgd"), 3)
-    again = FeatureConfig.from_config(config.get_config())
-    assert again.get_config() == config.get_config()
-    assert dataclasses.replace(again, table=config.table) == config
 
 
 class Tower(keras.Model):
@@ -425,6 +405,29 @@ def test_placements_are_mixed_by_table() -> None:
     (lookup,) = [node for node in nodes if node.op == "XlaSparseDenseMatmulWithStaticBufferSize"]
     assert lookup.attr["input_size"].i == 8
     assert [config.name for config in layer.part("default_device").embedding_tables] == ["tb"]
+
+
+def test_placements_are_mixed_on_simulated_sparse_cores() -> None:
+    with simulated_tpu(replicas=2, sparse_cores=1) as strategy, strategy.scope():
+        batch = 16 * strategy.num_replicas_in_sync
+        places = {
+            "feature1": ("default_device", 16),
+            "feature2": ("sparsecore", 32),
+            "feature3": ("default_device", 64),
+        }
+        configs = {
+            name: FeatureConfig(name, TableConfig(f"{name}_table", 23, dim, placement=place), (batch, 1), (batch, dim))
+            for name, (place, dim) in places.items()
+        }
+        layer = DistributedEmbedding(configs)
+        ids = {name: np.arange(16, dtype=np.int32)[:, None] + row for row, name in enumerate(places)}
+        found = strategy.run(layer, args=(ids,))
+        tables = layer.get_embedding_tables()
+        for name, rows in found.items():
+            for of_replica in strategy.experimental_local_results(rows):
+                truth = tables[f"{name}_table"][ids[name][:, 0]]
+                assert of_replica.shape == (16, places[name][1])
+                np.testing.assert_allclose(of_replica, truth, atol=1e-6)
 
 
 def test_older_tpus_take_ids_as_they_are() -> None:

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.compat import keras_rs, tfrs
-from tpuembed.errors import CheckpointMismatchError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'warn' function is deprecated:DeprecationWarning"),
@@ -141,12 +139,3 @@ def test_a_model_with_a_weight_of_its_own_beside_the_layer(tmp_path: Path, make:
     path = save(model, tmp_path, file)
     found = exported(path, tmp_path / "out", lambda: (Subclassed(MAKERS[make](None), None), specs), ids)
     np.testing.assert_allclose(found, truth, atol=1e-5)
-
-
-@pytest.mark.nightly
-def test_a_dense_layer_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
-    model = functional(keras_rs_layer("emb"), "score")
-    ids, _ = trained(model)
-    path = save(model, tmp_path, "w.weights.h5")
-    with refused(CheckpointMismatchError, match="'score'"):
-        exported(path, tmp_path / "out", lambda: functional(keras_rs_layer("emb"), "other"), ids)

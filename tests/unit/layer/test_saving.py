@@ -12,63 +12,8 @@ import tensorflow as tf
 
 from tests.support import capi
 from tests.support.messages import refused
-from tpuembed import SGD, Adagrad, FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed import SGD, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError
-
-
-def _config() -> dict[str, Any]:
-    items = TableConfig(9, 4, "items/v.1", combiner="sum", initializer="glorot_uniform")
-    users = TableConfig(5, 2, "users", optimizer=Adagrad(learning_rate=0.5))
-    return {"a": FeatureConfig(items), "b": {"c": FeatureConfig(users), "d": FeatureConfig(items)}}
-
-
-def _model(optimizer: Any = "adam", config: Any = None) -> Any:
-    one = {name: keras.Input((), dtype="int64", name=name) for name in ("a", "c", "d")}
-    inputs = {"a": one["a"], "b": {"c": one["c"], "d": one["d"]}}
-    rows = TPUEmbedding(_config() if config is None else config, optimizer=optimizer, name="embedding")(inputs)
-    return keras.Model(
-        inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([rows["a"], rows["b"]["c"], rows["b"]["d"]]))
-    )
-
-
-def _inputs() -> dict[str, Any]:
-    return {"a": np.array([1, 8, 1]), "b": {"c": np.array([0, 4, 4]), "d": np.array([2, 3, 1])}}
-
-
-def _trained() -> Any:
-    model = _model()
-    model.compile("adagrad", "mse")
-    model.fit(_inputs(), np.ones(3), epochs=3, verbose=0)
-    return model
-
-
-def test_checkpoint_keys_are_those_of_tfrs(tmp_path: Path) -> None:
-    prefix = tf.train.Checkpoint(layer=_trained().get_layer("embedding")).write(str(tmp_path / "ckpt"))
-    keys = {
-        key.split("/.ATTRIBUTES")[0]: shape for key, shape in tf.train.list_variables(prefix) if "VARIABLE_VALUE" in key
-    }
-    root = "layer/_tpu_embedding/"
-    expected = {
-        "items.Sv..1": [9, 4],
-        "items.Sv..1.Smomenta": [9, 4],
-        "items.Sv..1.Svelocities": [9, 4],
-        "users": [5, 2],
-        "users.Saccumulators": [5, 2],
-    }
-    assert {key.removeprefix(root): shape for key, shape in keys.items() if key.startswith(root)} == expected
-
-
-def test_a_checkpoint_carries_the_layers_config(tmp_path: Path) -> None:
-    prefix = tf.train.Checkpoint(layer=_trained().get_layer("embedding")).write(str(tmp_path / "ckpt"))
-    reader = tf.train.load_checkpoint(prefix)
-    config = json.loads(reader.get_tensor("layer/_tpu_embedding/.ATTRIBUTES/tpuembed_config"))
-    assert config["features"] == {
-        "a": {"table": "items/v.1"},
-        "b": {"c": {"table": "users"}, "d": {"table": "items/v.1"}},
-    }
-    assert config["tables"]["users"]["optimizer"]["kind"] == "adagrad"
-    assert config["tables"]["items/v.1"]["combiner"] == "sum"
-    assert reader.get_tensor("layer/_tpu_embedding/.ATTRIBUTES/tpuembed_iterations") == 3
 
 
 def _live(kind: str) -> Any:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import capi
 from tests.support.layer.simulated import EXAMPLES
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
@@ -44,22 +43,6 @@ def _trained(model: Any, epochs: int = 1) -> Any:
 def _answers(path: Path, inputs: Mapping[str, Any] = IDS) -> dict[str, Any]:
     call = tf.saved_model.load(str(path)).signatures["serving_default"]
     return {name: rows.numpy() for name, rows in call(**{k: tf.constant(v) for k, v in inputs.items()}).items()}
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("optimizer", ["adam", None])
-def test_a_model_answers_as_in_memory_and_trains_on(tmp_path: Path, optimizer: str | None) -> None:
-    model = _trained(_functional(_layer(optimizer)))
-    first = model.predict(IDS, verbose=0)
-    report = export_model(model, tmp_path)
-    np.testing.assert_allclose(_answers(report.path)["score"], first, rtol=1e-6, atol=1e-6)
-    _trained(model)
-    assert np.abs(model.predict(IDS, verbose=0) - first).max() > 1e-4
-    second = export_model(model, tmp_path)
-    assert (report.version, second.version) == (1, 2)
-    np.testing.assert_allclose(
-        capi.predict(second.path, IDS)["score"], model.predict(IDS, verbose=0), rtol=1e-6, atol=1e-6
-    )
 
 
 def test_a_layer_answers_lookups(tmp_path: Path) -> None:

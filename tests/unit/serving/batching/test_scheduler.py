@@ -11,14 +11,35 @@ import numpy as np
 import pytest
 
 from tests.support.serving.doubles import DoublingServable
-from tests.support.serving.executors import run
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.batching.scheduler import ModelExecutor
-from tpuembed_serving.core.servable import Array, Merging, Signature
+from tpuembed_serving.core.pipeline import Executor, Outcome
+from tpuembed_serving.core.servable import Array, Merging, Servable, Signature
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.settings import BatchingSettings
 
 X = [np.array([1, 2])]
+
+
+async def run(
+    executor: Executor, servable: Servable, signature: Signature, inputs: Sequence[Array], **options: Any
+) -> list[Array]:
+    """Return or raise the outcome of a run. It is given up if this task is cancelled."""
+    found: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+    def settle(outcome: Outcome) -> None:
+        if not found.done():
+            found.set_result(outcome)
+
+    submitted = executor.submit(servable, signature, inputs, settle, **options)
+    try:
+        outcome = await found
+    except asyncio.CancelledError:
+        executor.give_up(submitted)
+        raise
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def test_a_full_queue_is_unavailable_and_empties_again() -> None:

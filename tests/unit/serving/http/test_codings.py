@@ -66,14 +66,6 @@ def test_gzip_is_decoded(server: Served, codings: list[str]) -> None:
                 assert (found[0], found[2]) == (status, error)
 
 
-@pytest.mark.parametrize("coding", ["identity", "Identity", "", "identity, identity"])
-def test_identity_is_no_coding(server: Served, coding: str) -> None:
-    for path, body in BODIES.items():
-        status, _, error = post(server, path, body)
-        found = post(server, path, body, coding)
-        assert (found[0], found[2]) == (status, error)
-
-
 @pytest.mark.parametrize(
     "codings", [["deflate"], ["br"], ["zstd"], ["gzip, gzip"], ["gzip", "gzip"], ["br, gzip"], ["gzipped"]]
 )
@@ -115,12 +107,6 @@ def test_damaged_gzip_is_400(server: Served, what: str) -> None:
         errors.add(error)
     (error,) = errors
     said(error)
-
-
-def test_gzip_of_nothing_is_an_empty_body(server: Served) -> None:
-    for path in BODIES:
-        status, _, error = post(server, path, compressed(b""), "gzip")
-        assert (status, error) == (400, "JSON Parse error: The document is empty")
 
 
 def test_more_than_the_limit_is_413(server: Served) -> None:

@@ -103,29 +103,6 @@ def test_json_numbers_come_back_as_the_same_numbers(app: ServingApp, datatype: s
         assert (output["data"], output["shape"]) == (array.ravel().tolist(), list(array.shape))
 
 
-@given(texts=st.lists(st.text(max_size=5), min_size=1, max_size=5), binary=st.lists(st.binary(max_size=5), max_size=5))
-def test_strings_come_back(app: ServingApp, texts: list[str], binary: list[bytes]) -> None:
-    texts = [text for text in texts if text.isprintable()]
-    members: dict[str, Any] = {"parameters": {"signature_name": "BYTES"}}
-    members["inputs"] = [{"name": "x", "shape": [len(texts)], "datatype": "BYTES", "data": texts}]
-    assert outputs(infer(app, members))["y"][0]["data"] == texts
-    content = b"".join(struct.pack("<I", len(one)) + one for one in binary)
-    size = {"binary_data_size": len(content)}
-    members["inputs"] = [{"name": "x", "shape": [len(binary)], "datatype": "BYTES", "parameters": size}]
-    members["outputs"] = [{"name": "y", "parameters": {"binary_data": True}}]
-    if content:
-        assert outputs(infer(app, members, [content]))["y"][1] == content
-
-
-def test_an_answer_names_the_model_its_version_and_the_request(app: ServingApp) -> None:
-    for target in (INFER, "/v2/models/m/versions/7/infer", "/v2/models/%6d/infer?x=1"):
-        reply = infer(app, {"id": "ü1", "inputs": [IDS, WORDS], "model_name": "m"}, target=target)
-        found = json.loads(reply.body)
-        assert (found["model_name"], found["model_version"], found["id"]) == ("m", "7", "ü1")
-        assert [(one["name"], one["data"]) for one in found["outputs"]] == [("ids", [1, 2]), ("words", ["ü"])]
-    assert "id" not in json.loads(infer(app, {"inputs": [IDS, WORDS]}).body)
-
-
 def test_outputs_are_those_that_are_asked_for_in_their_form_and_order(app: ServingApp) -> None:
     asked = [{"name": "words"}, {"name": "ids", "parameters": {"binary_data": True}}]
     reply = infer(app, {"inputs": [WORDS, IDS], "outputs": asked})
@@ -147,9 +124,6 @@ def test_parameters_of_mlservers_codecs_that_mean_the_tensor_itself_are_taken(ap
 def test_null_is_what_a_client_leaves_out(app: ServingApp) -> None:
     inputs = [{**IDS, "parameters": None}, {**WORDS, "parameters": {"content_type": "str", "headers": None}}]
     assert infer(app, {"id": None, "parameters": None, "inputs": inputs, "outputs": None}).status == 200
-
-
-LONG = {**IDS, "shape": [100_000], "data": [1] * 100_000}
 
 
 @pytest.mark.parametrize(
@@ -231,12 +205,6 @@ def test_refuses_strings_that_json_does_not_have(app: ServingApp) -> None:
     said(reply.error)
 
 
-def test_json_has_nan_and_infinities(app: ServingApp) -> None:
-    tensors = [{"name": "x", "shape": [3], "datatype": "FP32", "data": [float("nan"), float("inf"), -float("inf")]}]
-    reply = infer(app, {"parameters": {"signature_name": "FP32"}, "inputs": tensors})
-    assert json.dumps(outputs(reply)["y"][0]["data"]) == "[NaN, Infinity, -Infinity]"
-
-
 VALID = json.dumps(
     {
         "id": "1",
@@ -293,23 +261,6 @@ def test_routes(app: ServingApp, method: str, target: str, status: int) -> None:
         said(reply.error)
 
 
-def test_health_and_metadata(app: ServingApp) -> None:
-    assert json.loads(send(app, "GET", "/v2/health/live").body) == {"live": True}
-    assert json.loads(send(app, "GET", "/v2/health/ready").body) == {"ready": True}
-    assert json.loads(send(app, "GET", "/v2/models/m/ready").body) == {"name": "m", "ready": True}
-    found = json.loads(send(app, "GET", "/v2/models/m").body)
-    tensors = [
-        {"name": "ids", "datatype": "INT64", "shape": [-1, 2]},
-        {"name": "words", "datatype": "BYTES", "shape": [-1]},  # of unknown rank, for which there is no form
-    ]
-    assert found.pop("properties")["signature_names"].split(", ") == sorted(
-        [*OPEN_INFERENCE, "complex", "serving_default"]
-    )
-    assert found == {
-        "name": "m", "versions": ["7"], "platform": "tensorflow_savedmodel", "inputs": tensors, "outputs": tensors
-    }  # fmt: skip
-
-
 def test_a_server_that_loads_or_leaves_is_live_and_not_ready(tmp_path: Path) -> None:
     make_version(tmp_path / "m", 1)
     go_on = threading.Event()
@@ -330,16 +281,6 @@ def test_a_server_that_loads_or_leaves_is_live_and_not_ready(tmp_path: Path) -> 
         app.leaving = True
         assert send(app, "GET", "/v2/health/ready").status == 503
         assert send(app, "GET", "/v2/health/live").status == 200
-
-
-@pytest.mark.parametrize("target", [INFER, "/v2/models/m/versions/7/infer"])
-def test_limits_of_a_body_and_of_its_depth(app: ServingApp, target: str) -> None:
-    reply = infer(app, {"inputs": [LONG, WORDS]}, target=target)
-    assert reply.status == 413
-    said(reply.error)
-    reply = infer(app, b'{"inputs": ' + b"[" * 1001 + b"]" * 1001 + b"}", target=target)
-    assert reply.status == 400
-    said(reply.error)
 
 
 def test_binary_data_counts_for_the_memory_of_requests(tmp_path: Path) -> None:

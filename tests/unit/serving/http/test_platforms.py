@@ -70,35 +70,6 @@ def test_health_is_that_of_readyz(tmp_path: Path) -> None:
             assert (reply.status, json.loads(reply.body)) == (503, {"status": "stopping"})
 
 
-def test_several_models_without_a_default(tmp_path: Path) -> None:
-    with served(tmp_path, "a", "b") as app:
-        reply = send(app, "POST", "/invocations", FULL)
-        assert (reply.status, reply.error) == (
-            400,
-            "this URL names no model, and the server has 2. Start it with --default-model NAME, or send to "
-            "/v1/models/NAME:predict",
-        )
-    with served(tmp_path) as app:
-        reply = send(app, "POST", "/invocations", FULL)
-        assert (reply.status, reply.error) == (404, "this server has no model yet")
-
-
-@pytest.mark.parametrize(
-    ("parameters", "why"),
-    [
-        ('{"top_k": 3}', "the request has the parameter top_k, which is not supported. Use signature_name"),
-        ('{"signature_name": 3}', "the request: the value of parameter signature_name is not of type str"),
-        ("[]", "the request: parameters is not an object. Send an object, or leave it out"),
-        ('"x"', "the request: parameters is not an object. Send an object, or leave it out"),
-        ('{"signature_name": "none"}', 'Serving signature name: "none" not found in signature def'),
-    ],
-)
-def test_parameters_are_honoured_or_refused(tmp_path: Path, parameters: str, why: str) -> None:
-    with served(tmp_path, "a") as app:
-        reply = send(app, "POST", "/invocations", f'{{"instances": [1], "parameters": {parameters}}}')
-        assert (reply.status, reply.error) == (400, why)
-
-
 def test_parameters_name_a_signature(tmp_path: Path) -> None:
     with served(tmp_path, "a") as app:
         for body in ('"parameters": {"signature_name": "thrice"}', '"parameters": {}', '"signature_name": "thrice"'):
@@ -144,14 +115,3 @@ def test_routes_and_models_that_contradict_each_other_are_refused(tmp_path: Path
         ServerSettings(models=found, default_model="c")
     with refused(ConfigError, match="'c'"):
         ServerSettings(models=(), default_model="c")
-
-
-def test_the_document_has_the_routes(tmp_path: Path) -> None:
-    with served(tmp_path, "a", "b", default_model="b", **TWO_ROUTES) as app:
-        paths = json.loads(send(app, "GET", "/openapi.json").body)["paths"]
-    assert {"/ping", "/invocations", HEALTH, PREDICT} <= set(paths)
-    ids = [operation["operationId"] for item in paths.values() for operation in item.values()]
-    assert len(ids) == len(set(ids))
-    with served(tmp_path, "a") as app:
-        paths = json.loads(send(app, "GET", "/openapi.json").body)["paths"]
-    assert not {HEALTH, PREDICT} & set(paths)

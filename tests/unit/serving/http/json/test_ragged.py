@@ -27,17 +27,6 @@ def decoded(body: Any, signature: Signature, padding: tuple[int | None, ...]) ->
     return {info.alias: array for info, array in zip(signature.inputs, arrays, strict=True)}
 
 
-@pytest.mark.parametrize("form", ["instances", "inputs"])
-def test_weights_are_padded_beside_their_ids(form: str) -> None:
-    columns: dict[str, list[Any]] = {"friends": [[1], [2, 3]], "friends_weights": [[0.5], [1, 0.25]], "user": [7, 8]}
-    rows = [{name: values[index] for name, values in columns.items()} for index in range(2)]
-    found = decoded({form: rows if form == "instances" else columns}, WEIGHTED, PADDING["weighted"])
-    assert found is not None
-    np.testing.assert_array_equal(found["friends"], [[1, -1], [2, 3]])
-    np.testing.assert_array_equal(found["friends_weights"], np.array([[0.5, 0], [1, 0.25]], np.float32))
-    np.testing.assert_array_equal(found["user"], [7, 8])
-
-
 def test_a_weight_that_was_forgotten_is_no_padding() -> None:
     body = {"inputs": {"friends": [[1, 5], [2, 3]], "friends_weights": [[0.5], [1, 0.25]], "user": [7, 8]}}
     with refused(StatusError, match="friends_weights"):
