@@ -23,11 +23,11 @@ if TYPE_CHECKING:  # only this command imports the server's package
 __all__ = ["serve"]
 
 _PACKAGES = ("tensorflow", "tensorflow_serving", "fastapi", "uvicorn", "orjson")
-_GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
+_GRPC_PACKAGES = ("grpc", "grpc_health")
 _GRPC_PORT = 8500
 _OF_LOADING = {
     *("config", "config_poll_seconds", "keep_versions", "run_threads", "lookups", "row_store", "cache_dir"),
-    *("enable_batching", "batching_parameters_file", "per_model_batching", "max_batch_rows"),
+    *("enable_batching", "batching_parameters_file", "max_batch_rows"),
 }
 """Options without a meaning if another server loads and runs the models."""
 _SECTIONS = {
@@ -37,7 +37,7 @@ _SECTIONS = {
         "--row-store --default-model",
         "Ports, processes and stop": "--host --rest-port --grpc-port --no-grpc --workers --lame-duck-seconds --drain-seconds",
         "Batching and requests": "--run-threads --max-queued-requests --rest-timeout-ms --enable-batching "
-        "--batching-parameters-file --enable-per-model-batching-parameters --max-batch-rows",
+        "--batching-parameters-file --max-batch-rows",
         "Log and telemetry": "--log-format --verbose --quiet --access-log --metrics --otel",
         "Access and limits": "--api-key-file --tls-cert --tls-key --tls-client-ca --enable-cors --max-request-memory "
         "--max-body-bytes --max-connections --max-header-bytes --receive-seconds",
@@ -174,13 +174,6 @@ _POSITIVE_FLOAT = click.FloatRange(min=0, min_open=True)
     "--batching_parameters_file",
     type=_FILE,
     help="TensorFlow Serving's BatchingParameters; needs --enable-batching.",
-)
-@click.option(
-    "--enable-per-model-batching-parameters",
-    "--enable_per_model_batching_parameters",
-    "per_model_batching",
-    is_flag=True,
-    help="Read batching_params.pbtxt in each version's folder; needs --enable-batching.",
 )
 @click.option(
     "--max-batch-rows",
@@ -353,7 +346,6 @@ def _take_batching(options: dict[str, Any]) -> Any:
     return BatchingSettings(
         enabled=options.pop("enable_batching"),
         parameters=None if file is None else read_parameters(file),
-        per_model=options.pop("per_model_batching"),
         max_rows=options.pop("max_batch_rows"),
     )
 

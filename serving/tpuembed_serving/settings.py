@@ -72,14 +72,12 @@ class BatchingSettings:
     Attributes:
         enabled: True batches requests of all models, False of none. None batches those whose graphs prove that rows are
             independent.
-        parameters: TensorFlow Serving's batching parameters, for all models that have no own ones.
-        per_model: whether a version may have its own parameters, in a file `batching_params.pbtxt`.
+        parameters: TensorFlow Serving's batching parameters.
         max_rows: the most rows of a batch of several requests, if there are no parameters.
     """
 
     enabled: bool | None = None
     parameters: BatchingParameters | None = None
-    per_model: bool = False
     max_rows: int = 512
 
     def __post_init__(self) -> None:
@@ -87,10 +85,6 @@ class BatchingSettings:
         if self.parameters is not None and not self.enabled:
             raise ConfigError(
                 "batching parameters are given, but batching is not enabled. Give --enable-batching as well"
-            )
-        if self.per_model and not self.enabled:
-            raise ConfigError(
-                "per-model batching parameters are enabled, but batching is not. Give --enable-batching as well"
             )
 
     def covers(self, is_proven: bool) -> bool:

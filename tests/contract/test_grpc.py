@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow_serving.apis import (
     classification_pb2,
@@ -206,23 +205,6 @@ def test_health(server: Server) -> None:
         assert reply.status == health_pb2.HealthCheckResponse.SERVING, service
     request = health_pb2.HealthCheckRequest(service="SessionService")
     assert refusal(stub.Check, request)[0] is CODES.NOT_FOUND
-
-
-def test_reflection(server: Server) -> None:
-    database = ProtoReflectionDescriptorDatabase(server.channel)
-    assert set(database.get_services()) >= {
-        "tensorflow.serving.PredictionService",
-        "tensorflow.serving.ModelService",
-        "inference.GRPCInferenceService",
-        "grpc.health.v1.Health",
-    }
-    for name, methods in {
-        "PredictionService": {"Predict", "Classify", "Regress", "MultiInference", "GetModelMetadata"},
-        "ModelService": {"GetModelStatus", "HandleReloadConfigRequest"},
-    }.items():
-        file = database.FindFileContainingSymbol(f"tensorflow.serving.{name}")
-        (service,) = [one for one in file.service if one.name == name]
-        assert {method.name for method in service.method} >= methods
 
 
 def test_a_deadline_ends_a_call(server: Server) -> None:

@@ -30,7 +30,6 @@ from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import said
 from tpuembed import export_model, export_saved_model
 from tpuembed.export import publish_rows as publishing
-from tpuembed.manifest import Manifest
 
 pytestmark = redis_servers.needs_redis
 
@@ -197,20 +196,6 @@ def test_answers_of_layout_variables(served: Served, model: str) -> None:
         assert sorted(found) == sorted(expected)
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-def test_the_matrix_of_all_features(served: Served) -> None:
-    inputs, width = draw(np.random.default_rng(3), 20, PLAIN), 4
-    manifest = Manifest.read(served.fronts / "front_variables" / "1")
-    assert manifest is not None
-    columns = []
-    for packed in manifest.packing.inputs:
-        ids = inputs[packed.name]
-        columns.append(np.full((20, packed.columns or width), -1))
-        columns[-1][:, : ids.reshape(20, -1).shape[1]] = ids.reshape(20, -1)[:, : columns[-1].shape[1]]
-    (found, expected) = served.both("variables", {"ids": np.concatenate(columns, 1)}, "packed")
-    assert isinstance(expected, dict), expected
-    np.testing.assert_allclose(found["activations"], expected["activations"], rtol=1e-5, atol=1e-6)
 
 
 def test_rest_and_open_inference(served: Served) -> None:

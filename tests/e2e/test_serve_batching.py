@@ -15,12 +15,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.messages import refused
 from tests.support.serving.process import ServerProcess
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
-from tpuembed_serving.batching.parameters import BatchingParameters
-from tpuembed_serving.core.status import StatusError
-from tpuembed_serving.tensorflow import session as runtime
 
 ROWS = {"users": 50, "items": 300}
 DIM = 8
@@ -210,18 +206,3 @@ def test_the_operators_parameters(tmp_path: Path) -> None:
         status, answer = server.predict({"inputs": [[1.0]] * 65})
         text = "Task size 65 is larger than maximum input batch size 64"
         assert (status, answer["error"]) == (400, text)
-
-
-def test_parameters_of_a_version_that_are_wrong_fail_its_load(tmp_path: Path) -> None:
-    identity = tf.function(lambda x: {"y": x + 0}).get_concrete_function(tf.TensorSpec([None], name="x"))
-    tf.saved_model.save(tf.Module(), str(tmp_path / "1"), signatures={"serving_default": identity})
-    options = runtime.RunOptions(per_model_batching=True)
-    for text in ("max_batch_size { value: 0 }", "num_batch_threads { value: 1 }"):
-        (tmp_path / "1" / "batching_params.pbtxt").write_text(text)
-        with refused(StatusError):
-            runtime.load(tmp_path / "1", options=options)
-    (tmp_path / "1" / "batching_params.pbtxt").write_text("max_batch_size { value: 3 }")
-    servable = runtime.load(tmp_path / "1", options=options)
-    merging = servable.merging(servable.signatures["serving_default"])
-    assert merging is not None
-    assert merging.parameters == BatchingParameters(max_batch_size=3)

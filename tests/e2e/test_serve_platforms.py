@@ -247,7 +247,6 @@ METHODS = """
     inference.GRPCInferenceService/ServerLive inference.GRPCInferenceService/ServerReady
     inference.GRPCInferenceService/ServerMetadata inference.GRPCInferenceService/ModelReady
     inference.GRPCInferenceService/ModelMetadata inference.GRPCInferenceService/ModelInfer
-    inference.GRPCInferenceService/RepositoryIndex
 """
 
 

@@ -51,17 +51,15 @@ class Merged:
         inputs: in the signature's order.
         stops: where the rows of each request end.
         rows: the rows of the batch; more than the last of `stops` if it was filled up.
-        block: the same inputs as int64 [inputs, rows], if all are int64 of rank 1.
     """
 
     inputs: Sequence[Array]
     stops: Sequence[int]
     rows: int
-    block: Array | None = None
 
 
 def merge(
-    requests: Sequence[Sequence[Array]], padding: Sequence[int | str | None], widen: bool, allowed: Sequence[int]
+    requests: Sequence[Sequence[Array]], padding: Sequence[float | str | None], widen: bool, allowed: Sequence[int]
 ) -> Merged:
     """Merge the inputs of one or more requests into one batch.
 
@@ -81,18 +79,17 @@ def merge(
         rows = stops[-1]
     if all(type(inputs) is Columns for inputs in requests):
         matrix = np.concatenate([inputs.matrix for inputs in cast("Sequence[Columns]", requests)])
-        block = np.ascontiguousarray(matrix.T)
-        return Merged(list(block), stops, rows, block)
+        return Merged(list(np.ascontiguousarray(matrix.T)), stops, rows)
     columns = list(zip(*requests, strict=True))
     if all(parts[0].dtype == np.int64 and parts[0].ndim == 1 for parts in columns):
         # One call instead of one per input: with few rows, one call for all costs as much as a call for one.
         block = np.concatenate([part for parts in columns for part in parts]).reshape(len(columns), rows)
-        return Merged(list(block), stops, rows, block)
+        return Merged(list(block), stops, rows)
     pads = padding or [None] * len(columns)
     return Merged([_join(parts, pad, widen) for parts, pad in zip(columns, pads, strict=True)], stops, rows)
 
 
-def _join(parts: Sequence[Array], padding: int | str | None, widen: bool) -> Array:
+def _join(parts: Sequence[Array], padding: float | str | None, widen: bool) -> Array:
     if padding is None and not widen:
         return np.concatenate(parts)
     sizes = {part.shape[1:] for part in parts}
@@ -102,7 +99,7 @@ def _join(parts: Sequence[Array], padding: int | str | None, widen: bool) -> Arr
     return np.concatenate([_widened(part, widest, padding) for part in parts])
 
 
-def _widened(part: Array, widest: Sequence[int], padding: int | str | None) -> Array:
+def _widened(part: Array, widest: Sequence[int], padding: float | str | None) -> Array:
     missing = [(0, most - size) for size, most in zip(part.shape[1:], widest, strict=True)]
     if not any(more for _, more in missing):
         return part

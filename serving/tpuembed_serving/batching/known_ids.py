@@ -18,7 +18,7 @@ from tpuembed.native_lookup import group_of
 from tpuembed_serving.core.servable import Array, Columns
 from tpuembed_serving.core.status import StatusError, invalid_argument
 
-__all__ = ["KnownIds", "known_ids", "unpacked"]
+__all__ = ["KnownIds", "known_ids"]
 
 _PADDING: Final = -1
 _LEAST: Final = int(np.iinfo(np.int64).min)
@@ -108,13 +108,13 @@ class KnownIds:
         return None
 
     def _ids(self, inputs: Sequence[Array]) -> list[Array]:
-        arrays = inputs if self._packing is None else unpacked(inputs[0], self._packing)
+        arrays = inputs if self._packing is None else _unpacked(inputs[0], self._packing)
         if arrays is None:  # the graph reports that
             return [np.empty(0, np.int64)] * len(self._features)
         return [one.of(arrays) for one in self._features]
 
 
-def unpacked(matrix: Array, packing: Packing) -> list[Array] | None:
+def _unpacked(matrix: Array, packing: Packing) -> list[Array] | None:
     """Return the columns of each input of `packed`. None if the matrix has none that fit."""
     lists = sum(one.columns is None for one in packing.inputs)
     rest = (matrix.shape[1] if matrix.ndim == 2 else -1) - sum(one.columns or 0 for one in packing.inputs)

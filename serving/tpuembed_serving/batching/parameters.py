@@ -12,13 +12,9 @@ from tpuembed.errors import ConfigError, reason
 from tpuembed.protobuf import MalformedError
 from tpuembed.protobuf_text import message_class, parse_text
 
-__all__ = ["MODEL_FILE", "BatchingParameters", "read_parameters"]
-
-MODEL_FILE: Final = "batching_params.pbtxt"
-"""The file in a version's folder with the parameters of that version."""
+__all__ = ["BatchingParameters", "read_parameters"]
 
 _ROWS = 512
-_OF_ALL_MODELS: Final = ("num_batch_threads", "thread_pool_name")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,18 +81,14 @@ class BatchingParameters:
             raise ConfigError(f"the last of allowed_batch_sizes is {sizes[-1]}. It must equal {name}, {self.run_rows}")
 
 
-def read_parameters(path: Path, *, of_one_model: bool = False) -> BatchingParameters:
-    """Read the parameters from the file at `path`.
-
-    Args:
-        path: a BatchingParameters message in protobuf's text format.
-        of_one_model: whether fields that concern all models are refused.
+def read_parameters(path: Path) -> BatchingParameters:
+    """Read the parameters from the file at `path`, a BatchingParameters message in protobuf's text format.
 
     Raises:
         ConfigError: the file cannot be read, or a field is unknown or wrong. The message names the file and the field.
     """
     try:
-        return _parse(path.read_text(encoding="utf-8"), of_one_model)
+        return _parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"batching parameters {path}: cannot be read: {reason(error)}") from None
     except UnicodeDecodeError:
@@ -105,7 +97,7 @@ def read_parameters(path: Path, *, of_one_model: bool = False) -> BatchingParame
         raise ConfigError(f"batching parameters {path}: {error}") from None
 
 
-def _parse(text: str, of_one_model: bool) -> BatchingParameters:
+def _parse(text: str) -> BatchingParameters:
     try:
         message = parse_text(text, message_class("BatchingParameters", {"BatchingParameters": _FIELDS})())
     except MalformedError as error:
@@ -116,9 +108,6 @@ def _parse(text: str, of_one_model: bool) -> BatchingParameters:
             fields[field.name] = tuple(value)
         else:
             fields[field.name] = value if isinstance(value, bool) else value.value
-    for name in _OF_ALL_MODELS if of_one_model else ():
-        if name in fields:
-            raise ConfigError(f"{name} concerns all models. Give it with --batching-parameters-file")
     return BatchingParameters(**fields)
 
 

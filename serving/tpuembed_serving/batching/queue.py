@@ -9,7 +9,7 @@ import numpy as np
 
 from tpuembed_serving.batching.concat import count_rows, trailing_shapes
 from tpuembed_serving.batching.parameters import BatchingParameters
-from tpuembed_serving.batching.runner import BatchRunner, Outcome
+from tpuembed_serving.batching.runner import BatchRunner
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, Columns, Merging, Servable, Signature
@@ -23,13 +23,6 @@ OnOutcome = Callable[[list[Array] | Exception], None]
 
 logger = logging.getLogger(__name__)
 
-_SHARE_OF_FAILURES: Final = 0.05
-"""The share of time that batches with failing ids may take while other requests are answered.
-
-So bad ids slow down only the client that sends them.
-"""
-_LONGEST_PAUSE_SECONDS: Final = 1.0
-"""The longest pause between two batches that fail."""
 _KNOWN_SHAPES: Final = 1024
 """The most shapes whose check is cached."""
 
@@ -44,7 +37,6 @@ class QueuedRequest:
         deadline: when it is answered DEADLINE_EXCEEDED, by the event loop's clock.
         entered: when it began to wait.
         is_waiting: True while it waits.
-        is_apart: True if it may fail its batch, and was postponed for that.
         is_over: True once it is answered or its caller has left.
         record: the record of the client's request, if there is one.
     """
@@ -55,7 +47,6 @@ class QueuedRequest:
         "entered",
         "group",
         "inputs",
-        "is_apart",
         "is_over",
         "is_waiting",
         "queue",
@@ -76,7 +67,7 @@ class QueuedRequest:
         self.rows = count_rows(inputs)
         self.group: Any = None
         self.deadline = self.entered = 0.0
-        self.is_waiting = self.is_apart = self.is_over = False
+        self.is_waiting = self.is_over = False
         self.record = record
 
     def end(self, outcome: list[Array] | Exception) -> None:
@@ -92,11 +83,6 @@ class QueuedRequest:
         """Forget the inputs and the caller. Its group keeps the request until the group's next batch, perhaps for long."""
         self.is_over = True
         self.inputs, self._on_outcome = (), noop
-
-    def postpone(self) -> None:
-        """Batch it only with other postponed requests from now on."""
-        self.is_apart = True
-        self.group = self.group, "apart"
 
     def enter(self) -> None:
         """Begin to wait."""
@@ -119,25 +105,18 @@ class BatchQueue:
         run_rows: the most rows of a batch of several requests.
         wait_seconds: how long a request waits for others while a thread is free.
         next_check: when the waiting requests are checked again.
-        answered: when a request was answered last.
-        next_failure: when the next batch of postponed requests may start.
         waiting_rows: the rows of all waiting requests.
     """
 
-    def __init__(
-        self,
-        signature: Signature,
-        merging: Merging | None,
-        defaults: BatchingParameters,
-        chosen: BatchingParameters | None,
-    ) -> None:
-        """Create the queue. `chosen` are the parameters of the operator or of the model; `defaults` apply if there are none."""
-        self.runner = BatchRunner(signature, merging, chosen or defaults)
-        self.run_rows = (chosen or defaults).run_rows
-        self.wait_seconds = (chosen or defaults).batch_timeout_micros / 1e6
+    def __init__(self, signature: Signature, merging: Merging | None, settings: BatchingSettings) -> None:
+        """Create the queue. Without `merging` it does not batch."""
+        parameters = settings.parameters or BatchingParameters(max_batch_size=settings.max_rows)
+        self._chosen = settings.parameters if merging else None
+        self.runner = BatchRunner(signature, merging, parameters)
+        self.run_rows = parameters.run_rows
+        self.wait_seconds = parameters.batch_timeout_micros / 1e6
         self.waiting_rows = 0
-        self.next_check = self.answered = self.next_failure = 0.0
-        self._chosen = chosen if merging else None
+        self.next_check = 0.0
         self._dtypes = [info.numpy_dtype for info in signature.inputs]
         self._padded = [self._pads(merging, index) for index in range(len(signature.inputs))]
         self._pads_some = any(self._padded)
@@ -156,13 +135,7 @@ class BatchQueue:
             merging = None
         elif merging is not None and settings.enabled:  # inputs of any shape
             merging = dataclasses.replace(merging, shapes=())
-        chosen = (merging.parameters if merging else None) or settings.parameters
-        return cls(signature, merging, BatchingParameters(max_batch_size=settings.max_rows), chosen)
-
-    @classmethod
-    def of_one(cls, signature: Signature, settings: BatchingSettings) -> Self:
-        """Create a queue that does not batch, for one request of a signature whose proof is not done."""
-        return cls(signature, None, BatchingParameters(max_batch_size=settings.max_rows), settings.parameters)
+        return cls(signature, merging, settings)
 
     def _pads(self, merging: Merging | None, index: int) -> bool:
         padding = merging.padding[index] if merging and merging.padding else None
@@ -226,8 +199,6 @@ class BatchQueue:
 
     def expected_seconds(self, requests: Sequence[QueuedRequest]) -> float:
         """Return the expected duration of a batch. Infinite if it is unknown, or depends on more than sizes."""
-        if requests[0].is_apart:  # a failing batch must not block the event loop
-            return float("inf")
         return self._seconds.get(_magnitude(requests), float("inf")) if self._is_steady else float("inf")
 
     def learn_seconds(self, requests: Sequence[QueuedRequest], seconds: float) -> None:
@@ -237,13 +208,6 @@ class BatchQueue:
         key = _magnitude(requests)
         before = self._seconds.get(key, seconds)
         self._seconds[key] = 0.8 * before + 0.2 * min(seconds, 4 * before)
-
-    def learn_outcomes(self, first: QueuedRequest, outcomes: Sequence[Outcome], seconds: float, now: float) -> None:
-        """Note the outcomes of a batch that begins with `first` and took `seconds`."""
-        if any(isinstance(outcome, list) for outcome in outcomes):
-            self.answered = now
-        elif first.is_apart:
-            self.next_failure = now + min(seconds / _SHARE_OF_FAILURES, _LONGEST_PAUSE_SECONDS)
 
 
 def _is_of(array: Array, shape: tuple[int, ...] | None) -> bool:

@@ -1,25 +1,24 @@
 """Runs the requests of one signature: in one batch if that is safe, otherwise each alone.
 
 Requests are batched if their rows are proven independent (`row_proof`), or if the operator enables it. A request with an id
-that is known to fail is answered without a run. One whose ids may fail is run apart. A batch that fails is halved until the
-failing request is found. A signature whose outputs have another number of rows than its inputs is not batched again.
+that is known to fail is answered without a run. A batch that fails is halved until the failing request is found. A signature
+whose outputs have another number of rows than its inputs is not batched again.
 """
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from tpuembed_serving.batching.concat import Merged, merge, split, take
-from tpuembed_serving.batching.id_guard import LearntIds
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.batch_deadline import wait_until
 from tpuembed_serving.core.servable import Array, Merging, Servable, Signature
 from tpuembed_serving.core.status import Code, StatusError, of_later_rows
 
-__all__ = ["BatchRunner", "Outcome", "Postponed", "Waiting"]
+__all__ = ["BatchRunner", "Outcome", "Waiting"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +26,7 @@ _NO_ONES_FAULT: Final = frozenset({Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.
 """Errors that do not depend on the request: running each request alone would fail too, only later."""
 
 
-class Postponed:
-    """The outcome of a request that may fail: it must be run again, `apart`, so that other requests do not wait for it."""
-
-
-Outcome = list[Array] | Exception | Postponed | None
+Outcome = list[Array] | Exception | None
 """The outcome of a request. None if it is over."""
 
 
@@ -53,9 +48,6 @@ class Waiting(Protocol):
     @property
     def deadline(self) -> float:
         """Return its deadline, by `time.monotonic`, which is the event loop's clock."""
-
-
-_POSTPONED: Final = Postponed()
 
 
 class _Batch(NamedTuple):
@@ -84,83 +76,50 @@ class BatchRunner:
         self._merging = merging or Merging()
         self._parameters = parameters
         self._known = signature.ids
-        self._learnt = LearntIds(len(signature.inputs))
 
-    def run(self, servable: Servable, requests: Sequence[Waiting], *, apart: bool = False) -> list[Outcome]:
-        """Run `requests`, whose inputs can be merged, and return the outcome of each. No request fails another.
-
-        Args:
-            servable: the version to run.
-            requests: the requests.
-            apart: whether all of them were postponed.
-        """
+    def run(self, servable: Servable, requests: Sequence[Waiting]) -> list[Outcome]:
+        """Run `requests`, whose inputs can be merged, and return the outcome of each. No request fails another."""
         if not self._merging.is_steady:  # only runs without a steady duration can be cut off
             wait_until(max((request.deadline for request in requests if not request.is_over), default=None))
         batch = _Batch(functools.partial(servable.run, self._signature), requests, [None] * len(requests))
-        (self._run_all if apart else self._run_together)(batch, range(len(requests)))
+        self._run_together(batch, range(len(requests)))
         return batch.outcomes
 
-    def _run_together(self, batch: _Batch, members: Iterable[int]) -> None:
+    def _run_together(self, batch: _Batch, members: Sequence[int]) -> None:
         members = [index for index in members if not batch.requests[index].is_over]
         if len(members) < 2 or not self.merges:
             for index in members:
                 batch.outcomes[index] = self._run_alone(batch, index)
             return
         merged = self._merge(batch.inputs(members))
-        if self._known is not None:
-            if not self._known.may_be_outside(merged.inputs):
-                self._run_merged(batch, members, merged)
-                return
+        if self._known is not None and self._known.may_be_outside(merged.inputs):
             for index in members:
                 batch.outcomes[index] = self._known.error(batch.requests[index].inputs)
-            self._run_all(batch, [index for index in members if batch.outcomes[index] is None])
-            return
-        suspects = [members[index] for index in sorted(self._learnt.suspects(merged))]
-        if suspects and len(suspects) < len(members):
-            for index in suspects:
-                batch.outcomes[index] = _POSTPONED
-            self._run_together(batch, [index for index in members if index not in set(suspects)])
-            return
-        if self._run_merged(batch, members, merged) and suspects:
-            self._learnt.learn(merged.inputs)
-
-    def _run_all(self, batch: _Batch, members: Iterable[int]) -> None:
-        """Run requests in one batch, whatever their ids are. Failures are halved down to single requests."""
-        members = [index for index in members if not batch.requests[index].is_over]
-        if len(members) > 1 and self.merges:
-            merged = self._merge(batch.inputs(members))
-            if self._run_merged(batch, members, merged):
-                self._learnt.learn(merged.inputs)
-            return
-        for index in members:
-            batch.outcomes[index] = self._run_alone(batch, index)
-            if not isinstance(batch.outcomes[index], Exception):
-                self._learnt.learn(batch.requests[index].inputs)
-
-    def _run_merged(self, batch: _Batch, members: list[int], merged: Merged) -> bool:
-        """Run one batch. Returns True if it answered all of `members`."""
+            fine = [index for index in members if batch.outcomes[index] is None]
+            if len(fine) < len(members):
+                self._run_together(batch, fine)
+                return
         try:
             parts = split(batch.call(merged.inputs), merged)
         except Exception as error:  # a model can raise anything, for one request or for all
-            self._run_apart(batch, members, error)
-            return False
+            self._run_halves(batch, members, error)
+            return
         if parts is None:
             self._stop_merging()
-            self._run_all(batch, members)
-            return False
+            self._run_together(batch, members)
+            return
         for index, outputs in zip(members, parts, strict=True):
             batch.outcomes[index] = outputs
-        return True
 
-    def _run_apart(self, batch: _Batch, members: list[int], error: Exception) -> None:
+    def _run_halves(self, batch: _Batch, members: Sequence[int], error: Exception) -> None:
         """Run the two halves of a batch that failed."""
         if isinstance(error, StatusError) and error.code in _NO_ONES_FAULT:
             for index in members:
                 batch.outcomes[index] = error
             return
         half = len(members) // 2
-        self._run_all(batch, members[:half])
-        self._run_all(batch, members[half:])
+        self._run_together(batch, members[:half])
+        self._run_together(batch, members[half:])
 
     def _stop_merging(self) -> None:
         if self.merges:

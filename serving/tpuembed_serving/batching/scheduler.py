@@ -10,19 +10,18 @@ import collections
 import concurrent.futures
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from tpuembed.cpus import available_cpus
 from tpuembed_serving.batching.queue import BatchQueue, OnOutcome, QueuedRequest
-from tpuembed_serving.batching.request_timeouts import RequestTimeouts
-from tpuembed_serving.batching.runner import Outcome, Postponed
+from tpuembed_serving.batching.runner import Outcome
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, Servable, Signature
-from tpuembed_serving.core.status import Code, StatusError, stopping
+from tpuembed_serving.core.status import Code, StatusError, stopping, timed_out
 from tpuembed_serving.settings import BatchingSettings
 
-__all__ = ["ModelExecutor"]
+__all__ = ["ModelExecutor", "RequestTimeouts"]
 
 _INLINE_SECONDS: Final = 0.0003
 """A batch that is expected to be shorter runs on the event loop's thread: a thread switch would cost about as much."""
@@ -32,8 +31,37 @@ _INLINE_SECONDS_OF_ONE: Final = 0.001
 """The same limit for a single request, during which few others arrive."""
 _JOIN_SECONDS: Final = 0.005
 """The longest time that requests wait for others which arrive in the next turns of the event loop."""
-_BUSY_SECONDS: Final = 0.02
-"""How long after an answer more requests are expected."""
+
+
+class RequestTimeouts:
+    """Fails the requests of one event loop at their deadlines, with one timer for all."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        requests: Collection[QueuedRequest],
+        fail: Callable[[QueuedRequest, Exception], None],
+    ) -> None:
+        """Watch `requests`. `fail` is called for each that has reached its deadline, and must remove it."""
+        self._loop, self._requests, self._fail = loop, requests, fail
+        self._timer: asyncio.Handle | None = None
+        self._next = 0.0
+
+    def expect(self, deadline: float) -> None:
+        """Check the requests at `deadline` at the latest, by the loop's clock."""
+        if self._timer is None or deadline < self._next:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer, self._next = self._loop.call_at(deadline, self._expire), deadline
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        for request in list(self._requests):
+            if request.deadline <= now:
+                self._fail(request, timed_out())
+        if self._requests:
+            self.expect(min(request.deadline for request in self._requests))
 
 
 class ModelExecutor:
@@ -144,7 +172,7 @@ class ModelExecutor:
         queue = queues.get(signature.name)
         if queue is None:
             if not servable.knows_merging(signature):  # the event loop cannot wait for a proof
-                return BatchQueue.of_one(signature, self._batching)
+                return BatchQueue(signature, None, self._batching)
             queue = queues[signature.name] = BatchQueue.of(servable, signature, self._batching)
         return queue
 
@@ -165,12 +193,8 @@ class ModelExecutor:
 
     def give_up(self, request: QueuedRequest) -> None:
         """Drop a request whose caller has left."""
-        was_waiting = request.is_waiting
-        self._open.discard(request)
-        self._leave(request)
         request.is_over = True
-        if was_waiting:  # otherwise its batch is about to run
-            request.drop()
+        self._fail(request, stopping())
 
     def _full(self) -> StatusError:
         return StatusError(
@@ -217,12 +241,9 @@ class ModelExecutor:
         requests = self._groups[group]
         queue = requests[0].queue
         assert self._loop is not None
-        if requests[0].is_apart:
-            start = queue.next_failure if self._loop.time() < queue.answered + _BUSY_SECONDS else 0.0
-        elif not queue.wait_seconds or sum(request.rows or 0 for request in requests) >= queue.run_rows:
+        if not queue.wait_seconds or sum(request.rows or 0 for request in requests) >= queue.run_rows:
             return True
-        else:
-            start = requests[0].entered + queue.wait_seconds
+        start = requests[0].entered + queue.wait_seconds
         if start <= self._loop.time():
             return True
         if queue.next_check != start:
@@ -280,32 +301,22 @@ class ModelExecutor:
         requests[0].queue.learn_seconds(requests, seconds)
         assert self._loop is not None
         now = self._loop.time()
-        requests[0].queue.learn_outcomes(requests[0], outcomes, seconds, now)
         if self.watch is not None:
             self.watch(requests, seconds, now)
         for request, outcome in zip(requests, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 self._fail(request, outcome)
-            elif isinstance(outcome, Postponed):
-                self._postpone(request)
             else:
                 self._open.discard(request)
                 if outcome is not None:
                     request.end(outcome)
-
-    def _postpone(self, request: QueuedRequest) -> None:
-        """Queue a request again for a batch of postponed ones, which starts after the other answers."""
-        if not request.is_over:
-            request.postpone()
-            self._add(request)
-            self._plan_start()
 
 
 def _run(requests: list[QueuedRequest]) -> tuple[Sequence[Outcome], float]:
     started = time.perf_counter()
     outcomes: Sequence[Outcome]
     try:
-        outcomes = requests[0].queue.runner.run(requests[0].servable, requests, apart=requests[0].is_apart)
+        outcomes = requests[0].queue.runner.run(requests[0].servable, requests)
     except Exception as error:  # an internal error: exceptions of a model are outcomes
         outcomes = [error] * len(requests)
     return outcomes, time.perf_counter() - started

@@ -360,28 +360,10 @@ class Pipeline:
         check.end = 0.0
         try:
             then(call, work(call, check))
-        except _SlowError:
+        except (_SlowError, MustAskError):
             self._in_thread(call, work, then)
-        except MustAskError as error:
-            self._after(call, error.ask, work, then)
         except Exception as error:
             self._end(call, error)
-
-    def _after(
-        self,
-        call: Call,
-        ask: Callable[[], None],
-        work: Callable[[Call, Check], Any],
-        then: Callable[[Call, Any], None],
-    ) -> None:
-        """Do work in a thread once another server has answered."""
-
-        def asked(call: Call, check: Check) -> Any:
-            check()  # it may have waited for too long
-            ask()
-            return work(call, check)
-
-        self._in_thread(call, asked, then, threads=self.service.asking)
 
     def _in_thread(
         self,
@@ -389,7 +371,6 @@ class Pipeline:
         work: Callable[[Call, Check], Any],
         then: Callable[[Call, Any], None],
         memory: int = 0,
-        threads: concurrent.futures.ThreadPoolExecutor | None = None,
     ) -> None:
         """Do work in a thread, if the `memory` that it takes can be reserved."""
         try:
@@ -402,16 +383,10 @@ class Pipeline:
         loop = asyncio.get_running_loop()
         if call.timer is None:
             call.timer = loop.call_later(call.deadline - time.monotonic(), self._end, call, timed_out())
-        call.work = (threads or self._threads).submit(functools.partial(work, call, call.check))
-        call.work.add_done_callback(lambda done: _tell(loop, self._take, call, done, work, then))
+        call.work = self._threads.submit(functools.partial(work, call, call.check))
+        call.work.add_done_callback(lambda done: _tell(loop, self._take, call, done, then))
 
-    def _take(
-        self,
-        call: Call,
-        done: "concurrent.futures.Future[Any]",
-        work: Callable[[Call, Check], Any],
-        then: Callable[[Call, Any], None],
-    ) -> None:
+    def _take(self, call: Call, done: "concurrent.futures.Future[Any]", then: Callable[[Call, Any], None]) -> None:
         """Take the result of a thread's work."""
         call.work = None
         if call.is_over:  # the thread had the memory and the lease until now
@@ -421,8 +396,6 @@ class Pipeline:
             then(call, done.result())
         except concurrent.futures.CancelledError:
             self._end(call, stopping())
-        except MustAskError as error:
-            self._after(call, error.ask, work, then)
         except Exception as error:
             self._end(call, error)
 

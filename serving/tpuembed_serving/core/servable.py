@@ -5,7 +5,7 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,6 @@ import numpy.typing as npt
 from tpuembed.files import FilePath
 from tpuembed_serving.core.request_record import RequestLogging
 from tpuembed_serving.core.status import StatusError, invalid_argument
-
-if TYPE_CHECKING:
-    from tpuembed_serving.batching.parameters import BatchingParameters
 
 __all__ = [
     "Array",
@@ -175,14 +172,12 @@ class Merging:
         is_steady: whether the duration of a run depends only on the shapes of its inputs.
         padding: by input, in the signature's order, the value that may follow a row's values without changing the result;
             None if no value may. Empty if no input can be padded.
-        parameters: the batching parameters of this model.
     """
 
     is_proven: bool = False
     shapes: tuple[tuple[int, ...] | None, ...] = ()
     is_steady: bool = False
-    padding: tuple[int | str | None, ...] = ()
-    parameters: "BatchingParameters | None" = None
+    padding: tuple[int | float | str | None, ...] = ()
 
 
 class Servable(Protocol):

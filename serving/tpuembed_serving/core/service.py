@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol
 
 from tpuembed_serving.core.servable import LoadedVersion, VersionStatus
@@ -13,7 +12,6 @@ from tpuembed_serving.core.status import Code, MustAskError, StatusError, invali
 __all__ = ["DEFAULT_SIGNATURE", "ModelMetadata", "ModelService", "ModelSpec", "Models"]
 
 DEFAULT_SIGNATURE = "serving_default"
-_ASKING_THREADS: Final = 2
 _ASK_SECONDS: Final = 10.0
 
 
@@ -59,15 +57,10 @@ class Models(Protocol):
 
 
 class ModelService:
-    """Leases, status and metadata of models.
-
-    Attributes:
-        asking: threads that wait for another server.
-    """
+    """Leases, status and metadata of models."""
 
     def __init__(self, repository: Models) -> None:
         self._repository = repository
-        self.asking = ThreadPoolExecutor(_ASKING_THREADS, "ask")
 
     @property
     def ready(self) -> bool:
@@ -82,7 +75,7 @@ class ModelService:
     def lease(self, spec: ModelSpec) -> contextlib.AbstractContextManager[LoadedVersion]:
         """Return a context that keeps the version that `spec` names loaded.
 
-        Opening it raises MustAskError if another server has to be asked for the label.
+        Opening it on the event loop raises MustAskError if another server has to be asked for the label.
 
         Raises:
             StatusError: the version is not available, or the label is unknown; UNAVAILABLE, the server is loading.
@@ -102,13 +95,17 @@ class ModelService:
         try:
             with self.lease(spec):
                 return
-        except MustAskError as error:
-            ask = error.ask
+        except MustAskError:
+            pass
         except StatusError:
             return
-        asked = asyncio.get_running_loop().run_in_executor(self.asking, ask)
+
+        def ask() -> None:
+            with self.lease(spec):
+                pass
+
         try:
-            await asyncio.wait_for(asked, _ASK_SECONDS)
+            await asyncio.wait_for(asyncio.to_thread(ask), _ASK_SECONDS)
         except TimeoutError:
             text = f"label {spec.label}: the other server has not answered within {_ASK_SECONDS:g} seconds"
             raise StatusError(Code.DEADLINE_EXCEEDED, text) from None

@@ -2,7 +2,6 @@
 
 import enum
 import re
-from collections.abc import Callable
 from typing import Any, Final
 
 from tpuembed.errors import ServingError
@@ -29,8 +28,7 @@ _ASSERTION: Final = "assertion failed: [feature "
 _OUTSIDE: Final = re.compile(r"\]\s+\[\[(?:\{\{node )?[^\s\[\]{}]*tpuembed_id_outside")
 """What ends the sentence of an export about an id outside its table. `OUTSIDE` in tpuembed.lookup names the operation."""
 _ESCAPED: Final = re.compile(r"\\(['\"\\])")
-_ROW: Final = re.compile(r": id -?\d+ of row (\d{1,19}) is not in table ")
-_NAMED_ROW: Final = re.compile(r"(?:'|: a name) of row (\d{1,19}) is not in the vocabulary of table ")
+_ROW: Final = re.compile(r" of row (\d{1,19}) is not in table | of row (\d{1,19}) is not in the vocabulary of table ")
 
 
 class Code(enum.IntEnum):
@@ -84,11 +82,10 @@ class TooLargeError(StatusError):
 
 
 class MustAskError(StatusError):
-    """A label is known to another server alone. Call `ask` in a thread, which waits for that server, and try again."""
+    """Raised on the event loop when a remote server has to resolve the label. In a thread, the same call waits for that server."""
 
-    def __init__(self, label: str, ask: Callable[[], None]) -> None:
+    def __init__(self, label: str) -> None:
         super().__init__(Code.UNAVAILABLE, f"label {label} is not known yet. Send the request again")
-        self.ask = ask
 
 
 class LoadStopped(StatusError):  # noqa: N818 - no error of the version's
@@ -133,8 +130,8 @@ def of_later_rows(error: Exception, rows: int) -> Exception:
     """Return the `error` of a part of a request that starts at row `rows`, with the row number of the whole request."""
     if not rows or not isinstance(error, StatusError):
         return error
-    message = error.message
-    # A client's name stands before the row, and may hold the same words.
-    for found in ([*_NAMED_ROW.finditer(message)] or [*_ROW.finditer(message)])[-1:]:
-        message = f"{message[: found.start(1)]}{int(found[1]) + rows}{message[found.end(1) :]}"
+    message = error.message  # a client's name stands before the row, and may hold the same words
+    for found in [*_ROW.finditer(message)][-1:]:
+        start, stop = found.span(found.lastindex or 0)
+        message = f"{message[:start]}{int(message[start:stop]) + rows}{message[stop:]}"
     return StatusError(error.code, message)

@@ -13,14 +13,12 @@ from tensorflow_serving.apis import (
 from tpuembed.errors import ConfigError
 from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
-from tpuembed_serving.grpc.prediction_service import model_spec, parse, register_service
+from tpuembed_serving.grpc.prediction_service import model_spec, parse
 from tpuembed_serving.models.config import models_from_message
 from tpuembed_serving.settings import ModelSettings
 from tpuembed_serving.telemetry.metrics import Snapshot
 
-__all__ = ["ModelApi", "Reloadable"]
-
-register_service("model_service")
+__all__ = ["Reloadable", "model_calls"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,53 +34,43 @@ class Reloadable(Protocol):
         """
 
 
-class ModelApi:
-    """The methods of ModelService."""
+def model_calls(
+    service: ModelService, models: Reloadable, metrics: Callable[[], Snapshot] = dict
+) -> Mapping[str, Callable[[bytes], Awaitable[bytes]]]:
+    """Return the methods of ModelService by name. `metrics` returns the metrics of this process."""
 
-    def __init__(self, service: ModelService, models: Reloadable, metrics: Callable[[], Snapshot] = dict) -> None:
-        """Answer from `service`, and reload `models`. `metrics` returns the metrics of this process."""
-        self._service = service
-        self._models = models
-        self._metrics = metrics
-
-    @property
-    def methods(self) -> Mapping[str, Callable[[bytes], Awaitable[bytes]]]:
-        """Return the methods by name."""
-        return {
-            "GetModelStatus": self.get_model_status,
-            "HandleReloadConfigRequest": self.handle_reload_config_request,
-        }
-
-    async def get_model_status(self, data: bytes) -> bytes:
-        """Answer a GetModelStatusRequest."""
+    async def get_model_status(data: bytes) -> bytes:
         request = parse(get_model_status_pb2.GetModelStatusRequest, data)
         response = get_model_status_pb2.GetModelStatusResponse()
-        for status in self._service.status(model_spec(request)):
+        for status in service.status(model_spec(request)):
             one = response.model_version_status.add(version=status.version, state=int(status.state))
             one.status.error_code = Code.OK if status.error is None else status.error.code
-            one.status.error_message = "" if status.error is None else _utf8(status.error.message)
+            text = "" if status.error is None else status.error.message
+            one.status.error_message = text.encode("utf-8", "replace").decode("utf-8")
         return bytes(response.SerializeToString())
 
-    async def handle_reload_config_request(self, data: bytes) -> bytes:
-        """Answer a ReloadConfigRequest. An error is the status of the call."""
+    async def handle_reload_config_request(data: bytes) -> bytes:
         request = parse(model_management_pb2.ReloadConfigRequest, data)
-        models = _models(request.config)
-        before = self._counts(request.metric_names)
-        await asyncio.to_thread(self._models.reload_by_client, models)
-        logger.info("reloaded: %s", ", ".join(model.name for model in models))
+        chosen = _models(request.config)
+        before = _counts(request.metric_names, metrics)
+        await asyncio.to_thread(models.reload_by_client, chosen)
+        logger.info("reloaded: %s", ", ".join(model.name for model in chosen))
         response = model_management_pb2.ReloadConfigResponse()
         response.status.error_code = Code.OK
-        for name, count in self._counts(request.metric_names).items():
+        for name, count in _counts(request.metric_names, metrics).items():
             response.metric.add(name=name, int64_value_increase=count - before[name])
         return bytes(response.SerializeToString())
 
-    def _counts(self, names: Sequence[str]) -> dict[str, int]:
-        """Return the sum of each counter over all its labels, or 0 for an unknown name."""
-        if not names:
-            return {}
-        counters = {family.name: values for family, values in self._metrics().items() if family.kind == "counter"}
-        found = {name: counters.get(name.replace("/", ":"), {}) for name in names}
-        return {name: int(sum(values.values())) for name, values in found.items()}
+    return {"GetModelStatus": get_model_status, "HandleReloadConfigRequest": handle_reload_config_request}
+
+
+def _counts(names: Sequence[str], metrics: Callable[[], Snapshot]) -> dict[str, int]:
+    """Return the sum of each counter over all its labels, or 0 for an unknown name."""
+    if not names:
+        return {}
+    counters = {family.name: values for family, values in metrics().items() if family.kind == "counter"}
+    found = {name: counters.get(name.replace("/", ":"), {}) for name in names}
+    return {name: int(sum(values.values())) for name, values in found.items()}
 
 
 def _models(config: Any) -> Sequence[ModelSettings]:
@@ -98,7 +86,3 @@ def _models(config: Any) -> Sequence[ModelSettings]:
         return models_from_message(config)
     except ConfigError as error:
         raise StatusError(Code.INVALID_ARGUMENT, str(error)) from None
-
-
-def _utf8(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -32,16 +32,8 @@ from tpuembed_serving.open_inference.inference import (
 from tpuembed_serving.open_inference.metadata import is_ready, model_metadata, server_metadata
 from tpuembed_serving.open_inference.tensors import DTYPES, Content, check_shape, read_binary, write_binary, wrong_size
 
-__all__ = ["STREAMS", "UNSUPPORTED", "GrpcInfer", "open_inference_calls", "refuse_unsupported"]
+__all__ = ["GrpcInfer", "open_inference_calls"]
 
-UNSUPPORTED: Final = (
-    "ModelConfig", "ModelStatistics", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload",
-    "SystemSharedMemoryStatus", "SystemSharedMemoryRegister", "SystemSharedMemoryUnregister", "CudaSharedMemoryStatus",
-    "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister", "TraceSetting", "LogSettings",
-)  # fmt: skip
-"""The methods that Triton adds to the service. They are answered UNIMPLEMENTED."""
-STREAMS: Final = ("ModelStreamInfer",)
-"""The same, of methods with streams."""
 _BYTES_FACTOR: Final = 12
 """How many bytes a byte of a BYTES tensor may take: an empty element has 4, and is an object of 33 in an array."""
 _ELEMENTS_AT_ONCE: Final = 16 * 2**10
@@ -166,15 +158,6 @@ def _read_contents(name: str, datatype: str, shape: tuple[int, ...], contents: A
     return array.reshape(shape)
 
 
-async def refuse_unsupported(name: str, _: bytes = b"") -> bytes:
-    """Refuse a method that Triton adds to the service.
-
-    Raises:
-        StatusError: UNIMPLEMENTED, always.
-    """
-    raise StatusError(Code.UNIMPLEMENTED, f"this server has no {name} of Triton's. Use its own commands and options")
-
-
 def open_inference_calls(
     service: ModelService, is_server_ready: Callable[[], bool]
 ) -> Mapping[str, Callable[[bytes], Awaitable[bytes]]]:
@@ -200,13 +183,11 @@ def open_inference_calls(
         return respond("ModelReady", ready=ready)
 
     async def describe_server(_: bytes) -> bytes:
-        return respond("ServerMetadata", **server_metadata()._asdict())
+        return respond("ServerMetadata", **server_metadata())
 
     async def describe_model(data: bytes) -> bytes:
         request = _parse("ModelMetadataRequest", data)
-        found = await model_metadata(service, model_spec(request.name, request.version))
-        tensors = {key: [one._asdict() for one in getattr(found, key)] for key in ("inputs", "outputs")}
-        return respond("ModelMetadata", **found._asdict() | tensors)
+        return respond("ModelMetadata", **await model_metadata(service, model_spec(request.name, request.version)))
 
     return {
         "ServerLive": server_live,
@@ -214,5 +195,4 @@ def open_inference_calls(
         "ModelReady": model_ready,
         "ServerMetadata": describe_server,
         "ModelMetadata": describe_model,
-        **{name: functools.partial(refuse_unsupported, name) for name in UNSUPPORTED},
     }

@@ -13,11 +13,10 @@ from google.protobuf import (  # type: ignore[import-untyped]
     message_factory,
 )
 
-__all__ = ["SERVICE", "BothPools", "message"]
+__all__ = ["SERVICE", "message"]
 
 _PACKAGE: Final = "inference"
 SERVICE: Final = "inference.GRPCInferenceService"
-_METHODS: Final = ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer")
 _TENSOR: Final = "string name, string datatype, int64* shape, InferParameter@ parameters, InferTensorContents contents"
 _FIELDS: Final = {
     "ServerLiveRequest": "",
@@ -71,11 +70,6 @@ def _file() -> Any:
             elif name in _ONEOF:
                 added.oneof_index = 0
             _set_type(added, kind.removesuffix("*"))
-    service = file.service.add(name=SERVICE.rpartition(".")[2])
-    for name in _METHODS:
-        service.method.add(
-            name=name, input_type=f".{_PACKAGE}.{name}Request", output_type=f".{_PACKAGE}.{name}Response"
-        )
     return file
 
 
@@ -93,18 +87,3 @@ _POOL.AddSerializedFile(_file().SerializeToString())
 def message(name: str) -> Any:
     """Return the class of a message."""
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-
-
-class BothPools:
-    """Finds descriptors in the default pool, then in this module's. For gRPC's reflection, which takes one pool."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a method that looks in both."""
-
-        def find(*args: Any) -> Any:
-            try:
-                return getattr(descriptor_pool.Default(), name)(*args)
-            except KeyError:
-                return getattr(_POOL, name)(*args)
-
-        return find

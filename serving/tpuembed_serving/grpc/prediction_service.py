@@ -3,14 +3,15 @@
 Importing this module imports TensorFlow, whose package has the classes of the messages. So `server` imports it in a thread.
 """
 
-import contextlib
-import importlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 from google.protobuf import json_format  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from tensorflow.core.framework import tensor_pb2, types_pb2
 from tensorflow_serving.apis import (
     classification_pb2,
     get_model_metadata_pb2,
@@ -32,36 +33,23 @@ from tpuembed_serving.core.classify_regress import (
     to_tensor,
 )
 from tpuembed_serving.core.pipeline import Check, Prediction, Task
-from tpuembed_serving.core.servable import Array, LoadedVersion, Servable, Signature
+from tpuembed_serving.core.servable import Array, Columns, LoadedVersion, Servable, Signature, TensorInfo
 from tpuembed_serving.core.service import DEFAULT_SIGNATURE, ModelService, ModelSpec
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
-from tpuembed_serving.grpc.inputs import decode_inputs, int64_columns, output_aliases
-from tpuembed_serving.grpc.tensor_proto import encode_tensor
+from tpuembed_serving.grpc.tensor_proto import decode_tensor, dtype_name, encode_tensor
 
 __all__ = [
     "PREDICTIONS",
     "GrpcMultiInference",
     "GrpcPredict",
     "fill_result",
+    "int64_columns",
     "model_metadata",
     "model_spec",
     "parse",
-    "register_service",
 ]
 
 _SIGNATURE_DEF = "signature_def"
-
-
-def register_service(name: str) -> None:
-    """Register a service of TensorFlow Serving for gRPC's reflection.
-
-    The module of tensorflow-serving-api 2.19 fails under protobuf 5, but only after it has registered the service.
-    """
-    with contextlib.suppress(AttributeError):
-        importlib.import_module(f"tensorflow_serving.apis.{name}_pb2")
-
-
-register_service("prediction_service")
 
 
 def parse(message: Any, data: bytes) -> Any:
@@ -132,8 +120,8 @@ class GrpcPredict(_GrpcPrediction):
         if inputs is None:
             shapes = [tensor.tensor_shape.dim for tensor in self._request.inputs.values()]
             check(sum([math.prod([dim.size for dim in shape]) for shape in shapes]) // _ELEMENTS_PER_SLOW_BYTE)
-            inputs = decode_inputs(self._request, loaded.servable, self._signature)
-        self._aliases = output_aliases(self._request, self._signature)
+            inputs = _decode_inputs(self._request, loaded.servable, self._signature)
+        self._aliases = _output_aliases(self._request, self._signature)
         return [Task(self._signature, inputs)]
 
     def encode(self, loaded: LoadedVersion, outputs: Sequence[Mapping[str, Array]], check: Check) -> bytes:
@@ -239,7 +227,11 @@ async def model_metadata(service: ModelService, data: bytes) -> bytes:
     """Answer a GetModelMetadataRequest."""
     request = parse(get_model_metadata_pb2.GetModelMetadataRequest, data)
     spec = model_spec(request)
-    _check_fields(request.metadata_field)
+    if not request.metadata_field:
+        raise invalid_argument("GetModelMetadataRequest must specify at least one metadata_field")
+    for field in request.metadata_field:
+        if field != _SIGNATURE_DEF:
+            raise invalid_argument(f"Metadata field {field} is not supported")
     metadata = await service.metadata(spec)
     signatures = json_format.ParseDict(
         {_SIGNATURE_DEF: dict(metadata.signature_defs)}, get_model_metadata_pb2.SignatureDefMap()
@@ -289,9 +281,104 @@ def fill_result(message: Any, result: InferenceResult) -> None:
             message.regressions.add(value=value)
 
 
-def _check_fields(fields: Any) -> None:
-    if not fields:
-        raise invalid_argument("GetModelMetadataRequest must specify at least one metadata_field")
-    for field in fields:
-        if field != _SIGNATURE_DEF:
-            raise invalid_argument(f"Metadata field {field} is not supported")
+# ---- the inputs of a PredictRequest, with the checks and texts of predict_util.cc
+
+_MOST_VALUES: Final = 2**12
+"""More values that are not in `tensor_content` are converted piece by piece."""
+
+
+def int64_columns(request: Any, signature: Signature) -> Columns | None:
+    """Return inputs that are int64 vectors of one length, as most requests have. None if they are not, or are malformed.
+
+    To convert them together takes a fraction of the time of `_decode_inputs`.
+    """
+    sent, inputs = request.inputs, signature.inputs
+    if not signature.is_int64 or len(sent) != len(inputs):
+        return None
+    protos = [sent[info.alias] for info in inputs if info.alias in sent]
+    shape = protos[0].tensor_shape if len(protos) == len(inputs) else None
+    if shape is None or shape.unknown_rank or len(shape.dim) != 1:
+        return None
+    if any(proto.dtype != types_pb2.DT_INT64 or proto.tensor_shape != shape for proto in protos):
+        return None
+    rows = shape.dim[0].size
+    contents = [proto.tensor_content for proto in protos]
+    sizes = set(map(len, contents))
+    if rows > 0 and sizes == {8 * rows}:
+        return Columns(np.frombuffer(b"".join(contents), "<i8").reshape(len(protos), rows).T)
+    lists = [proto.int64_val for proto in protos]
+    if sizes != {0} or set(map(len, lists)) != {rows} or not 0 < rows * len(lists) <= _MOST_VALUES:
+        return None
+    return Columns(np.fromiter(itertools.chain.from_iterable(lists), np.int64).reshape(len(lists), rows).T)
+
+
+def _decode_inputs(request: Any, servable: Servable, signature: Signature) -> list[Array]:
+    """Return the request's inputs in the signature's order. A missing input gets the signature's default, if there is one.
+
+    Raises:
+        StatusError: the inputs differ from the signature's, or one is not a tensor of its dtype.
+    """
+    sent, defaults = request.inputs, _defaults(servable, signature)
+    wanted = [info.alias for info in signature.inputs]
+    if len(sent) > len(wanted) or (len(sent) < len(wanted) and not defaults):
+        raise _size_mismatch(sent, wanted)
+    for alias in wanted:
+        if alias not in sent and alias not in defaults:
+            raise _missing(signature, alias, sent, defaults)
+    if not set(sent) <= set(wanted):
+        used = ",".join(sorted(set(sent) & set(wanted)))
+        text = f"Inputs contains invalid name. Used request inputs: {used}, request input: {_names(sent)}"
+        raise invalid_argument(text)
+    return [_input(sent[info.alias] if info.alias in sent else defaults[info.alias], info) for info in signature.inputs]
+
+
+def _defaults(servable: Servable, signature: Signature) -> dict[str, Any]:
+    fields: Mapping[str, Any] = servable.signature_defs.get(signature.name, {}).get("defaults", {})
+    return {alias: json_format.ParseDict(value, tensor_pb2.TensorProto()) for alias, value in fields.items()}
+
+
+def _input(proto: Any, info: TensorInfo) -> Array:
+    array = decode_tensor(proto, info.alias)
+    sent = dtype_name(proto.dtype)
+    if sent != info.dtype:  # TensorFlow's text for an argument of another type
+        raise invalid_argument(f"Type mismatch: actual {sent} vs. expect {info.dtype}")
+    return array
+
+
+def _names(aliases: Iterable[str]) -> str:
+    return ",".join(sorted(aliases))
+
+
+def _size_mismatch(sent: Iterable[str], wanted: Sequence[str]) -> StatusError:
+    found = set(sent)
+    return invalid_argument(
+        f"input size does not match signature: {len(found)}!={len(wanted)} len({{{_names(found)}}}) != "
+        f"len({{{_names(wanted)}}}). Sent extra: {{{_names(found.difference(wanted))}}}. "
+        f"Missing but required: {{{_names(set(wanted) - found)}}}."
+    )
+
+
+def _missing(signature: Signature, alias: str, sent: Iterable[str], defaults: Iterable[str]) -> StatusError:
+    tensor = next(info.tensor for info in signature.inputs if info.alias == alias)
+    return invalid_argument(
+        f"Signature input alias: {alias}(feed name: {tensor}) not found in request and no default value provided. "
+        f"Inputs expected to be in the request {{{_names(sent)}}}, or default input alias set: {_names(defaults)}"
+    )
+
+
+def _output_aliases(request: Any, signature: Signature) -> list[str]:
+    """Return the aliases of the outputs in the answer.
+
+    Raises:
+        StatusError: the request's filter names an unknown output, or one twice.
+    """
+    known = [info.alias for info in signature.outputs]
+    chosen: list[str] = []
+    for alias in request.output_filter:
+        if alias not in known:
+            text = f"output tensor alias not found in signature: {alias} Outputs expected to be in the set "
+            raise invalid_argument(f"{text}{{{_names(known)}}}.")
+        if alias in chosen:
+            raise invalid_argument(f"duplicate output tensor alias: {alias}")
+        chosen.append(alias)
+    return chosen or known

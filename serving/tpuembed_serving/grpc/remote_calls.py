@@ -105,17 +105,14 @@ class RemotePredictions:
         Raises:
             StatusError: the server's status, or UNAVAILABLE if it cannot be reached.
         """
-        if _is_large(inputs):  # the event loop does only short work
-            request = await asyncio.to_thread(_predict_request, model, version, signature, inputs)
-        else:
-            request = _predict_request(model, version, signature, inputs)
+        make = functools.partial(_predict_request, model, version, signature, inputs)
+        request = await asyncio.to_thread(make) if _is_large(inputs) else make()  # the event loop does only short work
         try:
             answer = await self._predict(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             raise _status_error(error, self._target) from None
-        if len(answer) > INLINE_BYTES:
-            return await asyncio.to_thread(_outputs, answer, signature, self._target)
-        return _outputs(answer, signature, self._target)
+        read = functools.partial(_outputs, answer, signature, self._target)
+        return await asyncio.to_thread(read) if len(answer) > INLINE_BYTES else read()
 
     def close(self) -> None:
         """Start to close the channel. Requests in progress are cancelled."""
@@ -132,20 +129,12 @@ def _is_large(inputs: Sequence[Array]) -> bool:
 
 
 def _predict_request(model: str, version: int, signature: Signature, inputs: Sequence[Array]) -> bytes:
-    # Serialized examples are strings, whatever the signature takes. The other server refuses them if they do not fit.
-    named = [
-        encode_input(info.alias, array, "string" if array.dtype.kind == "O" else info.dtype)
-        for info, array in zip(signature.inputs, inputs, strict=True)
-    ]
-    return _request_head(model, version, signature.name) + b"".join(named)
-
-
-@functools.lru_cache(maxsize=256)
-def _request_head(model: str, version: int, signature: str) -> bytes:
-    """Return a serialized PredictRequest without inputs."""
     request = predict_pb2.PredictRequest()
     request.model_spec.name, request.model_spec.version.value = model, version
-    request.model_spec.signature_name = signature
+    request.model_spec.signature_name = signature.name
+    for info, array in zip(signature.inputs, inputs, strict=True):
+        # Serialized examples are strings, whatever the signature takes. The other server refuses them if they do not fit.
+        encode_input(array, "string" if array.dtype.kind == "O" else info.dtype, request.inputs[info.alias])
     return bytes(request.SerializeToString())
 
 

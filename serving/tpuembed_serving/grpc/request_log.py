@@ -6,7 +6,6 @@ cannot take is dropped and counted.
 Source: core/server_request_logger.cc and core/request_logger.cc of TensorFlow Serving.
 """
 
-import dataclasses
 import errno
 import logging
 import os
@@ -15,9 +14,9 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import google_crc32c
 
@@ -25,9 +24,7 @@ from tpuembed.errors import reason
 from tpuembed.sstable import mask
 from tpuembed_serving.core.classify_regress import LOG_TYPES, interpret
 from tpuembed_serving.core.noop import noop
-from tpuembed_serving.core.pipeline import Call, Task
-from tpuembed_serving.core.request_record import RequestLogging
-from tpuembed_serving.core.servable import Array
+from tpuembed_serving.core.pipeline import Call
 from tpuembed_serving.core.status import Code, StatusError
 
 __all__ = ["RequestLog"]
@@ -40,22 +37,14 @@ _MOST_FILE_BYTES: Final = 64 << 20
 _MOST_BYTES: Final = 1 << 30
 _RETRY_SECONDS: Final = 60.0
 """How long nothing is written after a file could not be."""
-_LENGTH: Final = struct.Struct("<Q")
-_CHECKSUM: Final = struct.Struct("<I")
 _METHODS: Final = {kind: method for method, kind in LOG_TYPES.items()}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Entry:
-    """An answered request that waits to be written."""
+class _Entry(NamedTuple):
+    """An answered request that waits to be written, and about how much memory it takes."""
 
-    settings: RequestLogging
-    model: str
-    version: int
-    kind: str
-    tasks: Sequence[Task]
-    outputs: Sequence[Mapping[str, Array]]
-    messages: tuple[bytes, bytes] | None
+    call: Call
+    answer: bytes
     seconds: int
     size: int
 
@@ -87,9 +76,6 @@ class RequestLog:
 
     def log(self, call: Call, answer: bytes) -> None:
         """Queue a sampled request that was answered, or drop it. Never blocks. The event loop's thread calls it."""
-        loaded, prediction = call.loaded, call.prediction
-        settings = loaded.request_logging
-        assert settings is not None
         arrays = [array for task in call.tasks for array in task.inputs]
         arrays += [array for one in call.outputs for array in one.values()]
         # A slice of a batch's output holds the whole.
@@ -99,19 +85,7 @@ class RequestLog:
             self._counted(call.model, Code.RESOURCE_EXHAUSTED)
             return
         self._put_bytes += size
-        messages = (call.body, answer) if prediction.is_log_message else None
-        entry = _Entry(
-            settings,
-            call.model,
-            loaded.version,
-            prediction.log_type,
-            call.tasks,
-            call.outputs,
-            messages,
-            int(time.time()),
-            size,
-        )
-        self._queue.put(entry)
+        self._queue.put(_Entry(call, answer, int(time.time()), size))
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, name="request-log", daemon=True)
             self._thread.start()
@@ -125,27 +99,37 @@ class RequestLog:
 
     def _write_all(self) -> None:
         while (entry := self._queue.get()) is not None:
-            code = Code.OK
-            try:
-                prefix = entry.settings.filename_prefix
-                if prefix not in self._files:
-                    self._files[prefix] = _Files(Path(prefix), self._max_bytes, self._processes)
-                if not self._files[prefix].write(_record(entry)):
-                    code = Code.UNAVAILABLE
-            except StatusError as error:
-                code = error.code
-            except Exception:
-                code = Code.INTERNAL
-                logger.exception("model %s: a request could not be logged", entry.model)
-            self.dropped += code is not Code.OK
-            self._counted(entry.model, code)
-            self._done_bytes += entry.size
-            if self.dropped > self._noted and time.monotonic() >= self._note_at:
-                self._noted, self._note_at = self.dropped, time.monotonic() + _RETRY_SECONDS
-                text = "request log: %d requests were not logged since the start. Lower sampling_rate, or see the lines above"
-                logger.warning(text, self._noted)
+            self._write(entry)
+            del entry  # it keeps the version, which may be unloaded while the thread waits
         for files in self._files.values():
             files.close()
+
+    def _write(self, entry: _Entry) -> None:
+        code, model = Code.OK, entry.call.model
+        try:
+            if not self._files_of(entry.call).write(_record(entry)):
+                code = Code.UNAVAILABLE
+        except StatusError as error:
+            code = error.code
+        except Exception:
+            code = Code.INTERNAL
+            logger.exception("model %s: a request could not be logged", model)
+        self.dropped += code is not Code.OK
+        self._counted(model, code)
+        self._done_bytes += entry.size
+        if self.dropped > self._noted and time.monotonic() >= self._note_at:
+            self._noted, self._note_at = self.dropped, time.monotonic() + _RETRY_SECONDS
+            text = (
+                "request log: %d requests were not logged since the start. Lower sampling_rate, or see the lines above"
+            )
+            logger.warning(text, self._noted)
+
+    def _files_of(self, call: Call) -> "_Files":
+        assert call.loaded.request_logging is not None
+        prefix = call.loaded.request_logging.filename_prefix
+        if prefix not in self._files:
+            self._files[prefix] = _Files(Path(prefix), self._max_bytes, self._processes)
+        return self._files[prefix]
 
 
 class _Files:
@@ -164,7 +148,7 @@ class _Files:
 
     def write(self, record: bytes) -> bool:
         """Append a record. Returns False if it cannot be written, and for a minute after that."""
-        length = _LENGTH.pack(len(record))
+        length = struct.pack("<Q", len(record))
         data = b"".join((length, _checksum(length), record, _checksum(record)))
         if len(data) > self._file_bytes or time.monotonic() < self._retry_at:
             return False
@@ -236,7 +220,7 @@ class _Files:
 
 
 def _checksum(data: bytes) -> bytes:
-    return _CHECKSUM.pack(mask(google_crc32c.value(data)))
+    return struct.pack("<I", mask(google_crc32c.value(data)))
 
 
 def _record(entry: _Entry) -> bytes:
@@ -250,24 +234,26 @@ def _record(entry: _Entry) -> bytes:
     from tpuembed_serving.grpc.prediction_service import fill_result
     from tpuembed_serving.grpc.tensor_proto import encode_tensor
 
+    call, kind, settings = entry.call, entry.call.prediction.log_type, entry.call.loaded.request_logging
+    assert settings is not None
     log = prediction_log_pb2.PredictionLog()
     about = log.log_metadata
-    about.model_spec.name = entry.model
-    about.model_spec.version.value = entry.version
-    about.sampling_config.sampling_rate = entry.settings.sampling_rate
+    about.model_spec.name = call.model
+    about.model_spec.version.value = call.loaded.version
+    about.sampling_config.sampling_rate = settings.sampling_rate
     about.saved_model_tags.append("serve")
     if "timestamp_secs" in about.DESCRIPTOR.fields_by_name:  # not in the oldest supported package
         about.timestamp_secs = entry.seconds
-    pair = getattr(log, entry.kind)
-    if entry.messages is not None:
-        pair.request.MergeFromString(entry.messages[0])
-        pair.response.MergeFromString(entry.messages[1])
+    pair = getattr(log, kind)
+    if call.prediction.is_log_message:
+        pair.request.MergeFromString(call.body)
+        pair.response.MergeFromString(entry.answer)
         return bytes(log.SerializeToString())
-    ((signature, inputs, _),), (outputs,) = entry.tasks, entry.outputs
+    ((signature, inputs, _),), (outputs,) = call.tasks, call.outputs
     about.model_spec.signature_name = signature.name
     for message in (pair.request, pair.response):
         message.model_spec.CopyFrom(about.model_spec)
-    if entry.kind == "predict_log":
+    if kind == "predict_log":
         for info, array in zip(signature.inputs, inputs, strict=True):
             encode_tensor(array, info.dtype, pair.request.inputs[info.alias])
         for alias, array in outputs.items():
@@ -276,5 +262,5 @@ def _record(entry: _Entry) -> bytes:
         examples = inputs[0].ravel().tolist()
         for example in examples:
             pair.request.input.example_list.examples.add().MergeFromString(example)
-        fill_result(pair.response.result, interpret(_METHODS[entry.kind], signature, outputs, len(examples)))
+        fill_result(pair.response.result, interpret(_METHODS[kind], signature, outputs, len(examples)))
     return bytes(log.SerializeToString())

@@ -1,4 +1,4 @@
-"""The gRPC server: TensorFlow Serving's services, the Open Inference Protocol's, health and reflection.
+"""The gRPC server: TensorFlow Serving's services, the Open Inference Protocol's, and health.
 
 It runs on the event loop of the REST API. Methods receive requests as bytes. So the port can listen before TensorFlow, which has
 the messages of TensorFlow Serving, is imported.
@@ -10,6 +10,7 @@ same methods listens on the port.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -20,8 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tpuembed.errors import ServingError
 from tpuembed_serving.core.api_keys import ADMIN_REFUSAL, KEY_REFUSAL, ApiKeys
@@ -38,15 +38,8 @@ from tpuembed_serving.core.service import ModelService
 from tpuembed_serving.core.status import Code, StatusError, still_loading
 from tpuembed_serving.core.tls import TlsSettings
 from tpuembed_serving.grpc.arrivals import Arrivals
-from tpuembed_serving.grpc.open_inference import (
-    STREAMS,
-    UNSUPPORTED,
-    GrpcInfer,
-    open_inference_calls,
-    refuse_unsupported,
-)
+from tpuembed_serving.grpc.open_inference import GrpcInfer, open_inference_calls
 from tpuembed_serving.grpc.open_inference_messages import SERVICE as _OPEN_INFERENCE
-from tpuembed_serving.grpc.open_inference_messages import BothPools
 from tpuembed_serving.telemetry.observers import Telemetry
 from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 from tpuembed_serving.workers.sockets import listeners_of_port, refuse_new_connections
@@ -64,10 +57,8 @@ _MODEL = "tensorflow.serving.ModelService"
 _METHODS: Final = {
     _PREDICTION: ("Predict", "Classify", "Regress", "MultiInference", "GetModelMetadata"),
     _MODEL: ("GetModelStatus", "HandleReloadConfigRequest"),
-    _OPEN_INFERENCE: (
-        "ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", *UNSUPPORTED
-    ),
-}  # fmt: skip
+    _OPEN_INFERENCE: ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer"),
+}
 _PREDICTIONS: Final = frozenset(
     {*(f"/{_PREDICTION}/{name}" for name in ("Predict", "Classify", "Regress", "MultiInference"))}
     | {f"/{_OPEN_INFERENCE}/ModelInfer"}
@@ -119,7 +110,7 @@ class _Port:
         inodes = {os.fstat(number).st_ino for number in others}
         for one in others.values():
             one.close()
-        bound = _bind(self._server, host, port, tls)
+        bound = _bind(self._server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls)
         await self._server.start()
         for one in listeners_of_port(bound):
             if os.fstat(one.fileno()).st_ino in inodes:
@@ -208,24 +199,18 @@ class GrpcServer:
                 handlers = {
                     name: grpc.unary_unary_rpc_method_handler(self._handler(service, name, opened)) for name in names
                 }
-                if service == _OPEN_INFERENCE:
-                    handlers |= {name: grpc.stream_stream_rpc_method_handler(_refuse_stream(name)) for name in STREAMS}
                 server.add_generic_rpc_handlers((_Service(service, handlers, self._arrivals.announce),))
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-            reflection.enable_server_reflection(
-                (*_METHODS, health.SERVICE_NAME, reflection.SERVICE_NAME), server, BothPools()
-            )
             return opened, await opened.start(host, number, security.tls)
 
         self._open = open_port
-        await self._health.begin()
         self._current, self._port = await open_port(port)
         self._loading = asyncio.create_task(asyncio.to_thread(self._load))
         return self._port
 
     async def leave(self) -> None:
         """Report the coming stop in health checks and by GOAWAY. Calls and new connections are still answered."""
-        await self._health.enter_graceful_shutdown()
+        self._health.is_stopping = True
         if self._current is None or self._open is None:
             return
         try:
@@ -243,19 +228,18 @@ class GrpcServer:
             return
         current, self._current = self._current, None
         until = time.monotonic() + grace_seconds
-        await self._health.enter_graceful_shutdown()
+        self._health.is_stopping = True
         await current.retire(grace_seconds)
         self._health.end_watches()
         await asyncio.gather(*(port.end(until) for port in (*self._retired, current)))
-        self._health.close()
 
     def _load(self) -> "_Methods":
         """Import the messages. The first import of TensorFlow takes seconds."""
         with IMPORTING_TENSORFLOW:
-            from tpuembed_serving.grpc.model_service import ModelApi
+            from tpuembed_serving.grpc.model_service import model_calls
             from tpuembed_serving.grpc.prediction_service import PREDICTIONS, model_metadata
 
-        calls = dict(ModelApi(self._service, self._models, self._metrics).methods)
+        calls = dict(model_calls(self._service, self._models, self._metrics))
         calls["GetModelMetadata"] = functools.partial(model_metadata, self._service)
         return _Methods(PREDICTIONS, calls)
 
@@ -298,7 +282,7 @@ class GrpcServer:
             raise StatusError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
         try:
             if name == "ModelInfer":
-                return await self._run(GrpcInfer(), request, context, record)
+                return await self._pipeline.answer(GrpcInfer(), request, record, remaining)
             if name in self._open_inference:
                 return await self._open_inference[name](request)
             assert self._loading is not None
@@ -308,15 +292,12 @@ class GrpcServer:
             prediction = methods.predictions.get(name)
             if prediction is None:
                 return await methods.calls[name](request)
-            return await self._run(prediction(), request, context, record)
+            return await self._pipeline.answer(prediction(), request, record, context.time_remaining())
         except StatusError:
             raise
         except Exception:
             logger.exception("a call of %s failed", name)
             raise StatusError(Code.INTERNAL, "internal error") from None
-
-    async def _run(self, prediction: Any, request: bytes, context: Any, record: RequestRecord | None) -> bytes:
-        return await self._pipeline.answer(prediction, request, record, context.time_remaining())
 
     def _begin(self, path: bytes, name: str, context: Any, size: int) -> RequestRecord | None:
         """Create a record if the server has an observer, and return the client's request ID to it."""
@@ -391,19 +372,7 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
                 self._telemetry.finish(record)
             await context.abort(_STATUS_CODES[code], text)
 
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(refuse)
         return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-def _refuse_stream(name: str) -> Callable[[Any, Any], Awaitable[None]]:
-    async def refuse(_: Any, context: Any) -> None:
-        try:
-            await refuse_unsupported(name)
-        except StatusError as error:
-            await context.abort(_STATUS_CODES[error.code], error.message)
-
-    return refuse
 
 
 def _as_bytes(metadata: Any) -> Headers:
@@ -414,20 +383,16 @@ def _as_bytes(metadata: Any) -> Headers:
     ]
 
 
-def _bind(server: Any, host: str, port: int, tls: TlsSettings | None) -> int:
-    return _add_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls, "port with --grpc-port")
-
-
-def _add_port(server: Any, address: str, tls: TlsSettings | None, other: str) -> int:
+def _bind(server: Any, address: str, tls: TlsSettings | None) -> int:
     try:
         if tls is not None:
             return int(server.add_secure_port(address, tls.grpc_credentials()))
         return int(server.add_insecure_port(address))
     except RuntimeError:
-        raise ServingError(f"cannot listen on {address} for gRPC. Choose another {other}") from None
+        raise ServingError(f"cannot listen on {address} for gRPC. Choose another port with --grpc-port") from None
 
 
-class _Health(health.aio.HealthServicer):
+class _Health(health_pb2_grpc.HealthServicer):
     """The service grpc.health.v1.
 
     - `""` is SERVING if every model has an available version, as in /readyz.
@@ -437,82 +402,49 @@ class _Health(health.aio.HealthServicer):
     """
 
     def __init__(self, service: ModelService) -> None:
-        super().__init__()
         self._service = service
-        self._is_stopping = False
-        self._following: asyncio.Task[None] | None = None
-        self._watches: dict[asyncio.Task[Any], str] = {}
-
-    async def begin(self) -> None:
-        """Start to report changes to watching clients."""
-        if self._following is None:
-            await self._update()
-            self._following = asyncio.create_task(self._follow())
-
-    def close(self) -> None:
-        """Stop reporting changes."""
-        if self._following is not None:
-            self._following.cancel()
-
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(_HEALTH_SECONDS)
-            await self._update()
-
-    async def _update(self) -> None:
-        for name in {*_HEALTH_NAMES, *self._watches.values()}:
-            try:
-                serves = self.serves(name)
-            except StatusError:  # the model runs in another server, which does not answer
-                serves = False
-            if serves is not None and self._server_status.get(name) != _serving(serves):
-                await self.set(name, _serving(serves))
+        self._ended = asyncio.Event()
+        self.is_stopping = False
 
     def serves(self, name: str) -> bool | None:
         """Returns True if a service or a model is SERVING. None if there is no model of that name."""
-        if self._is_stopping or self._service.loading:
+        if self.is_stopping or self._service.loading:
             return False
         if name in _HEALTH_NAMES:
             return bool(name) or self._service.ready
-        statuses = self._service.versions(name)
+        try:
+            statuses = self._service.versions(name)
+        except StatusError:  # the model runs in another server, which does not answer
+            return False
         return any(status.state.name == "AVAILABLE" for status in statuses) if statuses else None
-
-    async def enter_graceful_shutdown(self) -> None:
-        """Report NOT_SERVING for everything from now on."""
-        self._is_stopping = True
-        await super().enter_graceful_shutdown()
 
     def end_watches(self) -> None:
         """End the streams of Watch. Each would keep its connection, and the server, until the end of the drain."""
-        for watch in self._watches:
-            watch.cancel()
-
-    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
-        """Stream the status; see the protocol. A client whose stream ends opens another one."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._watches[task] = request.service
-        try:
-            await self._update()
-            await super().Watch(request, context)
-        except asyncio.CancelledError:
-            if self._is_stopping:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
-            raise
-        finally:
-            del self._watches[task]
+        self._ended.set()
+        self._ended = asyncio.Event()
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Return the status of a service or of a model; see the protocol."""
-        try:
-            serves = self.serves(request.service)
-        except StatusError:  # the model runs in another server, which does not answer
-            serves = False
+        found = self._status(request.service)
+        if found.status == found.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return found
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
+        """Stream the status; see the protocol. A client whose stream ends opens another one."""
+        ended, sent = self._ended, None
+        while True:
+            is_last, found = ended.is_set(), self._status(request.service)
+            if found != sent:
+                await context.write(found)
+                sent = found
+            if is_last:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), _HEALTH_SECONDS)
+
+    def _status(self, name: str) -> Any:
+        response, serves = health_pb2.HealthCheckResponse, self.serves(name)
         if serves is None:
-            return await super().Check(request, context)
-        return health_pb2.HealthCheckResponse(status=_serving(serves))
-
-
-def _serving(serves: bool | None) -> Any:
-    response = health_pb2.HealthCheckResponse
-    return response.SERVING if serves else response.NOT_SERVING
+            return response(status=response.SERVICE_UNKNOWN)
+        return response(status=response.SERVING if serves else response.NOT_SERVING)

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from tensorflow.core.framework import tensor_pb2, tensor_shape_pb2, types_pb2
 
-from tpuembed.protobuf import MalformedError, bytes_field, read_varint, varint
+from tpuembed.protobuf import MalformedError, bytes_field, read_varint
 from tpuembed_serving.core.servable import Array, cannot_hold
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 
@@ -22,8 +22,6 @@ __all__ = ["MAX_FILLED_BYTES", "decode_tensor", "dtype_name", "encode_input", "e
 
 MAX_FILLED_BYTES: Final = 64 << 20
 """The largest tensor whose last value is repeated because not all values are sent."""
-_BYTES: Final = 2
-"""The wire type of a field that is a length, and so many bytes."""
 _STRING_BYTES: Final = 64
 """The memory of a short string: in the array, in TensorFlow and in an answer."""
 _MAX_RANK: Final = 64
@@ -56,6 +54,11 @@ class _Field:
     def fixed_width(self) -> bool:
         """Returns True if the serialized field has the same bytes as the array."""
         return self.name in _FIXED_WIDTH
+
+    @functools.cached_property
+    def number(self) -> int:
+        """Returns the number of the field."""
+        return int(tensor_pb2.TensorProto.DESCRIPTOR.fields_by_name[self.name].number)
 
 
 def _field(name: str, dtype: Any, carrier: Any = None, per_element: int = 1) -> _Field:
@@ -250,48 +253,32 @@ def encode_tensor(array: Array, dtype: str, proto: Any) -> None:
     """
     number = _number(dtype)
     field = _FIELDS.get(number)
-    if field is not None and field.fixed_width and array.size:
+    if field is not None and field.fixed_width:  # the serialized field, without creating Python numbers
         data = np.ascontiguousarray(array, field.dtype).tobytes()
-        proto.MergeFromString(_head(number, array.shape, field.name) + data)
+        proto.MergeFromString(_head(number, array.shape) + bytes_field(field.number, data))
         return
     proto.MergeFromString(_head(number, array.shape))
     if number == types_pb2.DT_STRING:
         proto.string_val.extend(array.ravel().tolist())
-    elif field is not None:
-        _put(proto, field, array)
-    else:
+    elif field is None:
         raise StatusError(Code.UNIMPLEMENTED, f"tensors of type {dtype} cannot be sent")
+    else:
+        _put(proto, field, array)
 
 
-def encode_input(alias: str, array: Array, dtype: str) -> bytes:
-    """Return an input of a serialized PredictRequest, with numbers as their bytes, which both sides convert fast.
-
-    TensorFlow reads both forms of a tensor.
+def encode_input(array: Array, dtype: str, proto: Any) -> None:
+    """Fill an empty TensorProto, with numbers as their bytes, which both sides convert fast. TensorFlow reads both forms.
 
     Raises:
         StatusError: UNIMPLEMENTED, the dtype is not supported.
     """
     number = _number(dtype)
     field = _FIELDS.get(number)
-    if field is not None and array.dtype == field.dtype and array.size:
-        return _input_head(alias, number, array.shape) + array.tobytes()
-    proto = tensor_pb2.TensorProto()
-    encode_tensor(array, dtype, proto)
-    tensor = proto.SerializeToString()
-    return _entry_head(alias, len(tensor)) + tensor
-
-
-@functools.lru_cache(maxsize=4096)
-def _input_head(alias: str, number: int, shape: tuple[int, ...]) -> bytes:
-    """Return what `encode_input` returns, up to the bytes of the numbers."""
-    head = _head(number, shape, "tensor_content")
-    return _entry_head(alias, len(head) + math.prod(shape) * _FIELDS[number].dtype.itemsize) + head
-
-
-def _entry_head(alias: str, tensor_bytes: int) -> bytes:
-    """Return an entry of the map `inputs`, field 2 of a PredictRequest, up to its tensor: the key is field 1, the value field 2."""
-    entry = bytes_field(1, alias.encode()) + varint(2 << 3 | _BYTES) + varint(tensor_bytes)
-    return varint(2 << 3 | _BYTES) + varint(len(entry) + tensor_bytes) + entry
+    if field is None or array.dtype != field.dtype or not array.size:
+        encode_tensor(array, dtype, proto)
+    else:
+        proto.MergeFromString(_head(number, array.shape))
+        proto.tensor_content = array.tobytes()
 
 
 @functools.cache
@@ -300,17 +287,13 @@ def _number(dtype: str) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _head(number: int, shape: tuple[int, ...], values: str = "") -> bytes:
-    """Return a serialized TensorProto of this dtype and shape, up to the bytes of the field `values`, which has them all."""
+def _head(number: int, shape: tuple[int, ...]) -> bytes:
+    """Return a serialized TensorProto of this dtype and shape, without values."""
     proto = tensor_pb2.TensorProto(dtype=number)
     proto.tensor_shape.SetInParent()  # a scalar has an empty shape, not a missing one
     for size in shape:
         proto.tensor_shape.dim.add().size = size
-    head = bytes(proto.SerializeToString())
-    if not values:
-        return head
-    tag = tensor_pb2.TensorProto.DESCRIPTOR.fields_by_name[values].number << 3 | _BYTES
-    return head + varint(tag) + varint(math.prod(shape) * _FIELDS[number].dtype.itemsize)
+    return bytes(proto.SerializeToString())
 
 
 def _put(proto: Any, field: _Field, array: Array) -> None:

@@ -163,15 +163,13 @@ class OpenInferenceApi:
             return _json({"live": True})
         if path == b"/v2/health/ready":
             return _ready({}, self._is_ready())
-        return _json(server_metadata()._asdict())
+        return _json(server_metadata())
 
     async def _model(self, spec: ModelSpec, *, wants_ready: bool) -> Reply:
         service = self._pipeline.service
         if wants_ready:
             return _ready({"name": spec.name}, await is_ready(service, spec))
-        found = await model_metadata(service, spec)
-        tensors = {key: [one._asdict() for one in getattr(found, key)] for key in ("inputs", "outputs")}
-        return _json(found._asdict() | tensors)
+        return _json(await model_metadata(service, spec))
 
     async def _infer(self, spec: ModelSpec, scope: Scope, receive: Receive, record: RequestRecord | None) -> Reply:
         if record is not None:

@@ -1,7 +1,7 @@
 """What the server and its models are: the metadata and the readiness of the Open Inference Protocol."""
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import tpuembed
 from tpuembed_serving.core.servable import State
@@ -10,42 +10,15 @@ from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.open_inference.inference import find_signature, signature_names
 from tpuembed_serving.open_inference.tensors import datatype_of
 
-__all__ = ["InferMetadata", "ServerMetadata", "TensorMetadata", "is_ready", "model_metadata", "server_metadata"]
+__all__ = ["is_ready", "model_metadata", "server_metadata"]
 
 _PLATFORM: Final = "tensorflow_savedmodel"
 _UNKNOWN_RANK: Final = [-1]
 
 
-class ServerMetadata(NamedTuple):
-    """The answer of the server metadata API."""
-
-    name: str
-    version: str
-    extensions: list[str]
-
-
-class TensorMetadata(NamedTuple):
-    """An input or output. In its shape -1 is any size."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-
-
-class InferMetadata(NamedTuple):
-    """The answer of the model metadata API: the default signature, and the names of all in `properties`."""
-
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
-    properties: dict[str, str]
-
-
-def server_metadata() -> ServerMetadata:
-    """Return the name, the version and the extensions of this server."""
-    return ServerMetadata("tpuembed", tpuembed.__version__, ["binary_tensor_data"])
+def server_metadata() -> dict[str, Any]:
+    """Return the answer of the server metadata API: the name, the version and the extensions of this server."""
+    return {"name": "tpuembed", "version": tpuembed.__version__, "extensions": ["binary_tensor_data"]}
 
 
 async def is_ready(service: ModelService, spec: ModelSpec) -> bool:
@@ -69,8 +42,9 @@ async def is_ready(service: ModelService, spec: ModelSpec) -> bool:
         raise
 
 
-async def model_metadata(service: ModelService, spec: ModelSpec) -> InferMetadata:
-    """Return the metadata of the version that `spec` names, and the numbers of all available versions.
+async def model_metadata(service: ModelService, spec: ModelSpec) -> dict[str, Any]:
+    """Return the answer of the model metadata API: the default signature of the version that `spec` names, and the numbers of all
+    available versions. In shapes -1 is any size. The names of all signatures are in `properties`.
 
     Raises:
         StatusError: the version is not available, has no default signature, or one with a dtype that the protocol lacks.
@@ -79,20 +53,20 @@ async def model_metadata(service: ModelService, spec: ModelSpec) -> InferMetadat
     with service.lease(spec) as loaded:
         signature = find_signature(loaded.servable, "")
         definition = loaded.servable.signature_defs[signature.name]
-        return InferMetadata(
-            name=spec.name,
-            versions=[str(one.version) for one in service.versions(spec.name) if one.state is State.AVAILABLE],
-            platform=_PLATFORM,
-            inputs=[
-                TensorMetadata(one.alias, datatype_of(one), _shape(definition["inputs"][one.alias]))
-                for one in signature.inputs
-            ],
-            outputs=[
-                TensorMetadata(one.alias, datatype_of(one), _shape(definition["outputs"][one.alias]))
-                for one in signature.outputs
-            ],
-            properties={"signature_names": ", ".join(signature_names(loaded.servable))},
-        )
+        tensors = {
+            side: [
+                {"name": one.alias, "datatype": datatype_of(one), "shape": _shape(definition[side][one.alias])}
+                for one in getattr(signature, side)
+            ]
+            for side in ("inputs", "outputs")
+        }
+        return {
+            "name": spec.name,
+            "versions": [str(one.version) for one in service.versions(spec.name) if one.state is State.AVAILABLE],
+            "platform": _PLATFORM,
+            **tensors,
+            "properties": {"signature_names": ", ".join(signature_names(loaded.servable))},
+        }
 
 
 def _shape(info: Mapping[str, Any]) -> list[int]:

@@ -45,7 +45,6 @@ def load_version(
     options = runtime.RunOptions(
         timeout_ms=settings.rest_timeout_ms,
         threads=settings.run_threads,
-        per_model_batching=settings.batching.per_model,
         lookups=settings.lookups,
         lookup_threads=max(1, available_cpus() // settings.workers),
         row_store=None

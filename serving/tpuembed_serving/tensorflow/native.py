@@ -1,6 +1,7 @@
 """Runs the lookups of an export by the C library of `tpuembed.native_lookup`, in place of TensorFlow."""
 
 import abc
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,18 +41,6 @@ class NativeCalls(abc.ABC):
     Inputs that native lookups refuse go to TensorFlow: its graph reports the error.
     """
 
-    def __init__(self, native: NativeLookups | NativeActivations, lookups: Lookups) -> None:
-        """Make calls that look up by `native`: always, or with the `lookups` "auto" where it is faster."""
-        self._native, self._lookups = native, lookups
-
-    def set_reads_ahead(self, reads_ahead: bool) -> None:
-        """Make every request read ahead, or none. TensorFlow's gather waits for one page after the other."""
-        self._native.reads_ahead = reads_ahead
-
-    def answers_almost_all(self, signature: Signature) -> bool:  # noqa: ARG002
-        """Return True if only faulty requests of `signature` need TensorFlow. Its call is made for the first of them then."""
-        return False
-
     @abc.abstractmethod
     def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:
         """Return the call of `signature`.
@@ -62,70 +51,66 @@ class NativeCalls(abc.ABC):
             other: returns another signature of the export by its name, and TensorFlow's call of it.
         """
 
-    @property
-    def _always(self) -> bool:
-        """Return True if every request is looked up natively."""
-        return self._lookups == "native" or self._native.reads_ahead
+    def set_reads_ahead(self, reads_ahead: bool) -> None:  # noqa: B027 - most map no tables that are read by row
+        """Make every request read ahead, or none. TensorFlow's gather waits for one page after the other."""
+
+    def answers_almost_all(self, signature: Signature) -> bool:  # noqa: ARG002
+        """Return True if only faulty requests of `signature` need TensorFlow. Its call is made for the first of them then."""
+        return False
 
 
-class _LookupCalls(NativeCalls):
-    """Those of an export of lookups."""
+class _TableCalls(NativeCalls):
+    """Those of an export of lookups, and of a whole model: native lookups, and then its signature `from_activations`."""
 
-    def __init__(self, native: NativeLookups, lookups: Lookups) -> None:
-        super().__init__(native, lookups)
-        self._lookup = native
+    def __init__(self, native: NativeLookups | NativeActivations, lookups: Lookups) -> None:
+        """Make calls that look up by `native`: always, or with the `lookups` "auto" where it is faster."""
+        self._native, self._lookups = native, lookups
 
-    def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:  # noqa: ARG002
-        native, names = self._lookup, [info.alias for info in signature.inputs]
-        run: Callable[[Sequence[Array]], list[Array]]
-        if signature.name == "packed":
+    def set_reads_ahead(self, reads_ahead: bool) -> None:
+        self._native.reads_ahead = reads_ahead
+
+    def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:
+        native, names = self._native, [info.alias for info in signature.inputs]
+        run: Callable[[Sequence[Array]], list[Array] | None]
+        is_faster: Callable[[Sequence[Array]], bool]
+        if isinstance(native, NativeActivations):
+            if signature.name != "serving_default":
+                return tensorflow
+            has_lists = native.lists_share >= _LEAST_LISTS
+            is_faster = lambda _: has_lists  # noqa: E731
+            run = functools.partial(_run_model, native, names, *other("from_activations"))
+        elif signature.name == "packed":
+            is_faster = functools.partial(_is_pooled_and_large, native)
             run = lambda inputs: [native.packed(inputs[0])]  # noqa: E731
         elif signature.name == "serving_default":
+            is_faster = functools.partial(_is_pooled_and_large, native)
             run = lambda inputs: _in_order(signature, native.named(dict(zip(names, inputs, strict=True))))  # noqa: E731
         else:
             return tensorflow
 
         def call(*inputs: Array) -> list[Array]:
-            if not self._always and not _is_pooled_and_large(native, inputs):
-                return tensorflow(*inputs)
-            try:
-                return run(inputs)
-            except TpuEmbedError:
-                return tensorflow(*inputs)
+            found = None
+            if self._lookups == "native" or native.reads_ahead or is_faster(inputs):
+                try:
+                    found = run(inputs)
+                except _OF_THE_RUN:
+                    raise
+                except (TpuEmbedError, tf.errors.OpError):
+                    found = None
+            return tensorflow(*inputs) if found is None else found
 
         return call
 
 
-class _WholeModelCalls(NativeCalls):
-    """Those of a whole model: native lookups, and then its signature `from_activations`."""
-
-    def __init__(self, native: NativeActivations, lookups: Lookups) -> None:
-        super().__init__(native, lookups)
-        self._activations = native
-
-    def call(self, signature: Signature, tensorflow: Call, other: Other) -> Call:
-        if signature.name != "serving_default":
-            return tensorflow
-        native, names = self._activations, [info.alias for info in signature.inputs]
-        rest, run_rest = other("from_activations")
-        is_faster = native.lists_share >= _LEAST_LISTS
-
-        def call(*inputs: Array) -> list[Array]:
-            if not self._always and not is_faster:
-                return tensorflow(*inputs)
-            named = dict(zip(names, inputs, strict=True))
-            try:
-                activations = native.look_up(named)
-                if activations is None:
-                    return tensorflow(*inputs)
-                given = named | activations
-                return run_rest(*[given[info.alias] for info in rest.inputs])
-            except _OF_THE_RUN:
-                raise
-            except (TpuEmbedError, tf.errors.OpError):
-                return tensorflow(*inputs)
-
-        return call
+def _run_model(
+    native: NativeActivations, names: Sequence[str], rest: Signature, run_rest: Call, inputs: Sequence[Array]
+) -> list[Array] | None:
+    named = dict(zip(names, inputs, strict=True))
+    activations = native.look_up(named)
+    if activations is None:
+        return None
+    given = named | activations
+    return run_rest(*[given[info.alias] for info in rest.inputs])
 
 
 class _RetrievalCalls(NativeCalls):
@@ -133,9 +118,6 @@ class _RetrievalCalls(NativeCalls):
 
     def __init__(self, search: NativeSearch) -> None:
         self._search = search
-
-    def set_reads_ahead(self, reads_ahead: bool) -> None:
-        """Change nothing: a search reads rows in order, which the kernel reads ahead by itself."""
 
     def answers_almost_all(self, signature: Signature) -> bool:
         """Return True for searches."""
@@ -190,9 +172,9 @@ def native_calls(
     if manifest.retrieval is not None:
         found = _RetrievalCalls(NativeSearch(manifest, version_dir))
     elif manifest.features:
-        found = _LookupCalls(NativeLookups(manifest, version_dir, threads=threads), lookups)
+        found = _TableCalls(NativeLookups(manifest, version_dir, threads=threads), lookups)
     else:
-        found = _WholeModelCalls(NativeActivations(manifest, version_dir, threads=threads), lookups)
+        found = _TableCalls(NativeActivations(manifest, version_dir, threads=threads), lookups)
     logger.info("%s: native lookups, built for %s", where, variant())
     return found
 

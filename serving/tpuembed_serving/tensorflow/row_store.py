@@ -18,7 +18,6 @@ from tpuembed.id_messages import Span, outside_message
 from tpuembed.manifest import ActivationEntry, FeatureEntry, Manifest, RowStoreEntry, StackEntry, TableEntry
 from tpuembed.native_lookup import NativeLookups, available, mapped_array
 from tpuembed.row_store import RowKeys, RowStore, connect
-from tpuembed_serving.batching.known_ids import unpacked
 from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.servable import Array, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, timed_out
@@ -78,16 +77,10 @@ def stored_calls(
 class _StoredCalls(NativeCalls):
     """The calls of one version."""
 
-    def __init__(  # the base's options choose between two libraries
-        self, manifest: Manifest, version_dir: Path, options: RowStoreOptions, threads: int | None
-    ) -> None:
+    def __init__(self, manifest: Manifest, version_dir: Path, options: RowStoreOptions, threads: int | None) -> None:
         self._rows = _StoredRows(manifest, version_dir, options)
-        self._packing = manifest.packing
         self._features = NativeLookups(manifest, version_dir, threads=threads) if manifest.features else None
         self._model = None if manifest.features else _StoredActivations(manifest, version_dir, threads=threads)
-
-    def set_reads_ahead(self, reads_ahead: bool) -> None:
-        """Change nothing: no table is mapped."""
 
     def answers_almost_all(self, signature: Signature) -> bool:
         """Return True for all but `from_activations`."""
@@ -101,8 +94,6 @@ class _StoredCalls(NativeCalls):
             return tensorflow
         if self._features is not None and name == "serving_default":
             run = functools.partial(self._looked_up, self._features)
-        elif self._features is not None and name == "packed":
-            run = functools.partial(self._packed, self._features)
         elif self._model is not None and name == "serving_default":
             run = functools.partial(self._answered, self._model, *other("from_activations"))
         else:
@@ -126,17 +117,6 @@ class _StoredCalls(NativeCalls):
     def _looked_up(self, lookups: NativeLookups, inputs: Mapping[str, Array]) -> dict[str, Array]:
         (found,) = self._rows.pooled([(lookups, lookups.rows_of(inputs), inputs)])
         return found
-
-    def _packed(self, lookups: NativeLookups, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Return what `packed` does. Its matrix has the columns of each feature side by side, lists behind all others."""
-        matrix, places = inputs["ids"], self._packing.inputs
-        found_columns = unpacked(matrix, self._packing)
-        if found_columns is None:
-            raise invalid_argument(f"Input ids has {matrix.shape[1]} columns, which do not fit the features")
-        columns = dict(zip([one.name for one in places], found_columns, strict=True))
-        ids = [columns[one.name][:, 0] if one.input == "id" else columns[one.name] for one in lookups.features]
-        (found,) = self._rows.pooled([(lookups, ids, {})])
-        return {"activations": np.concatenate([found[one.name].reshape(len(matrix), -1) for one in places], axis=1)}
 
     def _answered(
         self, activations: "_StoredActivations", rest: Signature, run_rest: Call, inputs: dict[str, Array]

@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +23,11 @@ from tensorflow.python.client import pywrap_tf_session as tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
-from tpuembed.manifest import Manifest
+from tpuembed.manifest import FeatureEntry, Manifest, Packing
+from tpuembed.native_search import EXCLUDE
 from tpuembed.saved_model import GRAPH_FILE, mapped_from
+from tpuembed_serving.batching.concat import count_rows
 from tpuembed_serving.batching.known_ids import known_ids
-from tpuembed_serving.batching.merging import find_merging, with_padding
-from tpuembed_serving.batching.parameters import MODEL_FILE, BatchingParameters, read_parameters
 from tpuembed_serving.batching.row_proof import Verdict, prove
 from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.log_once import ONCE
@@ -35,7 +36,6 @@ from tpuembed_serving.core.status import Code, StatusError, invalid_argument, pl
 from tpuembed_serving.models.versions import INDEX_FILE, check_files
 from tpuembed_serving.tensorflow.larger_than_memory import MAPPED, MappedVersion
 from tpuembed_serving.tensorflow.native import Lookups, NativeCalls, native_calls
-from tpuembed_serving.tensorflow.packed import PackedCall, is_worth_packing
 from tpuembed_serving.tensorflow.row_store import RowStoreOptions, stored_calls
 from tpuembed_serving.tensorflow.signatures import signature_json, signature_of
 
@@ -43,6 +43,8 @@ __all__ = ["RunOptions", "SavedModelServable", "load"]
 
 logger = logging.getLogger(__name__)
 
+_PADDING = -1
+"""The padding of lists of ids, and of integers that are names, in every export of lookups."""
 _VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _LOOP_OPS = frozenset({"While", "StatelessWhile", "NextIteration", "RefNextIteration", "For"})
 _SHORT = 0.9
@@ -58,7 +60,6 @@ class RunOptions:
         timeout_ms: when TensorFlow cancels a run whose duration is not bounded by its inputs; 0 is never.
         threads: the size of TensorFlow's pool, on which such runs happen. All other runs stay on the calling thread, which is
             faster. A timeout has no effect there: TensorFlow checks it after the run (measured).
-        per_model_batching: whether the version's own batching parameters are used.
         may_wait: whether a run may wait for rows of mapped tables, or of tables in Redis.
         lookups: what runs the lookups of exports with layout mmap: the C library, TensorFlow, or the faster one.
         lookup_threads: how many threads a call of the C library may use; None is one for each processor.
@@ -67,7 +68,6 @@ class RunOptions:
 
     timeout_ms: int = 0
     threads: int = 1
-    per_model_batching: bool = False
     may_wait: bool = False
     lookups: Lookups = "auto"
     lookup_threads: int | None = None
@@ -83,7 +83,6 @@ class SavedModelServable:
         meta_graph: Any,
         manifest: Manifest | None,
         options: RunOptions,
-        parameters: BatchingParameters | None,
         where: str,
         native: NativeCalls | None = None,
         mapped_files: Sequence[Path] = (),
@@ -95,7 +94,6 @@ class SavedModelServable:
             meta_graph: of the SavedModel.
             manifest: None if tpuembed did not export it.
             options: how the signatures are run.
-            parameters: of the version's own batching.
             where: the model's folder and version, for messages.
             native: the calls that look up without TensorFlow. None if there are none.
             mapped_files: the files of its tables that are mapped.
@@ -107,7 +105,7 @@ class SavedModelServable:
         self._timeout_ms = 0 if is_steady else options.timeout_ms
         self.signatures: Mapping[str, Signature] = {
             name: dataclasses.replace(
-                with_padding(signature_of(name, sig, is_export=manifest is not None), manifest),
+                _with_padding(signature_of(name, sig, is_export=manifest is not None), manifest),
                 ids=None if manifest is None else known_ids(name, sorted(sig.inputs), manifest),
             )
             for name, sig in meta_graph.signature_def.items()
@@ -116,7 +114,7 @@ class SavedModelServable:
             name: signature_json(meta_graph.signature_def[name]) for name in sorted(meta_graph.signature_def)
         }
         self._is_steady = is_steady and not options.may_wait
-        self._meta_graph, self._parameters, self._where = meta_graph, parameters, where
+        self._meta_graph, self._where = meta_graph, where
         self._merging: dict[str, Merging | None] = {}
         self._verdicts: dict[str, Verdict] = {}
         self._proving = threading.Lock()
@@ -147,17 +145,16 @@ class SavedModelServable:
 
     def _find_merging(self, signature: Signature) -> Merging | None:
         verdict = self._verdict(signature.name)
-        if verdict.is_proven and self.manifest is not None and is_worth_packing(self.manifest, signature):
+        if verdict.is_proven and _is_worth_packing(self.manifest, signature):
             verdict = self._verdict("packed")  # this one runs
         is_search = self.manifest is not None and self.manifest.retrieval is not None  # a loop over the queries
         if not verdict.is_proven and signature.inputs and not is_search:
             text = "%s: signature %s: requests are not batched: %s. Give --enable-batching to batch them anyway"
             logger.warning(text, self._where, signature.name, verdict.reason, extra=ONCE)
-        return find_merging(
+        return _merging_of(
             signature,
             _shapes(self._meta_graph.signature_def[signature.name]),
             self.manifest,
-            self._parameters,
             is_proven=verdict.is_proven,
             is_steady=self._is_steady,
         )
@@ -232,17 +229,17 @@ class SavedModelServable:
             found = self._callables.get(signature.name)
             if found is not None:
                 return found
-            if self.manifest is not None and is_worth_packing(self.manifest, signature) and not self._is_stored:
+            if self.manifest is not None and _is_worth_packing(self.manifest, signature) and not self._is_stored:
                 found = self._packed_call(self.manifest, signature)
             else:
                 found = self._make_callable(signature)
             self._callables[signature.name] = found
             return found
 
-    def _packed_call(self, manifest: Manifest, signature: Signature) -> PackedCall:
+    def _packed_call(self, manifest: Manifest, signature: Signature) -> "_PackedCall":
         """Return a call through `packed`. The callable of `signature` is built when inputs do not fit: that is slow."""
         packed = self._callable(self.signatures["packed"])
-        return PackedCall(manifest.packing, signature, packed, _when_called(lambda: self._make_callable(signature)))
+        return _PackedCall(manifest.packing, signature, packed, _when_called(lambda: self._make_callable(signature)))
 
     def _run_within(self, seconds: float, signature: Signature, inputs: Sequence[Array]) -> list[Any]:
         """Run without a callable, with this timeout: a callable's timeout is fixed, and building one is slower than a run."""
@@ -282,6 +279,135 @@ class SavedModelServable:
         return self._session._make_callable_from_options(options)
 
 
+# ---- how requests of a signature are concatenated; `queue.BatchQueue.of` decides whether they are
+
+
+def _merging_of(
+    signature: Signature,
+    shapes: Sequence[Sequence[int] | None],
+    manifest: Manifest | None,
+    *,
+    is_proven: bool,
+    is_steady: bool,
+) -> Merging | None:
+    """Return how requests of `signature` are batched, or None if they cannot be.
+
+    Args:
+        signature: the signature, as `_with_padding` returns it.
+        shapes: the shapes of all inputs, then of all outputs. The first size of each must be unknown.
+        manifest: the manifest of an export.
+        is_proven: whether the graph proves that rows are independent.
+        is_steady: whether the duration of a run depends only on shapes, unless inputs are strings.
+    """
+    if not signature.inputs or not all(shape is None or (len(shape) > 0 and shape[0] == -1) for shape in shapes):
+        return None
+    is_numeric = all(info.dtype != "string" for info in signature.inputs)
+    is_lookups = manifest is not None and bool(manifest.features) and signature.name == "serving_default"
+    return Merging(
+        is_proven=is_proven,
+        shapes=tuple(None if shape is None else tuple(shape[1:]) for shape in shapes[: len(signature.inputs)]),
+        is_steady=is_steady and is_numeric,
+        padding=signature.padding if is_lookups else (),
+    )
+
+
+def _with_padding(signature: Signature, manifest: Manifest | None) -> Signature:
+    """Return `signature` with the padding of the inputs that the manifest of an export lists.
+
+    For a whole model, this does not allow to batch requests of different widths: a model may depend on the width.
+    """
+    if manifest is None or (manifest.retrieval is None and signature.name != "serving_default"):
+        return signature
+    features = {feature.name: feature for feature in manifest.features}
+    weights = {f"{feature.name}_weights": feature for feature in manifest.features if feature.weighted}
+    of_models = {name: math.nan if value == "NaN" else value for name, value in manifest.padding.items()}
+    if manifest.retrieval is not None and signature.name == "filtered":
+        of_models[EXCLUDE] = _PADDING if manifest.retrieval.ids == "int64" else ""
+    padding = tuple(
+        of_models.get(info.alias, _padding(features.get(info.alias), weights.get(info.alias)))
+        for info in signature.inputs
+    )
+    return dataclasses.replace(signature, padding=padding)
+
+
+def _padding(ids: FeatureEntry | None, weights: FeatureEntry | None) -> int | str | None:
+    if ids is not None and ids.input == "ids":
+        return "" if ids.names == "string" else _PADDING
+    if ids is not None:
+        return None
+    return 0 if weights is not None and weights.input == "ids" else None
+
+
+# ---- the signature packed
+
+
+def _is_worth_packing(manifest: Manifest | None, signature: Signature) -> bool:
+    """Returns True if the named `signature` has the outputs of `packed`, in one matrix.
+
+    Features with names take them in `serving_default` alone.
+    A whole model has its own outputs in both. It spends most of its time elsewhere, and neither is faster (measured).
+    """
+    return (
+        manifest is not None
+        and signature.name == "serving_default"
+        and not manifest.packing.left_out
+        and manifest.packing.outputs is not None
+        and not any(feature.names for feature in manifest.features)
+    )
+
+
+class _PackedCall:
+    """Calls `packed`, which takes one matrix and returns one, with the inputs of `serving_default`, and returns its outputs.
+
+    This is faster: each named input costs as much as a lookup.
+    """
+
+    def __init__(
+        self,
+        packing: Packing,
+        signature: Signature,
+        packed: Callable[..., list[Array]],
+        named: Callable[..., list[Array]],
+    ) -> None:
+        """Prepare the calls. `named` is called with inputs that do not fit `packed`, so that its graph reports the error."""
+        order = {info.alias: index for index, info in enumerate(signature.inputs)}
+        self._fixed = [(order[one.name], one.columns) for one in packing.inputs if one.columns is not None]
+        self._lists = [order[one.name] for one in packing.inputs if one.columns is None]
+        places = {one.name: one for one in packing.outputs or ()}
+        self._outputs = [places[info.alias] for info in signature.outputs]
+        self._packed, self._named = packed, named
+
+    def __call__(self, *inputs: Array) -> list[Array]:
+        """Return the outputs in the signature's order."""
+        matrix = self._matrix(inputs)
+        if matrix is None:
+            return self._named(*inputs)
+        (activations,) = self._packed(matrix)
+        return [activations[:, one.start : one.stop].reshape(len(matrix), *one.shape) for one in self._outputs]
+
+    def _matrix(self, inputs: Sequence[Array]) -> Array | None:
+        """Return the inputs as one int64 matrix [rows, columns], or None if they do not fit."""
+        rows = count_rows(inputs)
+        if rows is None or not self._fits(inputs):
+            return None
+        parts = [inputs[index].reshape(rows, columns) for index, columns in self._fixed]
+        parts += self._lists_of_one_width([inputs[index] for index in self._lists])
+        return np.concatenate(parts, axis=1)
+
+    def _fits(self, inputs: Sequence[Array]) -> bool:
+        fixed = all(inputs[index].ndim == 1 + (columns != 1) for index, columns in self._fixed)
+        return fixed and all(inputs[index].ndim == 2 for index in self._lists)
+
+    def _lists_of_one_width(self, lists: Sequence[Array]) -> list[Array]:
+        widest = max((array.shape[1] for array in lists), default=0)
+        return [_padded(array, widest) for array in lists]
+
+
+def _padded(array: Array, width: int) -> Array:
+    missing = width - array.shape[1]
+    return np.pad(array, ((0, 0), (0, missing)), constant_values=_PADDING) if missing else array
+
+
 def _when_called(make: Callable[[], Callable[..., list[Any]]]) -> Callable[..., list[Any]]:
     """Return what `make` returns, and call `make` when it is called first."""
     made = functools.cache(make)
@@ -307,7 +433,6 @@ def load(version_dir: Path, options: RunOptions | None = None) -> SavedModelServ
     options = options or RunOptions()
     # A run that waits for a disk or for Redis must not block the event loop.
     options = dataclasses.replace(options, may_wait=stored is not None or mapped is not None)
-    parameters = _model_parameters(version_dir) if options.per_model_batching else None
     where = f"{version_dir.parent.name}/{version_dir.name}"
     try:
         native: NativeCalls | None
@@ -317,7 +442,7 @@ def load(version_dir: Path, options: RunOptions | None = None) -> SavedModelServ
             native = native_calls(version_dir, manifest, options.lookups, options.lookup_threads, where)
         restored = _restore(version_dir, manifest, options)
         files = [version_dir / array.file for array in mapped.arrays] if mapped else []
-        servable = SavedModelServable(*restored, manifest, options, parameters, where, native, files)
+        servable = SavedModelServable(*restored, manifest, options, where, native, files)
     except tf.errors.OpError as error:
         raise _without_path(_status(error), version_dir) from None
     except (OSError, RuntimeError, ValueError) as error:
@@ -326,14 +451,6 @@ def load(version_dir: Path, options: RunOptions | None = None) -> SavedModelServ
         gc.collect()
         gc.freeze()
     return servable
-
-
-def _model_parameters(version_dir: Path) -> BatchingParameters | None:
-    path = version_dir / MODEL_FILE
-    try:
-        return read_parameters(path, of_one_model=True) if path.exists() else None
-    except ConfigError as error:
-        raise _without_path(invalid_argument(str(error)), version_dir) from None
 
 
 def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) -> tuple[Any, Any]:

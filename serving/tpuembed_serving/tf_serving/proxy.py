@@ -30,8 +30,6 @@ __all__ = ["RemoteExecutor", "RemoteModels", "RemoteServable", "TensorFlowServin
 logger = logging.getLogger(__name__)
 
 _POLL_TIMEOUT_SECONDS: Final = 5.0
-_MAX_LABELS: Final = 64
-"""The most labels cached for a model. A request with another label waits for the other server."""
 
 
 class TensorFlowServing:
@@ -84,12 +82,13 @@ class _Model:
     """The result of the last poll of a model.
 
     Attributes:
+        labels: the labels that requests have used: the version of each, and until when it counts, by `time.monotonic`.
         fault: the error of a poll that failed.
     """
 
     statuses: Sequence[VersionStatus] = ()
     loaded: Mapping[int, RemoteServable] = dataclasses.field(default_factory=dict)
-    labels: dict[str, int] = dataclasses.field(default_factory=dict)
+    labels: dict[str, tuple[int, float]] = dataclasses.field(default_factory=dict)
     fault: StatusError | None = None
 
 
@@ -116,7 +115,6 @@ class RemoteModels:
         self._server, self._poll_seconds = server, poll_seconds
         self._states: RemoteStates | None = None
         self._models = {name: _Model(fault=_not_polled(server.name)) for name in names}
-        self._lock = threading.Lock()
         self._stopping, self._has_polled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="remote-models", daemon=True)
 
@@ -152,7 +150,7 @@ class RemoteModels:
 
         Raises:
             StatusError: NOT_FOUND, the version is not available there; UNAVAILABLE, the other server does not answer.
-            MustAskError: the other server has to be asked for the label.
+            MustAskError: the other server has to be asked for the label, for which the event loop cannot wait.
         """
         model = self._find(name)
         if label is not None:
@@ -172,29 +170,17 @@ class RemoteModels:
         return model
 
     def _labelled(self, name: str, model: _Model | None, label: str) -> int:
-        """Return the version that has a label, if the label is cached."""
+        """Return the version that a label names. Asks the other server, unless it has answered since the last poll."""
         if model is None:
             raise StatusError(Code.INVALID_ARGUMENT, f"Unrecognized servable version label: {label}")
-        if label not in model.labels:
-            raise MustAskError(label, functools.partial(self._ask, name, label))
-        return model.labels[label]
-
-    def _ask(self, name: str, label: str) -> None:
-        """Cache the version that has a label. Waits for the other server.
-
-        Raises:
-            StatusError: INVALID_ARGUMENT, the label is unknown; UNAVAILABLE, the other server does not answer.
-        """
-        assert self._states is not None
-        model = self._find(name)
-        if model is None or label in model.labels:  # another request has asked
-            return
-        number, _ = self._states.definitions(name, None, label)
-        with self._lock:
-            labels = self._models[name].labels
-            while len(labels) >= _MAX_LABELS:
-                labels.pop(next(iter(labels)))
-            labels[label] = number
+        number, until = model.labels.get(label, (0, 0.0))
+        if time.monotonic() >= until:
+            if _is_on_event_loop():
+                raise MustAskError(label)
+            assert self._states is not None
+            number, _ = self._states.definitions(name, None, label)
+            model.labels[label] = number, time.monotonic() + self._poll_seconds
+        return number
 
     def statuses(self, name: str) -> list[VersionStatus]:
         """Return every version, newest first. Empty for a model that is not served here.
@@ -207,7 +193,11 @@ class RemoteModels:
 
     def labels(self) -> dict[str, dict[str, int]]:
         """Return the cached labels of every model. Only labels that requests have used are cached."""
-        return {name: dict(model.labels) for name, model in self._models.items()}
+        now = time.monotonic()
+        return {
+            name: {label: number for label, (number, until) in model.labels.copy().items() if now < until}
+            for name, model in self._models.items()
+        }
 
     def reload(self, models: Sequence[ModelSettings]) -> None:  # noqa: ARG002 - as ModelRepository
         """Raise UNIMPLEMENTED: the other server has the config."""
@@ -218,19 +208,12 @@ class RemoteModels:
     def _watch(self) -> None:
         while not self._stopping.is_set():
             for name, model in self._models.items():
-                known = set(model.labels)
-                found = self._poll(name, model)
-                with self._lock:  # requests may have asked for more labels meanwhile
-                    found.labels |= {label: number for label, number in model.labels.items() if label not in known}
-                    self._models[name] = found
+                self._models[name] = self._poll(name, model)
             self._has_polled.set()
-            self._report()
+            was, self._was_ready = self._was_ready, self.ready
+            if was is not self._was_ready:
+                self._changed()
             self._stopping.wait(self._poll_seconds)
-
-    def _report(self) -> None:
-        was, self._was_ready = self._was_ready, self.ready
-        if was is not self._was_ready:
-            self._changed()
 
     def _poll(self, name: str, before: _Model) -> _Model:
         try:
@@ -270,22 +253,7 @@ class RemoteModels:
         for number in before.loaded.keys() - loaded.keys():
             text = "model %s version %d is not available any more on %s"
             logger.info(text, name, number, self._server.name, extra=ONCE)
-        labels = dict(self._labels(states, name, before))
-        return _Model(statuses=statuses, loaded=loaded, labels=labels)
-
-    def _labels(self, states: "RemoteStates", name: str, before: _Model) -> Iterator[tuple[str, int]]:
-        """Yield the current versions of the cached labels. Labels that no longer exist are dropped.
-
-        If the other server does not answer, the labels stay: one that hangs would hold up the poll for each of them.
-        """
-        answers = True
-        for label, number in list(before.labels.items()):
-            try:
-                yield label, states.definitions(name, None, label)[0] if answers else number
-            except StatusError as error:
-                if error.code not in (Code.INVALID_ARGUMENT, Code.NOT_FOUND):
-                    answers = False
-                    yield label, number
+        return _Model(statuses, loaded, before.labels)
 
 
 class RemoteExecutor:
@@ -358,3 +326,11 @@ class RemoteExecutor:
 
 def _not_polled(server: str) -> StatusError:
     return StatusError(Code.UNAVAILABLE, f"no answer of {server} yet")
+
+
+def _is_on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

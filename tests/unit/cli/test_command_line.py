@@ -109,7 +109,6 @@ FILES = {
 BESIDE = {
     "--config-poll-seconds": ["--config", "{config}"],
     "--batching-parameters-file": ["--enable-batching"],
-    "--enable-per-model-batching-parameters": ["--enable-batching"],
     "--tls-cert": ["--tls-key", "{pem}"],
     "--tls-key": ["--tls-cert", "{pem}"],
     "--tls-client-ca": ["--tls-key", "{pem}", "--tls-cert", "{pem}"],

@@ -1,27 +1,22 @@
 """Rules of constants, variables, hash tables, and of operations that compute element by element."""
 
-from collections.abc import Callable
+import dataclasses
+import operator
+import re
 from typing import Any, Final
 
 import numpy as np
+import tensorflow as tf
 
 from tpuembed_serving.batching.row_proof.rules import (
-    BOOL,
-    CONSTANT_DTYPES,
     DEPENDS_ON_WIDTH,
-    ELEMENT_BYTES,
-    INT64,
     MOST_KNOWN_NUMBERS,
-    STRING,
     USES_BATCH_SIZE,
     USES_POSITION,
-    VALUE_FIELDS,
     NodeCall,
     as_rows,
     computed_value,
     in_range,
-    is_all_same,
-    known_shape,
     refuse_width,
     rows_value,
     rule,
@@ -30,69 +25,59 @@ from tpuembed_serving.batching.row_proof.values import Kind, MixedError, Size, V
 
 __all__ = ["is_one_width"]
 
-
-def _constant(tensor: Any) -> Any:
-    """The value of a small TensorProto, or None."""
-    dtype = CONSTANT_DTYPES.get(tensor.dtype)
-    shape = [dim.size for dim in tensor.tensor_shape.dim]
-    count = int(np.prod(shape, dtype=np.int64))
-    if tensor.dtype == STRING and not shape and not any(tensor.string_val):
-        return np.array(b"", object)  # the padding of names
-    if dtype is None or count > MOST_KNOWN_NUMBERS:
-        return None
-    if tensor.tensor_content:
-        return np.frombuffer(tensor.tensor_content, dtype).reshape(shape)
-    values = list(getattr(tensor, VALUE_FIELDS[tensor.dtype])) or [0]
-    values += [values[-1]] * (count - len(values))  # the last stands for what is left out
-    return np.array(values[:count], dtype).reshape(shape)
+_KNOWN_DTYPES: Final = (tf.float32, tf.float64, tf.int32, tf.int64, tf.bool)
+_INTEGERS: Final = (tf.int32, tf.int64)
+"""Other integers may lose what a size or a position is."""
 
 
-@rule("Const", "HostConst")
-def _const(call: NodeCall) -> list[Value]:
-    tensor = call.node.attr["value"].tensor
-    array = _constant(tensor)
-    sizes = None
-    if array is not None and array.dtype.kind == "i":
-        sizes = tuple(Size.of(int(number)) for number in array.flat)
-    return [Value(Kind.SAME, call.sizes(tensor.tensor_shape), sizes=sizes, array=array)]
+@rule("Const")
+def _const(call: NodeCall) -> Value:
+    tensor, shape = call.attr("value").tensor, call.sizes(call.attr("value").tensor.tensor_shape)
+    dtype, count = tf.dtypes.as_dtype(tensor.dtype), int(np.prod([dim.size for dim in tensor.tensor_shape.dim]))
+    if dtype == tf.string and not shape and not any(tensor.string_val):
+        return same((), array=np.array(b"", object))  # the padding of names
+    if dtype not in _KNOWN_DTYPES or count > MOST_KNOWN_NUMBERS:
+        return same(shape)
+    array = tf.make_ndarray(tensor)
+    return same(shape, [Size.of(int(number)) for number in array.flat] if dtype.is_integer else None, array)
 
 
 @rule("VarHandleOp")
-def _variable(call: NodeCall) -> list[Value]:
-    return [Value(Kind.HANDLE, element=same(call.shape()))]
+def _variable(call: NodeCall) -> Value:
+    return Value(Kind.HANDLE, element=same(call.sizes(call.attr("shape").shape)))
 
 
 @rule("ReadVariableOp")
-def _read(call: NodeCall) -> list[Value]:
+def _read(call: NodeCall) -> Value:
     (handle,) = call.inputs
     if handle.kind is not Kind.HANDLE or handle.element is None:
         raise MixedError("it is not known what is read")
-    return [handle.element]
+    return handle.element
 
 
 @rule("Variable", "VariableV2", "ImmutableConst")
-def _old_variable(call: NodeCall) -> list[Value]:
-    return [same(call.shape())]
+def _old_variable(call: NodeCall) -> Value:
+    return same(call.sizes(call.attr("shape").shape))
 
 
-@rule("HashTableV2", "HashTable", "MutableHashTableV2", "MutableHashTable")
-def _table(_: NodeCall) -> list[Value]:
-    return [Value(Kind.HANDLE)]
+@rule("HashTableV2", "MutableHashTableV2")
+def _table(_: NodeCall) -> Value:
+    return Value(Kind.HANDLE)
 
 
-@rule("LookupTableFindV2", "LookupTableFind")
-def _find(call: NodeCall) -> list[Value]:
+@rule("LookupTableFindV2")
+def _find(call: NodeCall) -> Value:
     table, keys, default = call.inputs
     if table.kind is not Kind.HANDLE or default.kind is not Kind.SAME:
         raise MixedError("it is not known what is looked up")
     if default.shape != ():  # some tables take one default for each key
         raise MixedError("it may have a default for each row")
-    return _elementwise(NodeCall(call.node, [keys], call._symbol))
+    return _elementwise(NodeCall(call.node, [keys], call.symbol))
 
 
 @rule("LookupTableSizeV2")
-def _table_size(_: NodeCall) -> list[Value]:
-    return [same(())]
+def _table_size(_: NodeCall) -> Value:
+    return same(())
 
 
 # ---- one by one
@@ -114,84 +99,64 @@ def _compared(op: str, one: Size, other: Size) -> bool | None:
 
 
 def _arithmetic(op: str, one: Size, other: Size) -> Size | None:
-    if op in ("Add", "AddV2"):
-        return one + other
-    if op == "Sub":
-        return one - other
-    if op == "Mul":
-        return one * other
+    if op in _RING:
+        return _RING[op](one, other)
     if op in ("Maximum", "Minimum"):
         if one.at_least(other) or other.at_least(one):
             return one if one.at_least(other) == (op == "Maximum") else other
         return None
-    if other.number == 0:
+    if not other.number:  # a symbol may be 0
         return None
-    if one.number is not None and other.number is not None:
-        quotient = one.number // other.number
-        return Size.of(quotient if op == "FloorDiv" else one.number - quotient * other.number)
+    if one.number is not None:
+        return Size.of(one.number // other.number if op == "FloorDiv" else one.number % other.number)
     exact = one.divided(other)
-    if exact is None or other.number is None:  # a symbol may be 0
-        return None
-    return exact if op == "FloorDiv" else Size.of(0)
+    return exact if exact is None or op == "FloorDiv" else Size.of(0)
 
 
+_RING: Final = {"Add": operator.add, "AddV2": operator.add, "Sub": operator.sub, "Mul": operator.mul}
 _COMPARISONS: Final = frozenset({"Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual"})
-_ARITHMETIC: Final = frozenset({"Add", "AddV2", "Sub", "Mul", "FloorDiv", "FloorMod", "Maximum", "Minimum"})
-_MIRRORED: Final = {
-    "Less": "Greater",
-    "Greater": "Less",
-    "LessEqual": "GreaterEqual",
-    "GreaterEqual": "LessEqual",
-}
+_ARITHMETIC: Final = frozenset({*_RING, "FloorDiv", "FloorMod", "Maximum", "Minimum"})
+_ORDERS: Final = frozenset({"Less", "Greater", "LessEqual", "GreaterEqual"})
 
 
-def _of_sizes(call: NodeCall) -> list[Value] | None:
+def _of_sizes(call: NodeCall) -> Value | None:
     """Return what arithmetic and comparisons of sizes give, or None if it is not known."""
-    one, other = call.inputs
-    if one.sizes is None or other.sizes is None or one.shape is None or other.shape is None:
+    known = [value for value in call.inputs if value.sizes is not None and value.rank in (0, 1)]
+    if len(known) != 2:
         return None
-    if len(one.shape) > 1 or len(other.shape) > 1:
+    one, other = (value.sizes or () for value in known)
+    count = max(len(one), len(other))
+    if {len(one), len(other)} - {1, count}:
         return None
-    count = max(len(one.sizes), len(other.sizes))
-    if {len(one.sizes), len(other.sizes)} - {1, count}:
-        return None
-    pairs = list(
-        zip(*(list(v.sizes or ()) * (count if len(v.sizes or ()) == 1 else 1) for v in call.inputs), strict=True)
-    )
-    shape = one.shape if len(one.shape) > len(other.shape) or len(one.sizes) == count else other.shape
-    shape = shape if len(shape) == max(len(one.shape), len(other.shape)) else (Size.of(count),)
+    pairs = list(zip(*(sizes * (count if len(sizes) == 1 else 1) for sizes in (one, other)), strict=True))
+    shape = (Size.of(count),) if any(value.rank for value in known) else ()
     if call.op in _COMPARISONS:
-        found = [_compared(call.op, *pair) for pair in pairs]
-        if None in found:
+        outcomes = [_compared(call.op, *pair) for pair in pairs]
+        return None if None in outcomes else same(shape, array=np.array(outcomes).reshape([count] if shape else []))
+    numbers = []
+    for first, second in pairs:
+        number = _arithmetic(call.op, first, second)
+        if number is None and call.op == "FloorDiv" and call.is_same and (second.number or 0) > 0:
+            number = call.unknown() if first.at_least(Size.of(0)) else None  # of a size by a number: a size
+        if number is None:
             return None
-        array = np.array(found).reshape([count] if shape else [])
-        return [Value(Kind.SAME, shape, array=array)]
-    numbers = [_arithmetic(call.op, *pair) for pair in pairs]
-    if call.op == "FloorDiv" and is_all_same(call):  # of sizes by a number: a size
-        sizes = [first.at_least(Size.of(0)) and (second.number or 0) > 0 for first, second in pairs]
-        numbers = [
-            call.unknown() if number is None and is_size else number
-            for number, is_size in zip(numbers, sizes, strict=True)
-        ]
-    if any(number is None for number in numbers):
-        return None
-    return [computed_value(call.dtype(), shape, [number for number in numbers if number is not None])]
+        numbers.append(number)
+    return computed_value(call.dtype(), shape, numbers)
 
 
-def _of_bounds(call: NodeCall) -> list[Value] | None:
+def _of_bounds(call: NodeCall) -> Value | None:
     """Comparisons of the lowest and highest of all rows with a constant, and conditions over all rows."""
-    kinds = [value.kind for value in call.inputs]
-    for every, opposite in ((Kind.EVERY, "LogicalAnd"), (Kind.SOME, "LogicalOr")):
-        if every in kinds and set(kinds) <= {every, Kind.SAME}:
-            if call.op == opposite:
-                return [Value(every, _of_all(call))]
-            if call.op == "LogicalNot":
-                return [Value(Kind.SOME if every is Kind.EVERY else Kind.EVERY, _of_all(call))]
-    bounds = [kind for kind in kinds if kind in (Kind.LOWEST, Kind.HIGHEST)]
-    if len(bounds) == 1 and len(kinds) == 2 and Kind.SAME in kinds and call.op in _MIRRORED:
-        op = call.op if kinds[0] is bounds[0] else _MIRRORED[call.op]
-        kind = Kind.EVERY if op.startswith("Greater") == (bounds[0] is Kind.LOWEST) else Kind.SOME
-        return [Value(kind, _of_all(call))]
+    kinds = {value.kind for value in call.inputs}
+    of_rows = kinds - {Kind.SAME}
+    found = next(iter(of_rows)) if len(of_rows) == 1 else None
+    if found in (Kind.EVERY, Kind.SOME):
+        if call.op == ("LogicalAnd" if found is Kind.EVERY else "LogicalOr"):
+            return Value(found, _of_all(call))
+        if call.op == "LogicalNot":
+            return Value(Kind.SOME if found is Kind.EVERY else Kind.EVERY, _of_all(call))
+    if found in (Kind.LOWEST, Kind.HIGHEST) and Kind.SAME in kinds and call.op in _ORDERS:
+        is_greater = call.op.startswith("Greater") == (call.inputs[0].kind is found)
+        return Value(Kind.EVERY if is_greater == (found is Kind.LOWEST) else Kind.SOME, _of_all(call))
     return None
 
 
@@ -200,58 +165,42 @@ def _of_all(call: NodeCall) -> tuple[Size, ...] | None:
     return broadcast([same(value.shape) for value in call.inputs], call.unknown)[0]
 
 
-def _of_lengths(call: NodeCall) -> list[Value] | None:
+def _of_lengths(call: NodeCall) -> Value | None:
     """Lengths of rows, out of where they start and end, and the columns that are within them."""
     if len(call.inputs) != 2:
         return None
     one, other = call.inputs
     if call.op == "Sub" and (one.kind, other.kind) == (Kind.ENDS, Kind.STARTS):
         is_of_one = one.shape == other.shape and one.target == other.target
-        if is_of_one:
-            return [rows_value(one.shape, 0, counts=one.target, width=call.width())]
+        return rows_value(one.shape, 0, counts=one.target, width=call.symbol("w")) if is_of_one else None
     if call.op == "Maximum" and Kind.HIGHEST in (one.kind, other.kind):
         highest, least = (one, other) if one.kind is Kind.HIGHEST else (other, one)
         is_scalar = highest.shape == () and least.shape == ()
         if is_scalar and highest.width is not None and least.kind is Kind.SAME and least.numbers() == [0]:
-            return [Value(Kind.SIZE, (), sizes=(highest.width,))]
+            return Value(Kind.SIZE, (), sizes=(highest.width,))
     if call.op == "Less" and one.kind is Kind.COLUMNS and other.kind is Kind.ROWS and one.shape is not None:
-        shape = known_shape(other.shape)
+        shape = other.known_shape
         if len(shape) == 2 and other.axis == 0 and shape[1].number == 1 and other.width == one.shape[-1]:
-            return [rows_value([shape[0], one.shape[-1]], 0, counts=other.counts, fill=np.False_)]
+            return rows_value([shape[0], one.shape[-1]], 0, counts=other.counts, fill=np.False_)
     return None
 
 
 def is_one_width(size: Size) -> bool:
     """Returns True if `size` is the width of the widest row and nothing else."""
-    if len(size.terms) != 1:
-        return False
-    names, number = size.terms[0]
-    return number == 1 and len(names) == 1 and names[0][0] == "w"
+    names = [*size.symbols]
+    return len(names) == 1 and names[0][0] == "w" and size == Size.symbol(names[0])
 
 
-def _of_positions(call: NodeCall) -> list[Value] | None:
-    """Return the value of an operation on positions of rows, or None if it is another operation."""
+def _of_positions(call: NodeCall) -> Value:
+    """Return the value of an operation on positions of rows: how far they are from each other."""
     pointers = [value for value in call.inputs if value.kind is Kind.POINTER]
-    others = [value for value in call.inputs if value.kind is not Kind.POINTER]
-    if any(value.target is None or value.target.is_padded for value in pointers):
-        return None
-    first = pointers[0]
-    if call.op in ("SelectV2", "Select") and first is call.inputs[1] and len(pointers) == 1:
-        condition, _, instead = call.inputs
-        below = instead.numbers() if instead.kind is Kind.SAME else None
-        if below and max(below) < 0 and condition.kind in (Kind.ROWS, Kind.SAME):
-            shape, axis = broadcast([first, condition, instead], call.unknown)
-            return [Value(Kind.POINTER, shape, axis or 0, target=first.target, holes=True)]
-    if call.op == "Mul" and len(pointers) == 1 and first.target is not None:
-        times = others[0].numbers() if others and others[0].kind is Kind.SAME and others[0].shape == () else None
-        if times and times[0] > 0 and not first.holes:
-            return [Value(Kind.POINTER, first.shape, first.axis, target=first.target * Size.of(times[0]))]
-    if len(pointers) != 2 or pointers[0].target != pointers[1].target or any(each.holes for each in pointers):
-        return None
-    if call.op not in _COMPARISONS and call.op != "Sub":
-        return None
+    target = pointers[0].target
+    if len(pointers) != 2 or pointers[1].target != target or (call.op not in _COMPARISONS and call.op != "Sub"):
+        raise MixedError(USES_POSITION)
+    if target is None or target.is_padded:
+        raise MixedError(USES_POSITION)
     shape, axis = broadcast(pointers, call.unknown)
-    return [rows_value(shape, axis or 0)]
+    return rows_value(shape, axis or 0)
 
 
 def _fill(call: NodeCall) -> Any:
@@ -266,32 +215,20 @@ def _fill(call: NodeCall) -> Any:
         return fills[1] if bool(fills[0]) else fills[2]
     if call.op == "LogicalAnd" and any(fill is not None and not fill for fill in fills):
         return np.False_
-    function = _FILLS.get(call.op)
-    if function is None or any(fill is None for fill in fills):
+    if call.op not in _FILLED or any(fill is None for fill in fills):
         return None
-    return function(*fills)
+    return getattr(np, re.sub(r"\B([A-Z])", r"_\1", call.op).lower())(*fills)
 
 
-_FILLS: Final[dict[str, Callable[..., Any]]] = {
-    "Equal": np.equal,
-    "NotEqual": np.not_equal,
-    "Greater": np.greater,
-    "GreaterEqual": np.greater_equal,
-    "Less": np.less,
-    "LessEqual": np.less_equal,
-    "LogicalAnd": np.logical_and,
-    "LogicalOr": np.logical_or,
-    "LogicalNot": np.logical_not,
-    "Maximum": np.maximum,
-    "Minimum": np.minimum,
-}
+_FILLED: Final = _COMPARISONS | {"LogicalAnd", "LogicalOr", "LogicalNot", "Maximum", "Minimum"}
+"""Operations of which numpy has functions with the same names."""
 
 _ELEMENTWISE: Final = """
     Abs Acos Acosh Add AddV2 AddN AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e BiasAdd BiasAddV1 Bucketize Ceil
     CheckNumerics ClipByValue Complex Conj Cos Cosh DecodeBase64 Digamma Div DivNoNan Elu EncodeBase64 Equal Erf Erfc Erfinv Exp
     Expm1 Floor FloorDiv FloorMod Greater GreaterEqual Igamma Igammac Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift
     Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg NextAfter
-    NotEqual Pow Real RealDiv Reciprocal RegexFullMatch RegexReplace Relu Relu6 RightShift Rint Round Rsqrt Selu SelectV2
+    NotEqual Pow Real RealDiv Reciprocal RegexFullMatch RegexReplace Relu Relu6 RightShift Rint Round Rsqrt Selu Select SelectV2
     Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference StaticRegexFullMatch StaticRegexReplace StringJoin
     StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong StringToNumber
     StringUpper Sub Substr Tan Tanh TruncateDiv TruncateMod UnicodeTranscode Xdivy Xlog1py Xlogy Zeta BitwiseAnd BitwiseOr
@@ -300,115 +237,72 @@ _ELEMENTWISE: Final = """
 
 
 @rule(*_ELEMENTWISE.split())
-def _elementwise(call: NodeCall) -> list[Value]:
+def _elementwise(call: NodeCall) -> Value:
     inputs = call.inputs
-    if len(inputs) == 2 and call.op in _COMPARISONS | _ARITHMETIC:
-        found = _of_sizes(call)
-        if found is not None:
-            return found
-    if call.op == "BiasAdd" and call.text("data_format") not in ("", "NHWC"):
+    if call.op == "BiasAdd" and call.attr("data_format").s not in (b"", b"NHWC"):
         raise MixedError("its channels are no last axis")
-    found = _of_bounds(call) or _of_lengths(call)
+    if call.op == "Select" and inputs[0].shape not in ((), inputs[1].shape):
+        raise MixedError("its condition has another shape")
+    found = _of_sizes(call) if call.op in _COMPARISONS | _ARITHMETIC else None
+    found = found or _of_bounds(call) or _of_lengths(call)
     if found is not None:
         return found
     if any(value.kind is Kind.POINTER for value in inputs):
-        found = _of_positions(call)
-        if found is None:
-            raise MixedError(USES_POSITION)
-        return found
+        return _of_positions(call)
     unknown = (Kind.SIZE, Kind.LOWEST, Kind.HIGHEST)
     if any(value.kind in unknown for value in inputs) and all(value.shape == () for value in inputs):
-        return [Value(Kind.MIXED, (), reason=f"{call.node.name} ({call.op}): {USES_BATCH_SIZE}")]
+        return Value(Kind.MIXED, (), reason=f"{call.node.name} ({call.op}): {USES_BATCH_SIZE}")
     for value in inputs:
         as_rows(value, Kind.ROWS, Kind.SAME)
     shape, axis = broadcast(inputs, call.unknown)
     if axis is None:
-        return [same(shape)]
+        return same(shape)
     is_bool = call.op in _COMPARISONS or call.op.startswith(("Logical", "Is"))
     padded = shape is not None and any(size.is_padded for size in shape)
-    return [rows_value(shape, axis, counts=call.entries() if is_bool else None, fill=_fill(call) if padded else None)]
+    return rows_value(shape, axis, counts=call.symbol("n") if is_bool else None, fill=_fill(call) if padded else None)
 
 
-@rule("Identity", "IdentityN", "StopGradient", "PreventGradient", "Snapshot", "_EagerConst")
+@rule("Identity", "IdentityN", "StopGradient", "PreventGradient")
 def _identity(call: NodeCall) -> list[Value]:
     return list(call.inputs)
 
 
-@rule("PlaceholderWithDefault")
-def _default(call: NodeCall) -> list[Value]:
-    return _ensure_shape(call) if call.inputs[0].kind is Kind.ROWS else list(call.inputs)
-
-
-@rule("Cast", "Bitcast")
-def _cast(call: NodeCall) -> list[Value]:
+@rule("Cast")
+def _cast(call: NodeCall) -> Value:
     (value,) = call.inputs
-    source, to = call.dtype("SrcT") or call.dtype("T"), call.dtype("DstT") or call.dtype("type")
-    narrow = {3, 9}  # others may lose what a size or a position is
+    source, to = call.dtype("SrcT"), call.dtype("DstT")
+    keeps = source in _INTEGERS and to in _INTEGERS and in_range(value.sizes or (), to)
     if value.kind in (Kind.ROWS, Kind.SAME):
-        if call.op == "Bitcast":
-            if ELEMENT_BYTES.get(source) is None or ELEMENT_BYTES.get(source) != ELEMENT_BYTES.get(to):
-                raise MixedError("it changes the number of dimensions")
-            return [Value(value.kind, value.shape, value.axis)]
-        keeps = source in narrow and to in narrow and in_range(value.sizes or (), to)
-        fill = None if value.fill is None or to not in CONSTANT_DTYPES else CONSTANT_DTYPES[to](value.fill)
-        counts = value.counts if (source == BOOL and to in narrow) or keeps else None
-        return [
-            Value(
-                value.kind,
-                value.shape,
-                value.axis,
-                sizes=value.sizes if keeps else None,
-                counts=counts,
-                width=value.width if keeps else None,
-                fill=fill,
-            )
-        ]
-    if source in narrow and to in narrow and call.op == "Cast" and in_range(value.sizes or (), to):
-        is_bound = value.kind in (Kind.LOWEST, Kind.HIGHEST)
-        if is_bound and value.width is None and (source, to) == (INT64, 3):
-            raise MixedError("the lowest or highest of all rows may wrap around")
-        return [value]
-    raise MixedError(USES_BATCH_SIZE if value.kind is Kind.SIZE else USES_POSITION)
+        return dataclasses.replace(
+            value,
+            array=None,
+            sizes=value.sizes if keeps else None,
+            counts=value.counts if keeps or (source == tf.bool and to in _INTEGERS) else None,
+            width=value.width if keeps else None,
+            fill=None if value.fill is None or to not in _KNOWN_DTYPES else to.as_numpy_dtype(value.fill),
+        )
+    if not keeps:
+        raise MixedError(USES_BATCH_SIZE if value.kind is Kind.SIZE else USES_POSITION)
+    if value.kind in (Kind.LOWEST, Kind.HIGHEST) and value.width is None and (source, to) == _INTEGERS[::-1]:
+        raise MixedError("the lowest or highest of all rows may wrap around")
+    return value
 
 
 @rule("ZerosLike", "OnesLike")
-def _like(call: NodeCall) -> list[Value]:
+def _like(call: NodeCall) -> Value:
     (value,) = call.inputs
     refuse_width(value)
     if value.kind is Kind.SAME:
-        return [same(value.shape)]
-    return [rows_value(value.shape, value.axis) if value.kind in (Kind.ROWS, Kind.POINTER) else _refuse(value)]
+        return same(value.shape)
+    return rows_value(as_rows(value, Kind.ROWS, Kind.POINTER).shape, value.axis)
 
 
-def _refuse(value: Value) -> Value:
-    return as_rows(value)
-
-
-@rule("Select")
-def _select(call: NodeCall) -> list[Value]:
-    """Takes whole rows where the condition is a vector; else all three have one shape."""
-    condition, one, _ = call.inputs
-    if condition.shape == ():
-        return _elementwise(call)
-    if is_all_same(call):
-        return [same(one.shape)]
-    shapes = [known_shape(value.shape) for value in call.inputs]
-    if shapes[0] == shapes[1] == shapes[2]:
-        return _elementwise(call)
-    if len(shapes[0]) == 1 and shapes[1] == shapes[2] and shapes[0][0] == shapes[1][0]:
-        for value in call.inputs:
-            as_rows(value)
-            refuse_width(value)
-        return [rows_value(shapes[1], 0)]
-    raise MixedError("its condition has another shape")
-
-
-@rule("EnsureShape")
-def _ensure_shape(call: NodeCall) -> list[Value]:
+@rule("EnsureShape", "PlaceholderWithDefault")
+def _ensure_shape(call: NodeCall) -> Value:
     (value,) = call.inputs
-    wanted = call.shape()
+    wanted = call.sizes(call.attr("shape").shape)
     if wanted is None or value.kind is Kind.SAME:
-        return [value]
+        return value
     if value.kind is not Kind.ROWS:
         raise MixedError(USES_POSITION)
     if value.shape is not None and len(value.shape) != len(wanted):
@@ -416,13 +310,9 @@ def _ensure_shape(call: NodeCall) -> list[Value]:
     if wanted[value.axis].number is not None:
         raise MixedError("a fixed number of rows is asked for")
     if value.is_padded:
-        return [value] if all(size.number is None for size in wanted) else _wide()
-    shape = list(value.shape) if value.shape is not None else list(wanted)
-    if value.shape is None and value.axis == 0:
-        raise MixedError("the number of dimensions of an input is not known")
+        if any(size.number is not None for size in wanted):
+            raise MixedError(DEPENDS_ON_WIDTH)
+        return value
+    shape = value.known_shape
     found = [size if want.number is None else want for size, want in zip(shape, wanted, strict=True)]
-    return [rows_value(found, value.axis, counts=value.counts)]
-
-
-def _wide() -> list[Value]:
-    raise MixedError(DEPENDS_ON_WIDTH)
+    return rows_value(found, value.axis, counts=value.counts)

@@ -3,109 +3,85 @@
 A rule is called with a `NodeCall`, none of whose inputs is mixed. It returns the outputs of the operation, or raises `MixedError`.
 """
 
+import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 
 from tpuembed_serving.batching.row_proof.values import Kind, MixedError, Size, Value, same
 
 __all__ = [
-    "BOOL",
-    "CONSTANT_DTYPES",
     "COUNT_KINDS",
     "DEPENDS_ON_WIDTH",
-    "ELEMENT_BYTES",
-    "INT64",
-    "INTEGERS",
     "MOST_KNOWN_NUMBERS",
     "OUTPUTS",
     "RULES",
-    "STRING",
+    "TAKES_ROWS",
     "USES_BATCH_SIZE",
     "USES_POSITION",
-    "VALUE_FIELDS",
     "NodeCall",
+    "arranged",
     "as_rows",
     "computed_value",
     "in_range",
-    "is_all_same",
-    "is_width",
-    "known_shape",
+    "inserted",
     "named_outputs",
     "numbers_value",
+    "product",
     "refuse_width",
     "rows_value",
     "rule",
+    "rule_of_axes",
+    "vector_of",
 ]
 
 MOST_KNOWN_NUMBERS: Final = 4096
 USES_POSITION: Final = "a position in the batch is used as a number"
 USES_BATCH_SIZE: Final = "a number made from the batch size is used otherwise than to shape rows"
 DEPENDS_ON_WIDTH: Final = "it depends on the width of the widest row"
-CONSTANT_DTYPES: Final = {1: np.float32, 2: np.float64, 3: np.int32, 9: np.int64, 10: np.bool_}
-VALUE_FIELDS: Final = {1: "float_val", 2: "double_val", 3: "int_val", 9: "int64_val", 10: "bool_val"}
-INTEGERS: Final = frozenset({3, 4, 5, 6, 9, 17, 22, 23})
-BOOL: Final = 10
+TAKES_ROWS: Final = "it takes rows by their numbers"
 COUNT_KINDS: Final = (Kind.EVERY, Kind.SOME, Kind.LOWEST, Kind.HIGHEST)
-INT64: Final = 9
-STRING: Final = 7
-ELEMENT_BYTES: Final = {1: 4, 3: 4, 22: 4, 2: 8, 9: 8, 23: 8, 19: 2, 14: 2, 5: 2, 17: 2, 4: 1, 6: 1}
+_POSITIONS: Final = (Kind.POINTER, Kind.INDICES, Kind.SPLITS, Kind.ENDS)
+_NO_ATTR: Final = attr_value_pb2.AttrValue()
 
 
+@dataclasses.dataclass(frozen=True)
 class NodeCall:
-    """A node and what is known of its inputs."""
+    """A node and what is known of its inputs. `symbol` makes a new number of a kind that `values` names."""
 
-    def __init__(self, node: Any, inputs: Sequence[Value], symbol: Callable[[str], Size]) -> None:
-        self.node, self.inputs, self._symbol = node, inputs, symbol
+    node: Any
+    inputs: Sequence[Value]
+    symbol: Callable[[str], Size]
 
     @property
     def op(self) -> str:
         """The operation's name."""
         return str(self.node.op)
 
+    def attr(self, name: str) -> Any:
+        """An AttrValue. It is empty if the node does not have it."""
+        return self.node.attr.get(name, _NO_ATTR)
+
+    def dtype(self, name: str = "T") -> Any:
+        """A dtype attribute. None if the node does not have it."""
+        number = self.attr(name).type
+        return tf.dtypes.as_dtype(number) if number else None
+
+    @property
+    def is_same(self) -> bool:
+        """Returns True if every input is the same in every run."""
+        return all(value.kind is Kind.SAME for value in self.inputs)
+
     def unknown(self) -> Size:
         """A number that is the same in every run."""
-        return self._symbol("s")
-
-    def entries(self) -> Size:
-        """A number of entries of rows."""
-        return self._symbol("n")
-
-    def distinct(self) -> Size:
-        """A number of values that differ."""
-        return self._symbol("u")
-
-    def width(self) -> Size:
-        """The width of the widest row."""
-        return self._symbol("w")
-
-    def flag(self, name: str) -> bool:
-        """A bool attribute."""
-        return bool(self.node.attr[name].b) if name in self.node.attr else False
-
-    def integer(self, name: str, default: int = 0) -> int:
-        """An int attribute."""
-        return int(self.node.attr[name].i) if name in self.node.attr else default
-
-    def integers(self, name: str) -> list[int]:
-        """An attribute that is a list of ints."""
-        return list(self.node.attr[name].list.i) if name in self.node.attr else []
-
-    def text(self, name: str) -> str:
-        """A string attribute."""
-        return self.node.attr[name].s.decode() if name in self.node.attr else ""
-
-    def dtype(self, name: str = "T") -> int:
-        """A dtype attribute."""
-        return int(self.node.attr[name].type) if name in self.node.attr else 0
-
-    def shape(self, name: str = "shape") -> tuple[Size, ...] | None:
-        """A shape attribute, with symbols for what it leaves open."""
-        return self.sizes(self.node.attr[name].shape) if name in self.node.attr else None
+        return self.symbol("s")
 
     def sizes(self, shape: Any) -> tuple[Size, ...] | None:
-        """Returns the sizes of a TensorShapeProto."""
+        """Returns the sizes of a TensorShapeProto, with symbols for what it leaves open."""
         if shape.unknown_rank:
             return None
         return tuple(Size.of(dim.size) if dim.size >= 0 else self.unknown() for dim in shape.dim)
@@ -118,19 +94,48 @@ class NodeCall:
         return found
 
 
-Rule = Callable[[NodeCall], list[Value]]
+Rule = Callable[[NodeCall], list[Value] | Value]
+"""Returns the outputs, or the one value that every output has."""
 RULES: Final[dict[str, Rule]] = {}
 OUTPUTS: Final[dict[str, Callable[[Any], list[tuple[str, int]]]]] = {}
 """Of operations with several named outputs: the names, and how many tensors each is."""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+_AnyRule = TypeVar("_AnyRule", bound=Rule)
+
+
+def rule(*names: str) -> Callable[[_AnyRule], _AnyRule]:
     """Return a decorator that adds a rule for the operations `names` to RULES."""
 
-    def add(rule: Rule) -> Rule:
-        for name in names:
-            RULES[name] = rule
+    def add(rule: _AnyRule) -> _AnyRule:
+        RULES.update(dict.fromkeys(names, rule))
         return rule
+
+    return add
+
+
+RuleOfAxes = Callable[[NodeCall, Value, tuple[Size, ...]], list[Value] | Value]
+
+
+def rule_of_axes(*names: str) -> Callable[[RuleOfAxes], Rule]:
+    """Return a decorator for the rule of operations that compute along axes of their first input. The other inputs are constants.
+
+    The rule is called with the first input and its shape. It is a constant, or rows that are not padded to the widest row.
+    What is made from a constant of unknown rank has an unknown shape.
+    """
+
+    def add(rule_of_shape: RuleOfAxes) -> Rule:
+        def checked(call: NodeCall) -> list[Value] | Value:
+            value, *others = call.inputs
+            as_rows(value, Kind.ROWS, Kind.SAME)
+            refuse_width(value)
+            for other in others:
+                as_rows(other, Kind.SAME)
+            if value.kind is Kind.SAME and value.shape is None:
+                return same()
+            return rule_of_shape(call, value, value.known_shape)
+
+        return rule(*names)(checked)
 
     return add
 
@@ -140,27 +145,13 @@ def named_outputs(op: str, *names: str) -> None:
     OUTPUTS[op] = lambda _: [(name, 1) for name in names]
 
 
-def known_shape(shape: tuple[Size, ...] | None) -> tuple[Size, ...]:
-    """Return `shape`. Raise MixedError if the number of dimensions is not known."""
-    if shape is None:
-        raise MixedError("the number of dimensions of an input is not known")
-    return shape
-
-
 def as_rows(value: Value, *kinds: Kind) -> Value:
     """Return `value`. Raise MixedError unless it holds rows, or is of one of `kinds`."""
+    if value.kind in (kinds or (Kind.ROWS,)):
+        return value
     if value.kind is Kind.SIZE:
         raise MixedError(USES_BATCH_SIZE)
-    if value.kind not in (kinds or (Kind.ROWS,)):
-        raise MixedError(
-            USES_POSITION if value.kind in (Kind.POINTER, Kind.INDICES, Kind.SPLITS, Kind.ENDS) else "rows meet here"
-        )
-    return value
-
-
-def is_all_same(call: NodeCall) -> bool:
-    """Returns True if every input is the same in every run."""
-    return all(value.kind is Kind.SAME for value in call.inputs)
+    raise MixedError(USES_POSITION if value.kind in _POSITIONS else "rows meet here")
 
 
 def refuse_width(*values: Value) -> None:
@@ -175,14 +166,35 @@ def rows_value(shape: Iterable[Size] | None, axis: int, **more: Any) -> Value:
     if known is not None:
         if not known[axis].is_count:
             raise MixedError("rows do not stay apart")
-        if any(not size.is_same and not is_width(size) for index, size in enumerate(known) if index != axis):
+        if any(not size.is_width for index, size in enumerate(known) if index != axis):
             raise MixedError("two axes depend on the batch size")
     return Value(Kind.ROWS, known, axis, **more)
 
 
-def is_width(size: Size) -> bool:
-    """Returns True if `size` is made of widths and of numbers that are the same in every run."""
-    return all(name[0] in "sw" for name in size.symbols)
+def arranged(value: Value, axes: Sequence[int | Size], reason: str = "rows do not stay apart") -> Value:
+    """Return a constant, or rows, with other axes: each is the number of one of its own, or a new one of this size.
+
+    Raise MixedError with `reason` if the axis of the rows is not among them.
+    """
+    own = value.known_shape
+    shape = [own[axis] if isinstance(axis, int) else axis for axis in axes]
+    if value.kind is Kind.SAME:
+        return same(shape)
+    as_rows(value)
+    if list(axes).count(value.axis) != 1:
+        raise MixedError(reason)
+    return rows_value(shape, axes.index(value.axis))
+
+
+def inserted(shape: Sequence[Size], axis: int, size: Size) -> list[int | Size]:
+    """Return the axes of `shape` with another dimension of `size` at `axis`."""
+    axis += len(shape) + 1 if axis < 0 else 0
+    return [*range(axis), size, *range(axis, len(shape))]
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """Return the product of `sizes`."""
+    return functools.reduce(operator.mul, sizes, Size.of(1))
 
 
 def numbers_value(shape: tuple[Size, ...], sizes: Sequence[Size]) -> Value:
@@ -191,9 +203,14 @@ def numbers_value(shape: tuple[Size, ...], sizes: Sequence[Size]) -> Value:
     return Value(kind, shape, sizes=tuple(sizes))
 
 
-def in_range(sizes: Iterable[Size], dtype: int) -> bool:
+def vector_of(sizes: Sequence[Size]) -> Value:
+    """Return the value of a vector of integers that are known as `sizes`."""
+    return numbers_value((Size.of(len(sizes)),), sizes)
+
+
+def in_range(sizes: Iterable[Size], dtype: Any) -> bool:
     """Returns True if integers of `dtype` hold these numbers in a run of less than 2**14 rows. Other numbers wrap around."""
-    largest = 2**63 if dtype == INT64 else 2**31
+    largest = 2**63 if dtype == tf.int64 else 2**31
     for size in sizes:
         for names, number in size.terms:
             if not -largest <= number < largest:
@@ -203,7 +220,7 @@ def in_range(sizes: Iterable[Size], dtype: int) -> bool:
     return True
 
 
-def computed_value(dtype: int, shape: tuple[Size, ...], sizes: Sequence[Size]) -> Value:
+def computed_value(dtype: Any, shape: tuple[Size, ...], sizes: Sequence[Size]) -> Value:
     """A tensor of integers that arithmetic makes."""
     if in_range(sizes, dtype):
         return numbers_value(shape, sizes)

@@ -7,10 +7,11 @@ number that is the same in every run. `w` is the width of the widest row.
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-__all__ = ["ROWS", "Kind", "MixedError", "Size", "Value", "broadcast", "mixed", "same"]
+__all__ = ["ONE", "ROWS", "Kind", "MixedError", "Size", "Value", "broadcast", "equal_size", "mixed", "same"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Size:
     def is_same(self) -> bool:
         """Returns True if the size is the same in every run."""
         return all(name[0] == "s" for name in self.symbols)
+
+    @property
+    def is_width(self) -> bool:
+        """Returns True if the size is made of widths and of numbers that are the same in every run."""
+        return all(name[0] in "sw" for name in self.symbols)
 
     @property
     def is_count(self) -> bool:
@@ -114,6 +120,7 @@ class Size:
 
 
 ROWS: Final = Size.symbol("n0")
+ONE: Final = Size.of(1)
 
 
 class Kind(enum.Enum):
@@ -124,7 +131,7 @@ class Kind(enum.Enum):
     ROWS = "row by row"
     """Those of the requests behind each other, along `axis`."""
     POINTER = "positions"
-    """As ROWS, with numbers that count rows or entries of the run, `target` many. None is outside; negative ones are if `holes`."""
+    """As ROWS, with numbers that count rows or entries of the run, `target` many. None is outside."""
     INDICES = "indices"
     """[entries, rank], of which column `axis` is a POINTER, and the others are as ROWS."""
     SPLITS = "row splits"
@@ -146,8 +153,6 @@ class Kind(enum.Enum):
     LOWEST = "the lowest of all rows"
     HIGHEST = "the highest of all rows"
     HANDLE = "a variable or table"
-    LIST = "a list of tensors"
-    """Of which `element` is each; as long in every run."""
     MIXED = "mixed"
     """Anything."""
 
@@ -163,14 +168,12 @@ class Value:
         sizes: its numbers in row-major order, of a small tensor of integers.
         array: its value, where that is a known constant.
         target: of POINTER, INDICES and SPLITS, how many rows or entries there are.
-        holes: of POINTER, whether negative numbers stand for nothing.
         covers: of POINTER and INDICES, whether each row has an entry, and the entries stand in the order of the rows.
         counts: of ROWS, how many entries its numbers add up to; of booleans, how many are true.
         width: of ROWS of integers, their largest, or 0.
         fill: what stands behind the values of a row in an axis of a padded size.
         reason: of MIXED, why.
-        element: of LIST and HANDLE, what is in it.
-        declared: of LIST, the shape that its tensors were said to have; a negative number leaves an axis open, None all of it.
+        element: of HANDLE, what is in it.
     """
 
     kind: Kind
@@ -179,19 +182,24 @@ class Value:
     sizes: tuple[Size, ...] | None = None
     array: Any = dataclasses.field(default=None, compare=False)
     target: Size | None = None
-    holes: bool = False
     covers: bool = False
     counts: Size | None = None
     width: Size | None = None
     fill: Any = dataclasses.field(default=None, compare=False)
     reason: str = ""
     element: "Value | None" = None
-    declared: tuple[Size, ...] | None = None
 
     @property
     def is_padded(self) -> bool:
         """Returns True if the width of the value is that of the widest row."""
         return self.shape is not None and any(size.is_padded for size in self.shape)
+
+    @property
+    def known_shape(self) -> tuple[Size, ...]:
+        """Its shape. Raises MixedError if the number of axes is not known."""
+        if self.shape is None:
+            raise MixedError("the number of dimensions of an input is not known")
+        return self.shape
 
     @property
     def rank(self) -> int | None:
@@ -221,7 +229,7 @@ def same(shape: Iterable[Size] | None = None, sizes: Sequence[Size] | None = Non
     return Value(Kind.SAME, known, sizes=None if sizes is None else tuple(sizes), array=array)
 
 
-def broadcast(values: Sequence[Value], unknown: Any) -> tuple[tuple[Size, ...] | None, int | None]:
+def broadcast(values: Sequence[Value], unknown: Callable[[], Size]) -> tuple[tuple[Size, ...] | None, int | None]:
     """The shape of an elementwise operation's result, and its axis of rows; None where no value has one.
 
     Args:
@@ -249,23 +257,22 @@ def broadcast(values: Sequence[Value], unknown: Any) -> tuple[tuple[Size, ...] |
     return _dims(values, unknown), axes.pop()
 
 
-def _dims(values: Sequence[Value], unknown: Any) -> tuple[Size, ...]:
-    rank = max((len(value.shape or ()) for value in values), default=0)
-    found = []
-    for axis in range(rank):
-        here = {
-            value.shape[axis - rank + len(value.shape)]
-            for value in values
-            if value.shape is not None and axis - rank + len(value.shape) >= 0
-        }
-        wide = [size for size in here if size.number != 1]
-        if not wide:
-            found.append(Size.of(1))
-        elif len(wide) == 1:
-            found.append(wide[0])
-        elif not all(size.is_same for size in wide):
-            raise MixedError("an input of another number of rows is combined with rows")
-        else:
-            known = [size for size in wide if size.number is not None]
-            found.append(known[0] if len(known) == 1 else unknown())
-    return tuple(found)
+def equal_size(sizes: Iterable[Size], unknown: Callable[[], Size]) -> Size:
+    """Return the one size that all `sizes` are, where an operation that needs equal ones succeeds. A size of 1 may be repeated.
+
+    Raises:
+        MixedError: rows of one may stand beside rows of others.
+    """
+    wide = {size for size in sizes if size.number != 1}
+    if len(wide) < 2:
+        return wide.pop() if wide else ONE
+    if not all(size.is_same for size in wide):
+        raise MixedError("an input of another number of rows is combined with rows")
+    known = [size for size in wide if size.number is not None]
+    return known[0] if len(known) == 1 else unknown()
+
+
+def _dims(values: Sequence[Value], unknown: Callable[[], Size]) -> tuple[Size, ...]:
+    backward = (reversed(value.shape or ()) for value in values)
+    sizes = [equal_size(each, unknown) for each in itertools.zip_longest(*backward, fillvalue=ONE)]
+    return tuple(reversed(sizes))

@@ -1,15 +1,17 @@
-"""Follows a signature's tensors through its graph, its functions, branches and loops."""
+"""Follows a signature's tensors through its graph, its functions and branches."""
 
 import dataclasses
+import graphlib
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from tpuembed.manifest import LOOKUP_SCOPE
-from tpuembed_serving.batching.row_proof.operations import OUTPUTS, RULES, NodeCall
+from tpuembed_serving.batching.row_proof import elementwise, lookups, reductions, shapes
+from tpuembed_serving.batching.row_proof.rules import OUTPUTS, RULES, NodeCall
 from tpuembed_serving.batching.row_proof.values import ROWS, Kind, MixedError, Size, Value, mixed, same
 
 __all__ = ["Verdict", "prove"]
@@ -19,22 +21,18 @@ _LOOKUP: Final = re.compile(rf"(?:.*/)?{LOOKUP_SCOPE}(?:_\d+)?(?=/)")
 
 Each row of its outputs is looked up by the ids of that row, whatever stands beside or behind them: the layer's own contract.
 """
+_WITH_RULES: Final = (elementwise, lookups, reductions, shapes)
+"""Each of these modules adds its rules to RULES. An operation that is not in it mixes rows."""
 _CALLS: Final = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-_BRANCHES: Final = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
-_LOOPS: Final = frozenset({"While", "StatelessWhile"})
+_BRANCHES: Final = frozenset({"If", "StatelessIf"})
 _EFFECTS: Final = ("Assert", "Assign", "LookupTableInsert", "LookupTableImport", "ResourceScatter")
 _SCALARS: Final = frozenset({"AddV2", "Cast", "Mul", "Sub"})
 """Operations that make a scalar of scalars."""
 _DEPTH: Final = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What is proven of a signature.
-
-    Attributes:
-        reason: why requests may not share a run: an output, and the operation that mixes its rows. Empty where they may.
-    """
+class Verdict(NamedTuple):
+    """What is proven of a signature: why requests may not share a run. The reason is empty if they may."""
 
     reason: str = ""
 
@@ -67,16 +65,16 @@ def prove(meta_graph: Any, name: str, *, is_export: bool = False) -> Verdict:
         fed[node, int(index or 0)] = Value(Kind.ROWS, known)
     if not fed:
         return Verdict("it has no inputs")
-    wanted = {alias: _place(info.name) for alias, info in sorted(signature.outputs.items())}
-    if any(not node for node, _ in wanted.values()):
-        return Verdict("an output is made of several tensors")
     body = _Body(meta_graph.graph_def.node, fed, is_export)
-    found, effect = walk.run(body, list(wanted.values()), [])
-    for alias, value in zip(wanted, found, strict=True):
-        if effect:
-            value = mixed(effect)
-        reason = _reason(value)
-        if reason:
+    outputs = sorted(signature.outputs.items())
+    if not all(info.name for _, info in outputs):
+        return Verdict("an output is made of several tensors")
+    try:
+        found, effect = walk.run(body, [body.source(info.name) for _, info in outputs], [])
+    except MixedError as error:
+        return Verdict(str(error))
+    for (alias, _), value in zip(outputs, found, strict=True):
+        if reason := effect or _reason(value):
             return Verdict(f"output {alias!r}: {reason}")
     return Verdict()
 
@@ -94,24 +92,16 @@ def _reason(value: Value) -> str:
     return "it is as wide as the widest row of the run" if value.is_padded else ""
 
 
-def _place(name: str) -> tuple[str, int]:
-    node, _, index = name.partition(":")
-    return node, int(index or 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Lookup:
+class _Lookup(NamedTuple):
     """One lookup of tpuembed.
 
     Attributes:
-        nodes: its operations.
         inputs: the inputs of its operations that are no operations of its own, as a node names them.
         singly: the nodes and numbers of those inputs that are looked up one by one; see `_looked_up_singly`.
     """
 
-    nodes: Sequence[Any]
     inputs: Sequence[str]
-    singly: Sequence[tuple[str, int]]
+    singly: Set[tuple[str, int]]
 
 
 class _Body:
@@ -132,7 +122,7 @@ class _Body:
     def _found(self, lookup: str, nodes: Sequence[Any]) -> _Lookup:
         names = dict.fromkeys(name for node in nodes for name in node.input)
         inputs = [name for name in names if self._lookup_of.get(self.source(name.removeprefix("^"))[0]) != lookup]
-        return _Lookup(nodes, inputs, _looked_up_singly(self, nodes, inputs))
+        return _Lookup(inputs, _looked_up_singly(self, nodes, inputs))
 
     def lookup(self, name: str) -> _Lookup | None:
         """Return the lookup that a node is of."""
@@ -178,7 +168,7 @@ class _GraphWalk:
             wanted: node and number of each tensor.
             effects: nodes that are run besides.
         """
-        found: dict[str, list[Value]] = {}
+        found: dict[str, _Outputs] = {}
         bad: dict[str, str] = {}
         for name in self._order(body, [*(name for name, _ in wanted), *effects]):
             self._evaluate(body, name, found, bad)
@@ -190,22 +180,17 @@ class _GraphWalk:
 
     def _order(self, body: _Body, roots: Iterable[str]) -> list[str]:
         """The nodes that `roots` need, each after those that it needs itself."""
-        done: dict[str, bool] = {}
-        order: list[str] = []
-        stack: list[tuple[str, bool]] = [(root, False) for root in reversed(list(roots))]
-        while stack:
-            name, is_over = stack.pop()
-            if is_over:
-                if not done[name]:
-                    done[name] = True
-                    order.append(name)
-                continue
-            if name in done or name not in body.nodes:
-                continue
-            done[name] = False
-            stack.append((name, True))
-            stack.extend((one, False) for one in self._needs(body, name) if one not in done)
-        return order
+        needs: dict[str, list[str]] = {}
+        pending = list(roots)
+        while pending:
+            name = pending.pop()
+            if name not in needs and name in body.nodes:
+                needs[name] = self._needs(body, name)
+                pending += needs[name]
+        try:
+            return [name for name in graphlib.TopologicalSorter(needs).static_order() if name in needs]
+        except graphlib.CycleError:
+            raise MixedError("it has a loop, of the form that TensorFlow 1 writes") from None
 
     def _needs(self, body: _Body, name: str) -> list[str]:
         if (name, 0) in body.fed:
@@ -214,15 +199,15 @@ class _GraphWalk:
         inputs = body.nodes[name].input if lookup is None else lookup.inputs
         return [body.source(one.removeprefix("^"))[0] for one in inputs]
 
-    def _value(self, body: _Body, place: tuple[str, int], found: Mapping[str, list[Value]]) -> Value:
+    def _value(self, body: _Body, place: tuple[str, int], found: Mapping[str, "_Outputs"]) -> Value:
         if place in body.fed:
             return body.fed[place]
-        values = found.get(place[0])
-        if values is None or place[1] >= len(values):
-            return mixed(f"{place[0]}: it is fed in a circle, or has no such output")
-        return values[place[1]]
+        values = found.get(place[0], ())
+        if isinstance(values, Value):
+            return values
+        return values[place[1]] if place[1] < len(values) else mixed(f"{place[0]}: it has no such output")
 
-    def _evaluate(self, body: _Body, name: str, found: dict[str, list[Value]], bad: dict[str, str]) -> None:
+    def _evaluate(self, body: _Body, name: str, found: "dict[str, _Outputs]", bad: dict[str, str]) -> None:
         node = body.nodes[name]
         if (name, 0) in body.fed:
             return
@@ -238,32 +223,32 @@ class _GraphWalk:
             found[name], bad[name] = self._outputs(node, inputs, places)
         except MixedError as error:
             bad[name] = f"{name} ({node.op}): {error}"
-        except (ArithmeticError, LookupError, TypeError, ValueError):  # a node of no form that the rules know
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # of no form that the rules know
             bad[name] = f"{name} ({node.op}): its form is not known"
         reason = next(filter(None, [*reasons, "" if name in found else bad[name]]), "")
         if reason:
-            found[name] = _all_mixed(node, reason)
+            found[name] = mixed(reason)
 
-    def _outputs(self, node: Any, inputs: list[Value], places: Sequence[tuple[str, int]]) -> tuple[list[Value], str]:
+    def _outputs(self, node: Any, inputs: list[Value], places: Sequence[tuple[str, int]]) -> "tuple[_Outputs, str]":
         """A node's outputs, and what is wrong with its effect."""
         if node.op == "Assert":
             wrong = _assertion(inputs[0])
             return [], wrong if wrong in ("", _FAILS) else f"{node.name} (Assert): {wrong}"
-        first = next((value for value in inputs if value.kind is Kind.MIXED), None)
+        if node.op == "NoOp":
+            return [], ""
         if node.op in _CALLS:
             return self.call(node.attr["f"].func.name, inputs)
         if node.op in _BRANCHES:
             return self._branch(node, inputs, places)
-        if node.op in _LOOPS:
-            return self._loop(node, inputs)
-        if first is not None and node.op in ("Maximum", "Minimum") and len(inputs) == 2:
-            return [_bounded(node, *inputs)], ""
+        first = next((value for value in inputs if value.kind is Kind.MIXED), None)
+        if first is not None and node.op in ("Maximum", "Minimum"):
+            return _bounded(node, *inputs), ""
         rule = RULES.get(node.op)
         if rule is None:
             raise MixedError("it is not in the table of operations")
         if first is not None:
             known = () if node.op in _SCALARS and all(value.shape == () for value in inputs) else None
-            return _all_mixed(node, first.reason, shape=known), ""
+            return Value(Kind.MIXED, known, reason=first.reason), ""
         return rule(NodeCall(node, inputs, self.symbol)), ""
 
     # ---- functions
@@ -288,77 +273,41 @@ class _GraphWalk:
 
     def _branch(self, node: Any, inputs: list[Value], places: Sequence[tuple[str, int]]) -> tuple[list[Value], str]:
         condition, *arguments = inputs
-        if node.op.endswith("Case"):
-            return self._case(node, condition, arguments)
         names = [node.attr[branch].func.name for branch in ("then_branch", "else_branch")]
-        if condition.kind is Kind.SAME and condition.array is not None and condition.shape == ():
+        if condition.kind is Kind.MIXED:
+            raise MixedError(condition.reason)
+        if condition.kind not in (Kind.SAME, Kind.EVERY, Kind.SOME) or condition.shape != ():
+            raise MixedError("which branch is taken depends on rows")
+        if condition.array is not None:
             return self.call(names[0] if bool(condition.array) else names[1], arguments)
-        if condition.kind is Kind.SAME and condition.shape == ():
-            return self._either(names, arguments)
-        if condition.kind in (Kind.EVERY, Kind.SOME) and condition.shape == ():
-            good = 0 if condition.kind is Kind.EVERY else 1
-            outcomes = []
-            for index in (0, 1):
-                known = same((), array=np.array(index == 0))
-                bound = [
-                    known if place == places[0] else value for value, place in zip(arguments, places[1:], strict=True)
-                ]
-                outcomes.append(self.call(names[index], bound))
-            if outcomes[1 - good][1] != _FAILS:
-                raise MixedError("which branch is taken depends on all rows")
-            return outcomes[good]
-        raise MixedError(
-            "which branch is taken depends on rows" if condition.kind is not Kind.MIXED else condition.reason
-        )
-
-    def _case(self, node: Any, condition: Value, arguments: Sequence[Value]) -> tuple[list[Value], str]:
-        if condition.kind is not Kind.SAME or condition.shape != ():
-            raise MixedError(condition.reason or "which branch is taken depends on rows")
-        return self._either([branch.name for branch in node.attr["branches"].list.func], arguments)
-
-    def _either(self, names: Sequence[str], arguments: Sequence[Value]) -> tuple[list[Value], str]:
-        """Return the values of one of several functions, the same one in every run."""
-        outcomes = [self.call(name, arguments) for name in names]
-        found = outcomes[0][0]
-        for other, _ in outcomes[1:]:
-            found = [_join(a, b, self.symbol) for a, b in zip(found, other, strict=True)]
-        return found, next((wrong for _, wrong in outcomes if wrong not in ("", _FAILS)), "")
-
-    def _loop(self, node: Any, inputs: list[Value]) -> tuple[list[Value], str]:
-        names = [node.attr[part].func.name for part in ("cond", "body")]
-        state = [
-            dataclasses.replace(value, array=None, sizes=None if value.kind is Kind.SAME else value.sizes, fill=None)
-            for value in inputs
-        ]
-        kept: dict[tuple[int, int], Size] = {}
-        for _ in range(6):
-            (condition, *_), effect = self.call(names[0], state)
-            if condition.kind is not Kind.SAME or condition.shape != ():
-                raise MixedError("how often it runs depends on rows")
-            found, other = self.call(names[1], state)
-            if effect or other:
-                raise MixedError(effect or other)
-            joined = [
-                _widened(index, a, b, kept, self.symbol) for index, (a, b) in enumerate(zip(state, found, strict=True))
-            ]
-            if joined == state:
-                return state, ""
-            state = joined
-        raise MixedError("what it keeps changes its form")
+        if condition.kind is Kind.SAME:  # one of them, the same in every run
+            (found, wrong), (other, other_wrong) = [self.call(name, arguments) for name in names]
+            joined = [_join(a, b, self.symbol) for a, b in zip(found, other, strict=True)]
+            return joined, next((each for each in (wrong, other_wrong) if each not in ("", _FAILS)), "")
+        good = 0 if condition.kind is Kind.EVERY else 1
+        outcomes = []
+        for index, name in enumerate(names):
+            known = same((), array=np.array(index == 0))
+            bound = [known if place == places[0] else value for value, place in zip(arguments, places[1:], strict=True)]
+            outcomes.append(self.call(name, bound))
+        if outcomes[1 - good][1] != _FAILS:
+            raise MixedError("which branch is taken depends on all rows")
+        return outcomes[good]
 
     # ---- lookups of tpuembed
 
     def _looked_up(
-        self, body: _Body, node: Any, lookup: _Lookup, found: Mapping[str, list[Value]], bad: Mapping[str, str]
-    ) -> tuple[list[Value], str]:
+        self, body: _Body, node: Any, lookup: _Lookup, found: "Mapping[str, _Outputs]", bad: Mapping[str, str]
+    ) -> "tuple[_Outputs, str]":
         """The outputs of a node of a lookup, and why it is none of rows: its inputs must be ids, sparse and ragged ones too."""
         waits = [name[1:] for name in lookup.inputs if name.startswith("^")]
         reasons = [bad.get(name) or _hidden(body, name, found) for name in waits]
-        values = [self._value(body, body.source(name), found) for name in lookup.inputs if not name.startswith("^")]
-        single = [self._value(body, place, found) for place in lookup.singly]
-        reason = next(filter(None, [*reasons, _unfit(values), *(_unfit_singly(value) for value in single)]), "")
+        places = [body.source(name) for name in lookup.inputs if not name.startswith("^")]
+        values = [self._value(body, place, found) for place in places]
+        reasons.append(_unfit(values, [place in lookup.singly for place in places]))
+        reason = next(filter(None, reasons), "")
         if reason:
-            return _all_mixed(node, reason, 64), reason
+            return mixed(reason), reason
         shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else []
         return [self._activations(shape) for shape in shapes], ""
 
@@ -369,14 +318,19 @@ class _GraphWalk:
 
 
 _FAILS: Final = "it always fails"
+_Outputs = Sequence[Value] | Value
+"""The outputs of a node, or the one value that every output has."""
 
 
-def _hidden(body: _Body, name: str, found: Mapping[str, list[Value]]) -> str:
+def _hidden(body: _Body, name: str, found: Mapping[str, _Outputs]) -> str:
     """Why a node that others wait for may succeed or fail by what else is in a run; empty where it may not."""
     node = body.nodes.get(name)
-    if node is None or body.lookup(name) is not None or node.op in _CALLS | _BRANCHES | _LOOPS:  # they are looked into
+    if node is None or body.lookup(name) is not None or node.op in _CALLS | _BRANCHES:  # they are looked into
         return ""
-    return next((value.reason for value in found.get(name, ()) if value.kind is Kind.MIXED), "")
+    values = found.get(name, ())
+    return next(
+        (one.reason for one in ([values] if isinstance(values, Value) else values) if one.kind is Kind.MIXED), ""
+    )
 
 
 def _bounded(node: Any, one: Value, other: Value) -> Value:
@@ -399,7 +353,7 @@ _KEEP_IDS: Final = frozenset(
 """Operations that a lookup may apply to ids before it looks them up one by one."""
 
 
-def _looked_up_singly(body: _Body, nodes: Sequence[Any], inputs: Iterable[str]) -> list[tuple[str, int]]:
+def _looked_up_singly(body: _Body, nodes: Sequence[Any], inputs: Iterable[str]) -> set[tuple[str, int]]:
     """Return which inputs of a lookup of `nodes` are dense ids, of which each has a row of its own: it makes a vector of them.
 
     It never does so with the parts of sparse and ragged ids, nor with lists of ids.
@@ -413,67 +367,62 @@ def _looked_up_singly(body: _Body, nodes: Sequence[Any], inputs: Iterable[str]) 
                 kept_by.setdefault(source, []).append((node.name, 0))
         elif node.op == "Reshape":
             reshaped.add(sources[0])
-    found = []
-    for place in dict.fromkeys(body.source(name) for name in inputs if not name.startswith("^")):
+    found = set()
+    for place in {body.source(name) for name in inputs if not name.startswith("^")}:
         kept, pending = {place}, [place]
         while pending:
             more = [one for one in kept_by.get(pending.pop(), ()) if one not in kept]
             kept.update(more)
             pending += more
         if kept & reshaped:
-            found.append(place)
+            found.add(place)
     return found
 
 
-def _unfit_singly(value: Value) -> str:
-    """Why dense ids may not be looked up one by one."""
-    if value.kind is Kind.ROWS and (value.shape is None or value.shape[0] != ROWS):
-        return "a lookup's dense ids are not those of the rows"
-    if value.is_padded:
-        return "a lookup's dense ids are as wide as the widest row of the run"
-    if value.kind in (Kind.INDICES, Kind.POINTER, Kind.SPLITS):
-        return f"a lookup's dense ids are {value.kind.value}"
-    return ""
-
-
-def _unfit(values: Sequence[Value]) -> str:
-    """Why a lookup may not have these inputs: ids of rows, or the parts of sparse and ragged ones."""
+def _unfit(values: Sequence[Value], singly: Sequence[bool]) -> str:
+    """Why a lookup may not have these inputs: ids of rows, or the parts of sparse and ragged ones. Dense ids are `singly`."""
     entries = {ROWS}
-    for value in values:
+    for value, is_single in zip(values, singly, strict=True):
+        wide = "a lookup's ids are as wide as the widest row of the run"
         if value.kind is Kind.MIXED:
             return value.reason
+        if is_single and (value.is_padded or value.kind not in (Kind.SAME, Kind.HANDLE, Kind.SIZE, Kind.ROWS)):
+            return wide if value.is_padded else f"a lookup's dense ids are {value.kind.value}"
+        if is_single and value.kind is Kind.ROWS and (value.shape is None or value.shape[0] != ROWS):
+            return _NOT_OF_ROWS
         if value.kind in (Kind.INDICES, Kind.POINTER) and value.target == ROWS and value.axis == 0 and value.shape:
-            if value.kind is Kind.INDICES and _is_wide(value):
-                return "a lookup's sparse ids are as wide as the widest row of the run"
+            if value.kind is Kind.INDICES and value.shape[1].number != 2 and _is_wide_inside(value.sizes):
+                return wide
             entries.add(value.shape[0])
         elif value.kind is Kind.SPLITS and value.shape == (ROWS + Size.of(1),) and value.target is not None:
             entries.add(value.target)
+        elif value.kind is Kind.SIZE and value.rank != 0:
+            if value.sizes is None or value.sizes[:1] != (ROWS,):
+                return _NOT_OF_ROWS
+            if _is_wide_inside(value.sizes):
+                return wide
         elif value.kind not in (Kind.SAME, Kind.HANDLE, Kind.SIZE, Kind.ROWS):
             return f"a lookup's input is {value.kind.value}"
-        elif value.kind is Kind.SIZE and value.rank != 0 and (value.sizes is None or value.sizes[:1] != (ROWS,)):
-            return "a lookup's ids are not those of the rows"
-        elif value.kind is Kind.SIZE and value.sizes is not None and any(size.is_padded for size in value.sizes[1:-1]):
-            return "a lookup's sparse ids are as wide as the widest row of the run"
     if not any(value.kind is Kind.ROWS for value in values):
         return "a lookup has no ids of rows"
     for value in values:
         if value.kind is Kind.SAME and (value.shape is None or any(size.number is None for size in value.shape)):
             return "a lookup's ids may be constant ones"
-        if value.kind is Kind.ROWS and (value.shape is None or value.axis != 0 or value.shape[0] not in entries):
-            return "a lookup's ids are not those of the rows"
-        if value.kind is Kind.ROWS and value.rank != 1 and (value.shape or ())[:1] != (ROWS,):
-            return "a lookup's ids are not those of the rows"
-        if value.is_padded and value.kind is Kind.ROWS and (value.fill is None or value.fill not in (-1, 0, b"")):
+        if value.kind is not Kind.ROWS:
+            continue
+        if value.shape is None or value.axis != 0 or value.shape[0] not in (entries if value.rank == 1 else {ROWS}):
+            return _NOT_OF_ROWS
+        if value.is_padded and (value.fill is None or value.fill not in (-1, 0, b"")):
             return "a lookup's ids have no padding"
     return ""
 
 
-def _is_wide(indices: Value) -> bool:
-    """Returns True if sparse ids of more than two axes may have a padded size in an axis before their last."""
-    rank = indices.shape[1].number if indices.shape is not None else None
-    if rank == 2:
-        return False
-    return not indices.sizes or any(size.is_padded for size in indices.sizes[1:-1])
+_NOT_OF_ROWS: Final = "a lookup's ids are not those of the rows"
+
+
+def _is_wide_inside(sizes: Sequence[Size] | None) -> bool:
+    """Returns True if sparse ids of these sizes may have a padded one in an axis between the first and the last."""
+    return not sizes or any(size.is_padded for size in sizes[1:-1])
 
 
 def _assertion(condition: Value) -> str:
@@ -487,57 +436,22 @@ def _assertion(condition: Value) -> str:
     return f"what it asserts {condition.kind.value}"
 
 
-def _all_mixed(node: Any, reason: str, least: int = 8, shape: tuple[Size, ...] | None = None) -> list[Value]:
-    """MixedError outputs, as many as a node may have."""
-    attr = node.attr
-    counts = [len(attr[name].list.type) for name in ("Tout", "T", "out_types") if name in attr]
-    counts += [attr[name].i for name in ("num", "num_split", "N") if name in attr]
-    if node.op in OUTPUTS:
-        counts.append(sum(count for _, count in OUTPUTS[node.op](node)))
-    return [Value(Kind.MIXED, shape, reason=reason)] * max(least, *counts, 0)
-
-
-def _join(one: Value, other: Value, symbol: Any) -> Value:
+def _join(one: Value, other: Value, symbol: Callable[[str], Size]) -> Value:
     """Return what is known of a tensor that is one of two, the same one in every run."""
-    if one == other:  # but for their values, which are not compared
-        return dataclasses.replace(one, array=None, fill=None)
-    return _widened(0, one, other, {}, symbol)
-
-
-def _widened(index: int, one: Value, other: Value, kept: dict[tuple[int, int], Size], symbol: Any) -> Value:
-    """Return what is known of a tensor of which both `one` and `other` hold. Its new sizes are found in `kept`."""
     for value in (one, other):
         if value.kind is Kind.MIXED:
             return value
-    if one.kind is Kind.LIST and other.kind is Kind.LIST and None in (one.element, other.element):
-        if one.declared != other.declared:
-            return mixed("it is a list of tensors of one shape in one case, and of another in another")
-        return one if other.element is None else other
-    if one.kind is Kind.SAME and other.kind is Kind.SAME:
-        shape = _widened_shape(index, one, other, kept, symbol)
+    if one == other:  # but for their values, which are not compared
+        return dataclasses.replace(one, array=None, fill=None)
+    if one.kind is not other.kind or one.kind not in (Kind.SAME, Kind.ROWS) or one.axis != other.axis:
+        return mixed(f"it is {one.kind.value} in one case, and {other.kind.value} in another")
+    shape = None
+    if one.shape is not None and other.shape is not None and one.rank == other.rank:
+        pairs = list(zip(one.shape, other.shape, strict=True))
+        if all(a == b or (a.is_same and b.is_same) for a, b in pairs):
+            shape = tuple(a if a == b else symbol("s") for a, b in pairs)
+    if one.kind is Kind.SAME:
         return same(shape, one.sizes if one.sizes == other.sizes else None)
-    if one == other:
-        return one
-    if one.kind is Kind.ROWS and other.kind is Kind.ROWS and one.axis == other.axis:
-        shape = _widened_shape(index, one, other, kept, symbol)
-        if shape is not None and not one.is_padded and not other.is_padded:
-            return Value(Kind.ROWS, shape, one.axis)
-    if {one.kind, other.kind} == {Kind.ROWS, Kind.SAME}:
-        return mixed("it is of rows in one case, and constant in another")
-    return mixed(f"it is {one.kind.value} in one case, and {other.kind.value} in another")
-
-
-def _widened_shape(
-    index: int, one: Value, other: Value, kept: dict[tuple[int, int], Size], symbol: Any
-) -> tuple[Size, ...] | None:
-    if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
-        return None
-    found = []
-    for axis, (first, second) in enumerate(zip(one.shape, other.shape, strict=True)):
-        if first == second:
-            found.append(first)
-        elif first.is_same and second.is_same:
-            found.append(kept.setdefault((index, axis), symbol("s")))
-        else:
-            return None
-    return tuple(found)
+    if shape is None or one.is_padded or other.is_padded:
+        return mixed("its rows have other sizes in one case than in another")
+    return Value(Kind.ROWS, shape, one.axis)

@@ -24,10 +24,10 @@ max_execution_batch_size { value: 64 }
 """
 
 
-def read(tmp_path: Path, text: str, *, of_one_model: bool = False) -> BatchingParameters:
+def read(tmp_path: Path, text: str) -> BatchingParameters:
     path = tmp_path / "batching.pbtxt"
     path.write_text(text)
-    return read_parameters(path, of_one_model=of_one_model)
+    return read_parameters(path)
 
 
 def test_every_field_is_read(tmp_path: Path) -> None:
@@ -89,13 +89,6 @@ def test_what_is_wrong_is_refused_by_name(tmp_path: Path, text: str, message: st
     assert message in str(caught.value)
 
 
-def test_a_model_does_not_decide_about_all(tmp_path: Path) -> None:
-    assert read(tmp_path, "max_batch_size { value: 8 }", of_one_model=True).max_batch_size == 8
-    for text in ("num_batch_threads { value: 2 }", 'thread_pool_name { value: "x" }'):
-        with refused(ConfigError):
-            read(tmp_path, text, of_one_model=True)
-
-
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with refused(ConfigError):
         read_parameters(tmp_path / "none")
@@ -105,10 +98,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_parameters_without_batching_are_refused() -> None:
-    for options in ({"parameters": BatchingParameters()}, {"per_model": True}):
-        for enabled in (None, False):
-            with refused(ConfigError):
-                BatchingSettings(enabled=enabled, **options)
+    for enabled in (None, False):
+        with refused(ConfigError):
+            BatchingSettings(enabled=enabled, parameters=BatchingParameters())
     assert [BatchingSettings(enabled=value).covers(is_proven=False) for value in (None, True, False)] == [
         False,
         True,

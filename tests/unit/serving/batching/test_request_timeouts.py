@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from tpuembed_serving.batching.request_timeouts import RequestTimeouts
+from tpuembed_serving.batching.scheduler import RequestTimeouts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,19 +75,6 @@ def listwise(x: Any, flag: Any) -> Any:
     return tf.cond(tf.reduce_any(flag), lambda: tf.nn.softmax(x, axis=0), lambda: x)
 
 
-def loop_over_rows(v: Any) -> Any:
-    def body(i: Any, total: Any) -> Any:
-        return i + 1, total + v[i]
-
-    _, total = tf.while_loop(lambda i, _: i < tf.shape(v)[0], body, (tf.constant(0), tf.constant(0.0)))
-    return v + total
-
-
-def carried(x: Any) -> Any:
-    _, found = tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y + tf.reduce_mean(y, 0)), (tf.constant(0), x))
-    return found
-
-
 def scattered(x: Any, k: Any) -> Any:
     return tf.math.unsorted_segment_sum(x, k, tf.shape(x)[0])
 
@@ -238,55 +225,6 @@ def mean_if(condition: Any, x: Any) -> Any:
     return tf.cond(condition, lambda: x - tf.reduce_mean(x, 0), lambda: x)
 
 
-def two_written(one: Any, other: Any, dtype: Any) -> Any:
-    """The first of two tensors in a list."""
-    return tf.TensorArray(dtype, 2, clear_after_read=False).write(0, one).write(1, other).read(0)
-
-
-def one_set(element_shape: Any, item: Any) -> Any:
-    """A list of two tensors, of which only the first is set."""
-    kept = R.TensorListReserve(element_shape=element_shape, num_elements=2, element_dtype=item.dtype)
-    return R.TensorListSetItem(input_handle=kept, index=0, item=item)
-
-
-def default_out_of_a_list(x: Any) -> Any:
-    where = tf.where(x > 0)
-    dense = R.RaggedTensorToTensor(
-        shape=tf.constant(-1, tf.int64),
-        values=tf.gather_nd(x, where),
-        default_value=two_written(1.0, 0.0, tf.float32),
-        row_partition_tensors=[tf.shape(x, tf.int64)[0], where[:, 0]],
-        row_partition_types=["FIRST_DIM_SIZE", "VALUE_ROWIDS"],
-    )
-    return tf.reduce_sum(dense, 1)
-
-
-def condition_never_set(x: Any) -> Any:
-    kept = one_set(tf.constant([], tf.int32), tf.constant(True))
-    shape = tf.constant([], tf.int32)
-    found = R.TensorListGetItem(input_handle=kept, index=1, element_shape=shape, element_dtype=tf.bool)
-    return tf.cond(found, lambda: x, lambda: x - tf.reduce_mean(x, 0))
-
-
-def rows_never_set(x: Any) -> Any:
-    kept = one_set([-1, 4], x)
-    found = R.TensorListGetItem(input_handle=kept, index=1, element_shape=[1, 4], element_dtype=tf.float32)
-    return tf.reshape(tf.nn.softmax(tf.reshape(x, [R.Shape(input=found)[0], -1])), [-1, 4])
-
-
-def rank_never_set(x: Any) -> Any:
-    """A tensor that was never set has one axis more than the one that was."""
-    kept = one_set(-1, tf.ones([1, 4]))
-    found = R.TensorListGetItem(input_handle=kept, index=1, element_shape=[1, 1, 4], element_dtype=tf.float32)
-    return tf.reshape(x + tf.reduce_sum(x + found, 1, keepdims=True), [-1, 4])
-
-
-def columns_in_a_list(x: Any) -> Any:
-    columns = tf.transpose(tf.reshape(x, [-1, 4, 1]), [1, 0, 2])
-    kept = R.TensorListFromTensor(tensor=columns, element_shape=[8, 1])
-    return R.TensorListGetItem(input_handle=kept, index=0, element_shape=[-1, 1], element_dtype=tf.float32)
-
-
 def ends_in_a_column(x: Any) -> Any:
     """Row ends of another shape are no row splits: their differences meet the counts of all rows."""
     counts = tf.reduce_sum(tf.cast(x > 0, tf.int32), 1)
@@ -330,18 +268,6 @@ def named_examples(e: Any) -> Any:
         sparse_types=[],
         ragged_value_types=[],
         ragged_split_types=[],
-        dense_shapes=[[1]],
-    ).dense_values[0]
-
-
-def named_examples_of_old(e: Any) -> Any:
-    return R.ParseExample(
-        serialized=e,
-        names=tf.constant(["a"] * 8),
-        sparse_keys=[],
-        dense_keys=["one"],
-        dense_defaults=[tf.constant([], tf.int64)],
-        sparse_types=[],
         dense_shapes=[[1]],
     ).dense_values[0]
 
@@ -394,25 +320,12 @@ MIXING: dict[str, Graph] = {
     ),
     "a size out of a shape of two axes": shape_of_two_axes,
     "a size that is -1 when it runs": narrowed,
-    "a condition out of a list": lambda x: mean_if(two_written(True, False, tf.bool), x),
-    "a default out of a list": default_out_of_a_list,
-    "a condition that was never set in a list": condition_never_set,
-    "rows that were never set in a list": rows_never_set,
-    "a tensor of another rank that was never set in a list": rank_never_set,
-    "a list of a fixed number of rows": lambda x: (
-        tf.TensorArray(tf.float32, 1, element_shape=[8, 4]).write(0, x).stack()[0]
-    ),
-    "a list stacked to a fixed number of rows": lambda x: R.TensorListStack(
-        input_handle=one_set([-1, 4], x), element_shape=[8, 4], element_dtype=tf.float32
-    )[0],
-    "a list made of a fixed number of rows": columns_in_a_list,
     "a fixed shape": lambda x: tf.ensure_shape(x, [8, 4]),
     "a number that a cast wraps": lambda x: mean_if(tf.cast(tf.constant(2**32 + 1, tf.int64), tf.int32) < 5, x),
     "a product that wraps": lambda x: mean_if(tf.constant(65536) * tf.constant(65536) <= 0, x),
     "a sum that wraps": lambda x: mean_if(tf.constant(2**31 - 1) + 1 <= 0, x),
     "a difference that wraps": lambda x: mean_if(tf.constant(-(2**31)) - 1 >= 0, x),
     "a product of a vector that wraps": lambda x: mean_if(tf.reduce_prod(tf.constant([65536, 65536])) <= 0, x),
-    "a running product that wraps": lambda x: mean_if(tf.math.cumprod(tf.constant([65536, 65536]))[1] <= 0, x),
     "a batch size that wraps": lambda x: mean_if(tf.shape(x)[0] * 65536 * 65536 <= 0, x),
     "a batch size and a number that wrap": lambda x: mean_if(tf.shape(x)[0] + (2**31 - 1) <= 0, x),
     "an axis that a cast wraps": lambda x: (
@@ -423,7 +336,6 @@ MIXING: dict[str, Graph] = {
     "as many rows as a row has ids": as_many_rows_as_ids,
     "a default for each key": defaults_of_keys,
     "examples with names": named_examples,
-    "examples with names, of the old operation": named_examples_of_old,
     "zeros of two signs": zeros_of_two_signs,
     "a condition in a vector": condition_in_a_vector,
     "how often each id stands in a run": counted,
@@ -452,9 +364,6 @@ MIXING: dict[str, Graph] = {
     "unique": lambda k: tf.unique(k)[1],
     "top of a transposed matrix": lambda x: tf.transpose(tf.math.top_k(tf.transpose(x), tf.shape(x)[0])[0]),
     "training batch norm": lambda x: tf.nn.batch_normalization(x, *tf.nn.moments(x, [0]), None, None, 1e-3),
-    "fused training batch norm": lambda x: tf.compat.v1.nn.fused_batch_norm(
-        x[:, None, None, :], tf.ones([4]), tf.zeros([4]), is_training=True
-    )[0][:, 0, 0],
     "random numbers": lambda x: x + tf.random.uniform(tf.shape(x)),
     "random numbers from a constant seed": lambda x: x + tf.random.stateless_uniform(tf.shape(x), [1, 2]),
     "division by the batch size": lambda x: x / tf.cast(tf.shape(x)[0], tf.float32),
@@ -495,16 +404,9 @@ MIXING: dict[str, Graph] = {
     "a condition on all rows": lambda x, flag: tf.where(tf.reduce_any(flag), x, -x),
     "a condition on the sum": lambda x, v: tf.cond(tf.reduce_sum(v) > 0, lambda: x, lambda: -x),
     "a condition on the highest id": lambda x, k: tf.cond(tf.reduce_max(k) > 2, lambda: x, lambda: -x),
-    "a loop over rows": loop_over_rows,
-    "a branch by an id": lambda x, k: tf.switch_case(
-        tf.cast(k[0], tf.int32), [lambda: x, lambda: x * 2, lambda: x * 3]
-    ),
-    "a branch by a constant that mixes": lambda x: tf.switch_case(tf.constant(1), [lambda: x, lambda: tf.cumsum(x, 0)]),
-    "found among rows": lambda v: tf.searchsorted(tf.sort(v), v),
     "a loop as often as the highest id": lambda x, k: tf.while_loop(
         lambda i, _: i < tf.reduce_max(k), lambda i, y: (i + 1, y * 2), (tf.constant(0, tf.int64), x)
     )[1],
-    "a loop that carries a mean": carried,
     "an assertion on the sum": asserted,
     "an assertion that some row holds": asserted_of_some,
     "lists whose last rows may be left out": lambda e: tf.nn.embedding_lookup_sparse(
@@ -586,22 +488,6 @@ def sparse(ids: Any) -> Any:
     return tf.sparse.to_dense(found, 0) + tf.zeros_like(ids)
 
 
-def gru(x: Any) -> Any:
-    """A recurrent cell over a fixed number of steps, by a list of tensors."""
-    steps = tf.transpose(tf.stack([x, x * 2, x * 3], 1), [1, 0, 2])
-    inputs = tf.TensorArray(tf.float32, 3).unstack(steps)
-    outputs = tf.TensorArray(tf.float32, 3)
-
-    def body(i: Any, state: Any, outputs: Any) -> Any:
-        state = tf.tanh(tf.matmul(inputs.read(i), KERNEL) + state)
-        return i + 1, state, outputs.write(i, state)
-
-    _, state, outputs = tf.while_loop(
-        lambda i, *_: i < 3, body, (tf.constant(0), tf.zeros([tf.shape(x)[0], 3]), outputs)
-    )
-    return tf.transpose(outputs.stack(), [1, 0, 2])[:, -1] + state
-
-
 def hashed(s: Any) -> Any:
     table = tf.lookup.StaticHashTable(
         tf.lookup.KeyValueTensorInitializer(["a b", "c"], tf.constant([1, 2], tf.int64)), 0
@@ -661,9 +547,6 @@ APART: dict[str, Graph] = {
     "mean of a row": lambda x: x - tf.reduce_mean(x, 1, keepdims=True),
     "norm of a row": lambda x: tf.math.l2_normalize(x, axis=1),
     "batch norm": lambda x: tf.nn.batch_normalization(x, KERNEL[0, 0], KERNEL[0, 1] ** 2, None, None, 1e-3),
-    "fused batch norm": lambda x: tf.compat.v1.nn.fused_batch_norm(
-        x[:, None, None, :], tf.ones([4]), tf.zeros([4]), tf.ones([4]), tf.ones([4]), is_training=False
-    )[0][:, 0, 0],
     "turned and back": lambda x: tf.transpose(tf.transpose(x) * 2),
     "turned, and over what was a row": lambda x: tf.reduce_sum(tf.transpose(x), 0),
     "dot of two": lambda x: tf.einsum("bi,bi->b", x, x * 2),
@@ -687,12 +570,6 @@ APART: dict[str, Graph] = {
     "strings": lambda s: tf.strings.join([tf.strings.upper(s), "x", tf.strings.substr(s, 0, 1)]),
     "hashes and tables": hashed,
     "buckets": lambda x: tf.raw_ops.Bucketize(input=x, boundaries=[-1.0, 0.0, 1.0]),
-    "found among sorted numbers": lambda x: tf.searchsorted(tf.constant([-1.0, 0.0, 1.0]), x[:, 0]),
-    "a branch by a constant": lambda x: tf.switch_case(
-        tf.constant(1), [lambda: x, lambda: x * 2, lambda: tf.cumsum(x, 0)][:2]
-    ),
-    "a loop": lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * 1.5), (tf.constant(0), x))[1],
-    "a recurrent cell": gru,
     "a position of a row that is taken back": lambda x: tf.gather(x, tf.range(tf.shape(x)[0])),
     "rows of equal rows": lambda v: tf.cast(tf.range(tf.shape(v)[0]) == tf.range(tf.shape(v)[0]), tf.float32) + v,
     "argmax": lambda x: tf.argmax(x, 1),

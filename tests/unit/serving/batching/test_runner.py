@@ -10,7 +10,7 @@ import pytest
 from tests.support.serving.doubles import DoublingServable
 from tpuembed_serving.batching.concat import count_rows
 from tpuembed_serving.batching.parameters import BatchingParameters
-from tpuembed_serving.batching.runner import BatchRunner, Outcome, Postponed
+from tpuembed_serving.batching.runner import BatchRunner, Outcome
 from tpuembed_serving.core.servable import Array, Merging, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 
@@ -52,16 +52,10 @@ class Recorder(DoublingServable):
 def outcomes(servable: Recorder, runner: BatchRunner, *values: Any) -> list[Any]:
     """Lists, or the texts of errors."""
     requests = [value if isinstance(value, Asked) else Asked([np.array(value)]) for value in values]
-    found = runner.run(servable, requests)
-    later = [index for index, outcome in enumerate(found) if isinstance(outcome, Postponed)]
-    again = runner.run(servable, [requests[index] for index in later], apart=True)
-    for index, outcome in zip(later, again, strict=True):
-        found[index] = outcome
-    return [_plain(outcome) for outcome in found]
+    return [_plain(outcome) for outcome in runner.run(servable, requests)]
 
 
 def _plain(outcome: Outcome) -> Any:
-    assert not isinstance(outcome, Postponed)
     return str(outcome) if isinstance(outcome, Exception) else outcome and outcome[0].tolist()
 
 
@@ -115,20 +109,6 @@ def test_a_bad_id_that_nobody_knows_fails_nobody_else() -> None:
     found = outcomes(servable, make_runner(), *requests)
     assert found == [f"ids go from 100 to 100" if x == 100 else [2 * x] for (x,) in requests]  # noqa: F541
     assert len(servable.runs) <= 9, "in halves, not one after the other"
-
-
-def test_ids_beyond_those_that_were_answered_run_apart() -> None:
-    servable, runner = Recorder(), make_runner()
-    outcomes(servable, runner, [0], [50])
-    servable.runs.clear()
-    assert outcomes(servable, runner, [1], [100], [50], [2]) == [[2], "ids go from 100 to 100", [100], [4]]
-    assert servable.runs == [[1, 50, 2], [100]]
-    servable.runs.clear()
-    outcomes(servable, runner, [1], [60], [2])
-    assert servable.runs == [[1, 2], [60]]
-    servable.runs.clear()
-    outcomes(servable, runner, [1], [60], [55])
-    assert servable.runs == [[1, 60, 55]], "what was answered once is known"
 
 
 def test_what_is_no_fault_of_a_request_is_not_tried_again() -> None:

@@ -23,7 +23,7 @@ from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.security import SecuritySettings
 from tpuembed_serving.core.servable import LoadedVersion
 from tpuembed_serving.core.status import StatusError
-from tpuembed_serving.grpc.open_inference import STREAMS, UNSUPPORTED, GrpcInfer
+from tpuembed_serving.grpc.open_inference import GrpcInfer
 from tpuembed_serving.grpc.open_inference_messages import SERVICE, message
 from tpuembed_serving.grpc.server import GrpcServer
 from tpuembed_serving.open_inference.tensors import DTYPES
@@ -189,11 +189,8 @@ async def running(
 
         async def call(name: str, data: bytes = b"", key: str | None = None, seconds: float = 30) -> bytes:
             metadata = [] if key is None else [("x-api-key", key)]
-            method = channel.stream_stream if name in STREAMS else channel.unary_unary
-            if name in STREAMS:
-                async for _ in method(f"/{SERVICE}/{name}")(iter([data]), metadata=metadata, timeout=seconds):
-                    pass
-            return bytes(await method(f"/{SERVICE}/{name}")(data, metadata=metadata, timeout=seconds))
+            method = channel.unary_unary(f"/{SERVICE}/{name}")
+            return bytes(await method(data, metadata=metadata, timeout=seconds))
 
         async with asyncio.timeout(30):
             while wait and not app.repository.ready:
@@ -226,17 +223,13 @@ def test_every_method_needs_a_key(tmp_path: Path) -> None:
         (tmp_path / "keys").write_text(KEY)
         security = SecuritySettings(api_keys=ApiKeys.read(tmp_path / "keys"))
         async with running(tmp_path, security=security) as call:
-            names = {**METHODS, **dict.fromkeys((*UNSUPPORTED, *STREAMS), b"")}
             return {
                 name: [await code_of(call, name, data, key=key) for key in (None, KEY[:-1], KEY)]
-                for name, data in names.items()
+                for name, data in METHODS.items()
             }
 
     no = "UNAUTHENTICATED"
-    assert asyncio.run(ask()) == {
-        **{name: [no, no, "OK"] for name in METHODS},
-        **{name: [no, no, "UNIMPLEMENTED"] for name in (*UNSUPPORTED, *STREAMS)},
-    }
+    assert asyncio.run(ask()) == {name: [no, no, "OK"] for name in METHODS}
 
 
 def test_a_server_that_loads_is_live_and_not_ready(tmp_path: Path) -> None:

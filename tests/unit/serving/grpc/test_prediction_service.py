@@ -10,7 +10,7 @@ from tensorflow.core.framework import types_pb2
 from tensorflow_serving.apis import predict_pb2
 
 from tpuembed_serving.core.servable import Signature, TensorInfo
-from tpuembed_serving.grpc.inputs import int64_columns
+from tpuembed_serving.grpc.prediction_service import int64_columns
 
 NAMES = ("a", "b", "c")
 INT64S = Signature(

@@ -14,7 +14,7 @@ from tests.support.serving.doubles import signature
 from tpuembed_serving.core.pipeline import INLINE_BYTES, MemoryBudget, Pipeline, Task
 from tpuembed_serving.core.servable import LoadedVersion, State, VersionStatus
 from tpuembed_serving.core.service import ModelService, ModelSpec
-from tpuembed_serving.core.status import Code, MustAskError, StatusError
+from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.grpc.prediction_service import GrpcPredict
 from tpuembed_serving.open_inference.metadata import is_ready, model_metadata
 from tpuembed_serving.tf_serving.proxy import RemoteExecutor, RemoteModels, RemoteServable, TensorFlowServing
@@ -65,7 +65,7 @@ class Changing(TensorFlowServing):
 
     def __init__(self) -> None:
         super().__init__("host:1")
-        self.polls, self.newest, self.signature = 0, 1, SIGNATURE
+        self.polls, self.newest, self.signature, self.labelled = 0, 1, SIGNATURE, 1
 
     def states(self) -> Any:
         return self
@@ -78,7 +78,7 @@ class Changing(TensorFlowServing):
         return [VersionStatus(self.newest, State.AVAILABLE, None)]
 
     def definitions(self, _: str, version: int | None, __: str = "") -> tuple[int | None, Any]:
-        return version, ({"f": self.signature}, {})
+        return version or self.labelled, ({"f": self.signature}, {})
 
     async def run(self, *_: Any) -> list[Any]:
         return [np.array(b"x-1")]
@@ -160,7 +160,7 @@ def test_a_version_that_one_replica_lacks_is_not_available(monkeypatch: pytest.M
 def test_a_label_is_asked_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop waited for a server that hung, and no health check was answered."""
     server = Changing()
-    models, executor = RemoteModels(["m"], server, 0.01), RemoteExecutor(server, 10, 9)
+    models, executor = RemoteModels(["m"], server, 10), RemoteExecutor(server, 10, 9)
     definitions, threads, gate = server.definitions, list[str](), threading.Event()
 
     def asked(name: str, version: int | None, label: str = "") -> Any:
@@ -199,7 +199,7 @@ def test_a_label_is_asked_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
     models.wait_for_first_poll(lambda: False)
     asyncio.run(scenario())
     assert models.labels() == {"m": {"stable": 1, "canary": 1, "beta": 1}}
-    assert {name.partition("_")[0] for name in threads} <= {"ask", "remote-models"}
+    assert threading.main_thread().name not in threads
     models.stop()
     pipeline.close()
 
@@ -207,7 +207,7 @@ def test_a_label_is_asked_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
 def test_requests_that_wait_for_a_label_too_long_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory was reserved until the other server had answered the asks of all of them."""
     server, gate = Changing(), threading.Event()
-    models, executor = RemoteModels(["m"], server, 0.01), RemoteExecutor(server, 10, 9)
+    models, executor = RemoteModels(["m"], server, 10), RemoteExecutor(server, 10, 9)
     definitions, asked = server.definitions, list[str]()
 
     def hang(name: str, version: int | None, label: str = "") -> Any:
@@ -242,30 +242,16 @@ def test_requests_that_wait_for_a_label_too_long_leave_nothing(monkeypatch: pyte
     pipeline.close()
 
 
-def test_a_label_stays_while_the_other_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_label_is_asked_for_again_after_each_poll() -> None:
     server = Changing()
-    models, definitions = RemoteModels(["m"], server, 0.01), server.definitions
-    error = StatusError(Code.DEADLINE_EXCEEDED, "has not answered")
-    asked = list[str]()
-
-    def answer(name: str, version: int | None, label: str = "") -> Any:
-        if label:
-            asked.append(label)
-            raise error
-        return definitions(name, version)
-
+    models = RemoteModels(["m"], server, 0.01)
     models.start()
     models.wait_for_first_poll(lambda: False)
-    for label in ("one", "two"):
-        with pytest.raises(MustAskError) as raised, models.lease("m", None, label):
-            pass
-        monkeypatch.setattr(server, "definitions", lambda name, version, _="": (1, definitions(name, version)[1]))
-        raised.value.ask()
-    monkeypatch.setattr(server, "definitions", answer)
-    wait_for_polls(server)
-    assert set(asked) == {"one"}, "the poll waited for each label"
-    assert models.labels() == {"m": {"one": 1, "two": 1}}
-    error = StatusError(Code.INVALID_ARGUMENT, "no such label")
-    wait_for_polls(server)
+    for version in (1, 2):
+        server.labelled = server.newest = version
+        wait_for_polls(server)
+        with models.lease("m", None, "stable") as loaded:
+            assert loaded.version == version
+    time.sleep(0.02)
     assert models.labels() == {"m": {}}
     models.stop()
