@@ -8,11 +8,11 @@ import pytest
 
 from tests.support.export.overlays import overlays_of_any_size
 from tests.support.layer.branches import ROWS, make, make_in_sparse_cores, restore, rows_of, step, write_save
-from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import TPUEmbedding, compact_version, export_model, export_saved_model
 from tpuembed.export.report import ExportReport
 from tpuembed.manifest import Manifest
 from tpuembed.saved_model.stack_rows import StackRows
+from tpuembed.testing import simulated_tpu
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 

@@ -36,6 +36,7 @@ def _public_names(module: str) -> list[str]:
         "tpuembed/checkpoint/tools/__init__.py",
         "tpuembed/export/__init__.py",
         "tpuembed/sizing/__init__.py",
+        "tpuembed/testing/__init__.py",
         "serving/tpuembed_serving/__init__.py",
     ],
 )

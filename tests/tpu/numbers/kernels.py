@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from tensorflow.python.tpu.ops import gen_xla_ops
 
-from tests.support.simulated_tpu.host_ops import HostOps
-from tests.support.simulated_tpu.sparse_core_ops import SparseCoreOps
+from tpuembed.testing.host_ops import HostOps
+from tpuembed.testing.sparse_core_ops import SparseCoreOps
 
 __all__ = ["LiveOps", "calls", "same_bits"]
 

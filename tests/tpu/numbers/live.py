@@ -23,11 +23,10 @@ from tensorflow.python.tpu.ops import gen_xla_ops
 
 from tests.support.layer.simulated import EXAMPLES, Array, Ids, inputs
 from tests.support.layer.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
-from tests.support.simulated_tpu import simulation
-from tests.support.simulated_tpu.simulation import simulated_tpu
 from tests.tpu.numbers import kernels
 from tpuembed import SGD
 from tpuembed.backends.stack_ids import ids_with_room
+from tpuembed.testing import simulated_tpu, simulation
 
 __all__ = ["CHECKS"]
 

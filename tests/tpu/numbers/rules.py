@@ -8,10 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 import tpuembed.config
-from tests.support.simulated_tpu import optimizer_rules
 from tests.tpu.numbers.hyper_parameters import SLOTS, Rule, arguments
 from tpuembed.backends import row_optimizers
 from tpuembed.config import Optimizer
+from tpuembed.testing import optimizer_rules
 
 __all__ = ["TOLERANCE", "assert_same", "inputs", "layers", "simulators"]
 

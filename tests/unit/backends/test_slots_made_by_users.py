@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 from tests.support.fake_tpu import fake_tpu
-from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import Adagrad, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError
+from tpuembed.testing import simulated_tpu
 
 HARDWARE = ("V1", "V2", "UNSUPPORTED")
 EXAMPLES = 16

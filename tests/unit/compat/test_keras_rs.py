@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from tests.support.fake_tpu import fake_tpu
 from tests.support.messages import refused
-from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import SGD, export_saved_model
 from tpuembed.compat.keras_rs import DistributedEmbedding, FeatureConfig, TableConfig
 from tpuembed.errors import ConfigError
+from tpuembed.testing import simulated_tpu
 
 BATCH, DIM = 4, 2
 ROWS = np.arange(20, dtype=np.float32).reshape(10, DIM) + 1

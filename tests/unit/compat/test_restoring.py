@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tests.support.goldens import read_golden
 from tests.support.messages import refused
-from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import (
     Adagrad,
     FeatureConfig,
@@ -22,6 +21,7 @@ from tpuembed import (
 )
 from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, UnknownTableError
+from tpuembed.testing import simulated_tpu
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The 'warn' function is deprecated:DeprecationWarning"),

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tpuembed.testing
 from tests.support.layer.models import OPTIMIZERS
 from tests.support.messages import refused
-from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import SGD, FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
 from tpuembed.backends.tf_config import SavedNode
 from tpuembed.checkpoint.tools import describe_checkpoint
@@ -410,7 +410,7 @@ def test_a_history_knows_the_points_that_it_passed() -> None:
 
 
 def test_replicated_tables_on_simulated_tpus_are_tracked() -> None:
-    with simulated_tpu(replicas=2, feature="UNSUPPORTED") as strategy:
+    with tpuembed.testing.simulated_tpu(replicas=2, feature="UNSUPPORTED") as strategy:
         with strategy.scope():
             layer = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "a")), "adam", track_rows=True)
 

@@ -12,11 +12,11 @@ from tests.support.fake_tpu import fake_tpu
 from tests.support.layer.models import OPTIMIZERS
 from tests.support.layer.simulated_training import Model, batches, state, train
 from tests.support.messages import refused
-from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import Adam, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.backends import accelerator
 from tpuembed.errors import ConfigError
 from tpuembed.live.tables import live_checkpoint
+from tpuembed.testing import simulated_tpu
 
 NOT_IN_SPARSE_CORES = {"ftrl from zero", "sgd, clipped and decayed", "adagrad, clipped and decayed", "adam, every row"}
 Array = np.ndarray[Any, Any]

@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError
+from tpuembed.testing import simulated_tpu
 
 ROWS, DIM = 40, 3
 Array = np.ndarray[Any, Any]

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from tests.support.layer.simulated import EXAMPLES
 from tests.support.messages import refused
-from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
 from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, ConfigError
+from tpuembed.testing import simulated_tpu
 
 TABLES = {
     "user": TableConfig(50, 4, "users", combiner="sum"),

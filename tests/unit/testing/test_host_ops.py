@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.simulated_tpu.host_ops import HostOps
+from tpuembed.testing.host_ops import HostOps
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "sparse_core_ops"
 CALLS: list[dict[str, Any]] = json.loads((GOLDEN / "truth.json").read_text())["calls"]

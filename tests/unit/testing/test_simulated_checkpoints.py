@@ -14,10 +14,10 @@ from tests.support.checkpoint.bundles import save
 from tests.support.layer.simulated import EXAMPLES, Array, Ids, random_ids
 from tests.support.layer.simulated_training import Model, batches, state, train
 from tests.support.messages import refused
-from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import FTRL, SGD, AdagradMomentum, FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from tpuembed.testing import simulated_tpu
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The 'warn' function is deprecated:DeprecationWarning"

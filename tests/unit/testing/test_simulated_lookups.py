@@ -9,8 +9,10 @@ import tensorflow as tf
 
 from tests.support.layer.simulated import EXAMPLES, Array, Ids, inputs, make_layer
 from tests.support.layer.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
-from tests.support.simulated_tpu.simulation import simulated_tpu
+from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed.errors import ConfigError
+from tpuembed.testing import simulated_tpu
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The 'warn' function is deprecated:DeprecationWarning"
@@ -170,6 +172,24 @@ def test_tensorflows_own_class_and_an_id_outside_of_its_stack(bad: int) -> None:
             np.testing.assert_array_equal(of_replica, np.ones((EXAMPLES, 8)))
         with pytest.raises(tf.errors.InvalidArgumentError, match="outside the stack"):
             strategy.run(lambda: theirs(tf.fill([EXAMPLES], bad)))
+
+
+def test_what_is_not_simulated_is_refused() -> None:
+    with refused(ConfigError, match="'V1'"), simulated_tpu("V1"):
+        pass
+    for wrong in ({"replicas": 3}, {"sparse_cores": 0}):
+        with refused(ConfigError), simulated_tpu(**wrong):  # type: ignore[arg-type]
+            pass
+    with simulated_tpu() as strategy:
+        with refused(ConfigError):
+            strategy.run(lambda: None, options=tf.distribute.RunOptions())
+        with refused(ConfigError, match=r"tf\.function"):
+            tf.function(lambda: strategy.run(lambda: None))()
+        with strategy.scope():
+            features = FeatureConfig(TableConfig(9, 4, "t"), output_shape=(EXAMPLES,))
+            layer = TPUEmbedding(features, "sgd", pipeline_execution_with_tensor_core=True)
+        with refused(ConfigError, match="pipeline_execution_with_tensor_core"):
+            strategy.run(lambda: layer(tf.zeros(EXAMPLES, tf.int64)))
 
 
 @pytest.mark.parametrize("policy", ["zeros", 5])

@@ -15,9 +15,9 @@ from tests.support.layer.models import OPTIMIZERS
 from tests.support.layer.simulated import EXAMPLES, Array, Ids
 from tests.support.layer.simulated_training import Model, batches, state, train
 from tests.support.messages import refused
-from tests.support.simulated_tpu.simulation import simulated_tpu
 from tpuembed import SGD, Adagrad, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import ConfigError, TrainingError
+from tpuembed.testing import simulated_tpu
 
 REFUSED = {"ftrl from zero", "sgd, clipped and decayed", "adagrad, clipped and decayed", "adam, every row"}
 """Optimizers that SparseCores do not have."""

@@ -12,8 +12,9 @@ from typing import Any, Final, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tests.support.simulated_tpu import optimizer_rules
-from tests.support.simulated_tpu.host_ops import HostOps, aligned, check
+from tpuembed.errors import ConfigError
+from tpuembed.testing import optimizer_rules
+from tpuembed.testing.host_ops import HostOps, aligned, check
 
 __all__ = ["Exchange", "SparseCoreOps"]
 
@@ -81,7 +82,8 @@ class SparseCoreOps(HostOps):
         **_: Any,
     ) -> Any:
         """Return the activations [input_size, width]: sums of gain times row."""
-        assert not quantization_config_num_buckets, f"table {table_name!r}: quantization_config is not simulated"
+        if quantization_config_num_buckets:
+            raise ConfigError(f"table {table_name!r}: quantization_config cannot be simulated. Drop it.")
         buffer = row_pointers, sorted_sample_ids, sorted_token_ids, sorted_gains
         ids = self._unpack(buffer, int(num_minibatches_per_physical_sparse_core))
         table = self._exchange(self._whole, embedding_table.read_value().numpy())

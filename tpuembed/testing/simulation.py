@@ -13,9 +13,10 @@ import tensorflow as tf
 from tensorflow.python.distribute import mirrored_run
 from tensorflow.python.tpu import tpu_embedding_v3
 
-from tests.support.simulated_tpu.sparse_core_ops import SparseCoreOps
-from tests.support.simulated_tpu.topology import HOST, FakeCluster
 from tpuembed.backends import accelerator
+from tpuembed.errors import ConfigError
+from tpuembed.testing.sparse_core_ops import SparseCoreOps
+from tpuembed.testing.topology import HOST, FakeCluster
 
 __all__ = ["SimulatedTPUStrategy", "simulated_tpu"]
 
@@ -46,11 +47,19 @@ class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
         kwargs: Mapping[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Run `fn` in every replica, with its values of `args` and `kwargs`."""
-        assert tf.executing_eagerly(), (
-            "numpy cannot compute in a tf.function: call it outside, or with run_eagerly=True"
-        )
-        assert options is None, "options are for compilers"
+        """Run `fn` in every replica, with its values of `args` and `kwargs`.
+
+        Raises:
+            ConfigError: called in a tf.function, where numpy cannot compute, or called with `options`, which are for
+                compilers.
+        """
+        if not tf.executing_eagerly():
+            raise ConfigError(
+                "simulated_tpu: steps run eagerly only. Call strategy.run outside tf.function, or compile the model with "
+                "run_eagerly=True."
+            )
+        if options is not None:
+            raise ConfigError("simulated_tpu: strategy.run takes no options here. Call it without.")
         return mirrored_run._call_for_each_replica(
             self, getattr(fn, "python_function", fn), tuple(args), dict(kwargs or {})
         )
@@ -65,8 +74,15 @@ def simulated_tpu(feature: str = "V2", replicas: int = 1, sparse_cores: int = 4)
         feature: V2 for TPUs with SparseCores (v5p, v6e), UNSUPPORTED for TPUs without embedding hardware (v5e).
         replicas: TPU chips, a power of two.
         sparse_cores: SparseCores of each chip, a power of two: 4 for v5p, 2 for v6e.
+
+    Raises:
+        ConfigError: an argument cannot be simulated.
     """
-    assert feature in ("V2", "UNSUPPORTED")
+    if feature not in ("V2", "UNSUPPORTED"):
+        raise ConfigError(f"simulated_tpu: feature must be V2 or UNSUPPORTED, got {feature!r}")
+    for name, number in (("replicas", replicas), ("sparse_cores", sparse_cores)):
+        if number < 1 or number & (number - 1):
+            raise ConfigError(f"simulated_tpu: {name} must be a power of two, as SparseCores need, got {number!r}")
     strategy = SimulatedTPUStrategy(feature, replicas, sparse_cores)
     with contextlib.ExitStack() as patches:
         for target, name, replacement in _patches(replicas, sparse_cores):
@@ -111,7 +127,10 @@ class _NoPipelining:
     """Replaces the context that marks ops to overlap with the next step."""
 
     def __init__(self, mode: str, enable: bool) -> None:
-        assert not enable, f"pipeline_execution_with_tensor_core ({mode}) is not simulated"
+        if enable:
+            raise ConfigError(
+                f"simulated_tpu: pipeline_execution_with_tensor_core ({mode}) is not supported. Build the layer without it."
+            )
 
     def Enter(self) -> None:  # noqa: N802 - as TensorFlow calls it
         """Do nothing."""
