@@ -143,6 +143,28 @@ def test_a_restart_downloads_nothing_and_works_without_the_store(
 
 
 @pytest.mark.nightly
+def test_of_an_overlay_only_the_changed_rows_are_downloaded(
+    proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path
+) -> None:
+    tables = export(tmp_path, 1)
+    publish(store, bucket, tmp_path, 1)
+    with start(bucket, tmp_path) as server:
+        server.wait_for(1)
+        tables["b"][[0, ROWS - 1]] += 1
+        write_checkpoint(tmp_path / "ckpt-2", tables)
+        export_saved_model(
+            tmp_path / "ckpt-2", tmp_path / "m", serving_config=CONFIG, layout="mmap", base="latest", workers=1
+        )
+        publish(store, bucket, tmp_path, 2)
+        server.wait_for(2)
+        assert_answers(server, tables)
+    sizes = {f"m/2/{path.relative_to(tmp_path / 'm/2')}": path.stat().st_size for path in (tmp_path / "m/2").rglob("*")}
+    got = {request.key for request in proxy.requests if request.method == "GET"} & sizes.keys()
+    assert {sizes.pop(key) for key in sizes.keys() - got} >= {ROWS * 64, ROWS * 32}, "of both tables"
+    assert max(sizes.values()) < ROWS * 32
+
+
+@pytest.mark.nightly
 def test_one_changed_byte_in_the_store(proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path) -> None:
     first = export(tmp_path, 1)
     publish(store, bucket, tmp_path, 1)

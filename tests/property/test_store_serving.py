@@ -7,9 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
@@ -20,47 +18,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.support.serving.doubles import export_files
 from tests.support.stores import GcsStub
 from tpuembed.files import as_path, remote
-from tpuembed.manifest import MANIFEST_PATH, FileEntry, FromActivations, Manifest, Packing, StackEntry, TableEntry
+from tpuembed.manifest import MANIFEST_PATH
 from tpuembed_serving.core.servable import Servable, State
 from tpuembed_serving.models import stores
 from tpuembed_serving.models.model import ServedModel
 from tpuembed_serving.models.stores import Puller
 from tpuembed_serving.settings import ModelSettings
 
-DATA = "variables/variables.data-00000-of-00001"
-INDEX = "variables/variables.index"
 VERSIONS = st.integers(1, 3)
-ROWS = 50
-
-
-def export(token: int, scratch: Path) -> dict[str, bytes]:
-    """Files of an export, all of which tell `token`; the larger one is equal for tokens of one parity."""
-    shared = np.full((ROWS, 4), token % 2, np.float32).tobytes()
-    files = {
-        "saved_model.pb": b"graph %d" % token,
-        INDEX: b"index %d" % token,
-        DATA: shared,
-        "assets/token": b"%d" % token,
-    }
-    stack = StackEntry(
-        name="s", key="s", rows=ROWS, dim=4, storage="float32", file=DATA, offset=0, size=len(shared),
-        crc32c=google_crc32c.value(shared),
-    )  # fmt: skip
-    entries = {name: FileEntry(size=len(data), crc32c=google_crc32c.value(data)) for name, data in files.items()}
-    Manifest(
-        packing=Packing(left_out="none"),
-        from_activations=FromActivations(left_out="none"),
-        tool_version="0",
-        source={},
-        layout="variables",
-        tables=(TableEntry(name="t", rows=ROWS, dim=4, dtype="float32", stack="s", row_offset=0),),
-        stacks=(stack,),
-        signatures={},
-        files={name: entry for name, entry in entries.items() if name != DATA},
-    ).write(scratch)
-    return {str(MANIFEST_PATH): (scratch / MANIFEST_PATH).read_bytes(), **files}
 
 
 class _Loaded:
@@ -125,7 +93,7 @@ class Machine(RuleBasedStateMachine):
     @rule(version=VERSIONS, files=st.integers(1, 5))
     def publish(self, version: int, files: int) -> None:
         """All files of a new version, or the first ones of an export that is still being copied."""
-        content = export(next(self.tokens), self.folder / "scratch")
+        content = export_files(next(self.tokens), self.folder / "scratch")
         self.published.setdefault(version, []).append(content)
         for name in [*content][:files]:
             self.stub.objects[self.key(version, name)] = content[name]

@@ -4,6 +4,7 @@ CACHE/.lock                    held by the server that downloads into it
 CACHE/NAME-HASH/url            the store's URL
 CACHE/NAME-HASH/state.json     which versions are here, and why others are not
 CACHE/NAME-HASH/3-DIGEST/3/    a version, as it is in the store; it appears by one rename
+CACHE/NAME-HASH/3-DIGEST/objects.json    size and ETag of each of its objects, so that other versions can share its files
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.policies import VersionPolicy
 from tpuembed_serving.models.verification import verify_checksums
-from tpuembed_serving.models.versions import Identity, parse_version
+from tpuembed_serving.models.versions import Identity, is_free, parse_version
 from tpuembed_serving.settings import ModelSettings
 
 __all__ = ["Puller", "StoreFolder"]
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _STATE_FILE: Final = "state.json"
 _URL_FILE: Final = "url"
+_OBJECTS_FILE: Final = "objects.json"
 _SUCCESS_FILE: Final = "_SUCCESS"
 """An object that the writer of a version creates last. It says that the version is complete."""
 _QUIET_POLLS: Final = 2
@@ -309,10 +311,8 @@ class _Store:
     def _find_copies(self) -> dict[int, Path]:
         """Return the versions that the server before has left. Of two copies of one version, the newer one."""
         entries = [path for path in self.place.iterdir() if _ENTRY.fullmatch(path.name)]
-        found = [
-            (int(path.name.rpartition("-")[0]), path)
-            for path in sorted(entries, key=lambda one: one.stat().st_mtime_ns)
-        ]
+        entries.sort(key=lambda one: one.stat().st_mtime_ns)
+        found = [(int(path.name.rpartition("-")[0]), path) for path in entries]
         return {number: path for number, path in found if self._is_whole(number, path)}
 
     def _list(self) -> dict[int, str]:
@@ -321,9 +321,8 @@ class _Store:
         found = {number: name for name in names if (number := parse_version(name)) is not None}
         if not found and (self.url / GRAPH_FILE).is_file():
             where = f"Give the URL of its parent, {self.url.parent}" if self.url.key else ""
-            raise ConfigError(
-                f"{self.url} contains {GRAPH_FILE}, so it is one version, not a folder of versions (1/, 2/, ...). {where}"
-            )
+            text = f"{self.url} contains {GRAPH_FILE}, so it is one version, not a folder of versions (1/, 2/, ...)"
+            raise ConfigError(f"{text}. {where}")
         return found
 
     def _is_whole(self, number: int, place: Path) -> bool:
@@ -357,8 +356,7 @@ class _Store:
         if seen.fault is not None and time.monotonic() < seen.retry_at:
             raise seen.fault
         try:
-            _check_complete(number, url, objects, seen.polls)
-            self._pull(number, url, objects, target)
+            self._pull(number, url, objects, seen, target)
         except StatusError as error:
             if error.code is Code.DATA_LOSS:
                 text = f"{error.message.rstrip('.')}. Retried in {_RETRY_SECONDS:g} s, or when its objects change"
@@ -371,24 +369,47 @@ class _Store:
         self._proven.add(target)
         return target
 
-    def _pull(self, number: int, url: UrlPath, objects: Mapping[str, FileVersion], target: Path) -> None:
-        """Download a version into a folder with a temporary name, compare it with its manifest, and rename it."""
-        size = sum(one.size for one in objects.values())
+    def _cached(self, objects: Mapping[str, FileVersion], names: Collection[str]) -> dict[str, Path]:
+        """Return the files of proven copies that have the size and the ETag of an object in `names`, by its name.
+
+        Their own names may differ: an overlay has other names for the files of its base.
+        """
+        files: dict[FileVersion, Path] = {}
+        for copy in self._proven:
+            with contextlib.suppress(OSError, ValueError):  # the copy is gone, or its list is missing or damaged
+                known = json.loads((copy / _OBJECTS_FILE).read_text(encoding="utf-8"))
+                files |= {FileVersion(size, tag): copy / name for name, (size, tag) in known.items() if tag}
+        return {name: files[objects[name]] for name in names if objects[name] in files}
+
+    def _pull(self, number: int, url: UrlPath, objects: Mapping[str, FileVersion], seen: _Seen, target: Path) -> None:
+        """Bring a version into a folder with a temporary name, compare it with its manifest, and rename it.
+
+        Files that the cache has are hard links, unless a try before has failed: one of them may have been the damaged one.
+        """
+        names = _check_complete(number, url, objects, seen.polls)
+        linked = self._cached(objects, names) if seen.fault is None else {}
+        size = sum(one.size for name, one in objects.items() if name not in linked)
         needed, free = int(size * _ROOM), shutil.disk_usage(self.place).free
         if free < needed:
             text = f"it needs {needed} bytes ({size} and a tenth), and {self.place} has {free} bytes free. Free some"
             raise StatusError(Code.RESOURCE_EXHAUSTED, f"version {number}: cannot be pulled: {text}")
         started = time.monotonic()
         fields = {"model": self.users, "version": number, "bytes": size}
-        text = "pulling %s version %d from %s: %d files, %d bytes"
-        logger.info(text, self.users, number, url, len(objects), size, extra={"fields": fields})
+        text = "pulling %s version %d from %s: %d files, %d of them linked from the cache, and %d bytes"
+        logger.info(text, self.users, number, url, len(objects), len(linked), size, extra={"fields": fields})
         part = self.place / f".pulling-{secrets.token_hex(8)}"
         folder = part / str(number)
         try:
             folder.mkdir(parents=True)
             for name, one in sorted(objects.items()):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                if name in linked:
+                    with contextlib.suppress(OSError):  # the disk allows no more links: it is downloaded
+                        os.link(linked[name], folder / name)
+                        continue
                 self._download(url / name, one, folder / name)
+            known = {f"{number}/{name}": dataclasses.astuple(one) for name, one in objects.items()}
+            (part / _OBJECTS_FILE).write_text(json.dumps(known), encoding="utf-8")
             verify_checksums(folder, self._stop_if_due)
             if _find_objects(number, url) != objects:
                 raise StatusError(Code.ABORTED, f"version {number}: its objects have changed while it was pulled")
@@ -437,9 +458,8 @@ class _Store:
     def _publish(self, faults: Mapping[int, StatusError | None], *, pulling: bool, error: str = "") -> None:
         """Write the state for the processes that load. A version whose fault is None is being downloaded or waits for that."""
         here = self._here or {}
-        waits = pulling or any(
-            isinstance(fault, _IncompleteError) and fault.code is Code.UNAVAILABLE for fault in faults.values()
-        )
+        incomplete = [fault for fault in faults.values() if isinstance(fault, _IncompleteError)]
+        waits = pulling or any(fault.code is Code.UNAVAILABLE for fault in incomplete)
         state = _State(
             settled=bool(here) or not waits or (self._state is not None and self._state.settled),
             error=error,
@@ -530,11 +550,11 @@ def _name_fault(name: str) -> str:
     return ""
 
 
-def _check_complete(number: int, url: UrlPath, objects: Mapping[str, FileVersion], quiet_polls: int) -> None:
+def _check_complete(number: int, url: UrlPath, objects: Mapping[str, FileVersion], quiet_polls: int) -> Collection[str]:
     """Check that a version is complete in its store: there is a graph, and each file that its manifest names, at its size.
 
-    The checksums are compared after the download. A version without a manifest needs the graph and an object `_SUCCESS`, or the
-    same objects at `_QUIET_POLLS` polls before this one.
+    Return the files whose checksums are compared after the download, but the graph. A version without a manifest has none. It needs
+    the graph and an object `_SUCCESS`, or the same objects at `_QUIET_POLLS` polls before this one.
 
     Raises:
         StatusError: it is not, or its manifest is none (DATA_LOSS).
@@ -551,10 +571,9 @@ def _check_complete(number: int, url: UrlPath, objects: Mapping[str, FileVersion
         if _SUCCESS_FILE not in objects and quiet_polls < _QUIET_POLLS:
             text = f"{incomplete} its objects have to stay the same for two polls"
             raise _IncompleteError(Code.UNAVAILABLE, text)
-        return
-    sizes = {
-        file: entry.size for file, entry in manifest.files.items() if file != str(GRAPH_FILE)
-    } | manifest.table_files()
+        return ()
+    sizes = {file: entry.size for file, entry in manifest.files.items()} | manifest.table_files()
+    sizes.pop(str(GRAPH_FILE), None)  # its bytes depend on its folder
     if missing := sorted(sizes.keys() - objects.keys()):
         text = f"{incomplete} {first_few(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         raise _IncompleteError(Code.NOT_FOUND, text)
@@ -562,6 +581,7 @@ def _check_complete(number: int, url: UrlPath, objects: Mapping[str, FileVersion
         if objects[file].size != size:
             text = f"{incomplete} {file} has {objects[file].size} bytes, but the manifest has {size}"
             raise _IncompleteError(Code.NOT_FOUND, text)
+    return [file for file in sizes if not is_free(file)]
 
 
 def _fault_of(number: int, error: Exception) -> StatusError:

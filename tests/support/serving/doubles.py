@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import ml_dtypes  # noqa: F401 - gives numpy the dtype bfloat16
 import numpy as np
 
+from tpuembed.manifest import MANIFEST_PATH, FileEntry, FromActivations, Manifest, Packing, StackEntry, TableEntry
 from tpuembed_serving.core.servable import Array, Merging, Servable, Signature, TensorInfo
 
 NUMPY = {"float": "float32", "double": "float64", "string": "object", "half": "float16"}
@@ -113,3 +115,32 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s"
         time.sleep(0.005)
+
+
+def export_files(token: int, scratch: Path, table: str = "variables/variables.data-00000-of-00001") -> dict[str, bytes]:
+    """Files of an export, all of which tell `token`; `table`, the larger one, is equal for tokens of one parity."""
+    rows = 50
+    shared = np.full((rows, 4), token % 2, np.float32).tobytes()
+    files = {
+        "saved_model.pb": b"graph %d" % token,
+        "variables/variables.index": b"index %d" % token,
+        table: shared,
+        "assets/token": b"%d" % token,
+    }
+    stack = StackEntry(
+        name="s", key="s", rows=rows, dim=4, storage="float32", file=table, offset=0, size=len(shared),
+        crc32c=google_crc32c.value(shared),
+    )  # fmt: skip
+    entries = {name: FileEntry(size=len(data), crc32c=google_crc32c.value(data)) for name, data in files.items()}
+    Manifest(
+        packing=Packing(left_out="none"),
+        from_activations=FromActivations(left_out="none"),
+        tool_version="0",
+        source={},
+        layout="variables",
+        tables=(TableEntry(name="t", rows=rows, dim=4, dtype="float32", stack="s", row_offset=0),),
+        stacks=(stack,),
+        signatures={},
+        files={name: entry for name, entry in entries.items() if name != table},
+    ).write(scratch)
+    return {str(MANIFEST_PATH): (scratch / MANIFEST_PATH).read_bytes(), **files}

@@ -1,6 +1,7 @@
 """Versions are pulled whole or not at all, from moto's S3, which misbehaves."""
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 
 from tests.support.messages import refused, said
-from tests.support.serving.doubles import FakeLoader
+from tests.support.serving.doubles import FakeLoader, export_files
 from tests.support.stores import S3, S3Proxy, S3Request, moto_server
 from tpuembed.errors import ServingError
-from tpuembed.files import as_path, remote
+from tpuembed.files import FileVersion, UrlPath, as_path, listing, remote
+from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest
 from tpuembed_serving.core.servable import State
 from tpuembed_serving.models import stores
 from tpuembed_serving.models.model import ServedModel
@@ -369,6 +371,165 @@ def test_a_damaged_copy_is_pulled_again_and_a_store_that_is_gone_takes_nothing_a
     world.start()
     world.poll()
     assert world.served() == [1]
+
+
+TABLE = "variables/variables.data-00000-of-00001"
+RENAMED = "variables/variables.data-00000-of-00002"
+
+
+def publish_export(world: World, version: int, token: int, table: str = TABLE) -> dict[str, bytes]:
+    """Tokens of one parity have equal tables."""
+    files = export_files(token, world.tmp_path / f"scratch-{token}", table)
+    world.publish(version, files)
+    return files
+
+
+def pulled(proxy: S3Proxy, version: int) -> set[str]:
+    start = f"m/{version}/"
+    return {one.key.removeprefix(start) for one in proxy.requests if one.method == "GET" and one.key.startswith(start)}
+
+
+def inode(world: World, version: int, table: str = TABLE) -> int:
+    (path,) = world.cache.glob(f"m-*/{version}-*/{version}/{table}")
+    return path.stat().st_ino
+
+
+@pytest.mark.parametrize("table", [TABLE, RENAMED], ids=["same name", "as in an overlay"])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_table_that_the_cache_has_is_linked(world: World, proxy: S3Proxy, table: str, restart: bool) -> None:
+    publish_export(world, 1, token=1)
+    world.poll()
+    before = inode(world, 1)
+    if restart:
+        world.start()
+    files = publish_export(world, 2, token=3, table=table)
+    world.poll()
+    assert (world.served(), world.folders(), inode(world, 2, table)) == ([2], ["2"], before)
+    assert pulled(proxy, 2) - {""} == files.keys() - {table}
+    assert {name: world.file(2, name) for name in files} == files
+    files = publish_export(world, 3, token=5)
+    world.poll()
+    assert (world.served(), inode(world, 3)) == ([3], before), "from a copy that has links itself"
+    assert {name: world.file(3, name) for name in files} == files
+
+
+def test_a_table_of_the_same_size_with_another_etag_is_downloaded(world: World, proxy: S3Proxy) -> None:
+    publish_export(world, 1, token=1)
+    world.poll()
+    files = publish_export(world, 2, token=2)
+    world.poll()
+    assert world.served() == [2]
+    assert TABLE in pulled(proxy, 2)
+    assert world.file(2, TABLE) == files[TABLE]
+
+
+def test_a_store_without_etags_links_nothing(world: World, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_tags(url: UrlPath) -> dict[str, FileVersion]:
+        return {key: FileVersion(one.size, "") for key, one in listing(url).items()}
+
+    monkeypatch.setattr(f"{stores.__name__}.listing", without_tags)
+    publish_export(world, 1, token=1)
+    world.poll()
+    publish_export(world, 2, token=3)
+    world.poll()
+    assert world.served() == [2]
+    assert TABLE in pulled(proxy, 2)
+
+
+def test_a_file_without_a_checksum_is_downloaded(world: World, proxy: S3Proxy) -> None:
+    """A link would bring damage that nothing finds: into a model of others, and into files that may be replaced."""
+    world.publish(1, whole())
+    world.poll()
+    world.publish(2, whole())
+    world.poll()
+    assert "data" in pulled(proxy, 2)
+    scratch = world.tmp_path / "scratch"
+    files = export_files(1, scratch) | {"assets.extra/requests": DATA, "assets/mine": DATA}
+    manifest = Manifest.read(scratch)
+    assert manifest is not None
+    entries = {**manifest.files, "assets.extra/requests": FileEntry(size=len(DATA), crc32c=0)}
+    dataclasses.replace(manifest, files=entries).write(scratch)
+    files[str(MANIFEST_PATH)] = (scratch / MANIFEST_PATH).read_bytes()
+    for version in (3, 4):
+        world.publish(version, files)
+        world.poll()
+    assert world.served() == [4]
+    linked = {TABLE, "assets/token", "variables/variables.index"}
+    assert pulled(proxy, 4) - {""} == files.keys() - linked
+
+
+def flip(world: World) -> None:
+    (path,) = world.cache.glob(f"m-*/1-*/1/{TABLE}")
+    path.write_bytes(b"\1" + path.read_bytes()[1:])
+
+
+def test_a_damaged_copy_is_not_linked(world: World, proxy: S3Proxy) -> None:
+    publish_export(world, 1, token=1)
+    world.poll()
+    flip(world)
+    world.start()
+    files = publish_export(world, 2, token=3)
+    world.poll()
+    assert world.served() == [2]
+    assert TABLE in pulled(proxy, 2)
+    assert world.file(2, TABLE) == files[TABLE]
+
+
+def test_a_copy_that_is_damaged_while_it_is_served(
+    world: World, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new version is refused, then downloaded without links."""
+    publish_export(world, 1, token=1)
+    world.poll()
+    flip(world)
+    files = publish_export(world, 2, token=3)
+    world.poll()
+    assert world.served() == [1]
+    assert TABLE not in pulled(proxy, 2)
+    assert f"{TABLE}, bytes [0, 800) of stack 's' have CRC32C" in world.fault(2)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    world.poll()
+    assert (world.served(), world.file(2, TABLE)) == ([2], files[TABLE])
+
+
+@pytest.mark.parametrize("objects", [None, b"", b"{]", b'{"a": [1]}'])
+def test_a_list_of_objects_that_is_missing_or_damaged(world: World, proxy: S3Proxy, objects: bytes | None) -> None:
+    publish_export(world, 1, token=1)
+    world.poll()
+    (path,) = world.cache.glob("m-*/1-*/objects.json")
+    path.unlink() if objects is None else path.write_bytes(objects)
+    publish_export(world, 2, token=3)
+    world.poll()
+    assert world.served() == [2]
+    assert TABLE in pulled(proxy, 2)
+
+
+def test_a_disk_without_links(world: World, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
+
+    monkeypatch.setattr(os, "link", refuse)
+    publish_export(world, 1, token=1)
+    world.poll()
+    publish_export(world, 2, token=3)
+    world.poll()
+    assert world.served() == [2]
+    assert TABLE in pulled(proxy, 2)
+
+
+def test_room_is_needed_only_for_what_is_downloaded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish_export(world, 1, token=1)
+    world.poll()
+    files = publish_export(world, 2, token=3)
+    needed = int(sum(len(data) for name, data in files.items() if name != TABLE) * 1.1)
+    usage = shutil.disk_usage(world.cache)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    world.poll()
+    assert f"it needs {needed} bytes" in world.fault(2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    world.poll()
+    assert world.served() == [2]
 
 
 def test_a_url_of_one_version(world: World) -> None:
