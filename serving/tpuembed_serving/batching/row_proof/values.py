@@ -153,6 +153,8 @@ class Kind(enum.Enum):
     LOWEST = "the lowest of all rows"
     HIGHEST = "the highest of all rows"
     HANDLE = "a variable or table"
+    LIST = "a list of tensors"
+    """Of which `element` is each. It is as long in every run."""
     MIXED = "mixed"
     """Anything."""
 
@@ -173,7 +175,8 @@ class Value:
         width: of ROWS of integers, their largest, or 0.
         fill: what stands behind the values of a row in an axis of a padded size.
         reason: of MIXED, why.
-        element: of HANDLE, what is in it.
+        element: of HANDLE and LIST, what is in it.
+        declared: of LIST, the shape that its tensors are said to have. A negative number leaves an axis open, None all of it.
     """
 
     kind: Kind
@@ -188,6 +191,7 @@ class Value:
     fill: Any = dataclasses.field(default=None, compare=False)
     reason: str = ""
     element: "Value | None" = None
+    declared: tuple[Size, ...] | None = None
 
     @property
     def is_padded(self) -> bool:

@@ -1,4 +1,4 @@
-"""Follows a signature's tensors through its graph, its functions and branches."""
+"""Follows a signature's tensors through its graph, its functions, branches and loops."""
 
 import dataclasses
 import graphlib
@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from tpuembed.manifest import LOOKUP_SCOPE
-from tpuembed_serving.batching.row_proof import elementwise, lookups, reductions, shapes
+from tpuembed_serving.batching.row_proof import elementwise, lookups, reductions, shapes, tensor_lists
 from tpuembed_serving.batching.row_proof.rules import OUTPUTS, RULES, NodeCall
 from tpuembed_serving.batching.row_proof.values import ROWS, Kind, MixedError, Size, Value, mixed, same
 
@@ -21,10 +21,11 @@ _LOOKUP: Final = re.compile(rf"(?:.*/)?{LOOKUP_SCOPE}(?:_\d+)?(?=/)")
 
 Each row of its outputs is looked up by the ids of that row, whatever stands beside or behind them: the layer's own contract.
 """
-_WITH_RULES: Final = (elementwise, lookups, reductions, shapes)
+_WITH_RULES: Final = (elementwise, lookups, reductions, shapes, tensor_lists)
 """Each of these modules adds its rules to RULES. An operation that is not in it mixes rows."""
 _CALLS: Final = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _BRANCHES: Final = frozenset({"If", "StatelessIf"})
+_LOOPS: Final = frozenset({"While", "StatelessWhile"})
 _EFFECTS: Final = ("Assert", "Assign", "LookupTableInsert", "LookupTableImport", "ResourceScatter")
 _SCALARS: Final = frozenset({"AddV2", "Cast", "Mul", "Sub"})
 """Operations that make a scalar of scalars."""
@@ -240,6 +241,8 @@ class _GraphWalk:
             return self.call(node.attr["f"].func.name, inputs)
         if node.op in _BRANCHES:
             return self._branch(node, inputs, places)
+        if node.op in _LOOPS:
+            return self._loop(node, inputs), ""
         first = next((value for value in inputs if value.kind is Kind.MIXED), None)
         if first is not None and node.op in ("Maximum", "Minimum"):
             return _bounded(node, *inputs), ""
@@ -282,7 +285,7 @@ class _GraphWalk:
             return self.call(names[0] if bool(condition.array) else names[1], arguments)
         if condition.kind is Kind.SAME:  # one of them, the same in every run
             (found, wrong), (other, other_wrong) = [self.call(name, arguments) for name in names]
-            joined = [_join(a, b, self.symbol) for a, b in zip(found, other, strict=True)]
+            joined = [_join(a, b, lambda _: self.symbol("s")) for a, b in zip(found, other, strict=True)]
             return joined, next((each for each in (wrong, other_wrong) if each not in ("", _FAILS)), "")
         good = 0 if condition.kind is Kind.EVERY else 1
         outcomes = []
@@ -293,6 +296,30 @@ class _GraphWalk:
         if outcomes[1 - good][1] != _FAILS:
             raise MixedError("which branch is taken depends on all rows")
         return outcomes[good]
+
+    def _loop(self, node: Any, inputs: Sequence[Value]) -> list[Value]:
+        """Return what holds of the tensors that a loop keeps, however often its body runs."""
+        state = [
+            dataclasses.replace(value, array=None, fill=None, sizes=value.sizes if value.kind is Kind.SIZE else None)
+            for value in inputs
+        ]
+        symbols: dict[tuple[int, int], Size] = {}
+
+        def varying(index: int) -> Callable[[int], Size]:
+            return lambda axis: symbols.setdefault((index, axis), self.symbol("s"))
+
+        for _ in range(6):
+            (condition,), wrong = self.call(node.attr["cond"].func.name, state)
+            if condition.kind is not Kind.SAME or condition.shape != ():
+                raise MixedError(condition.reason or "how often it runs depends on rows")
+            found, other = self.call(node.attr["body"].func.name, state)
+            if wrong or other:
+                raise MixedError(wrong or other)
+            joined = [_join(a, b, varying(index)) for index, (a, b) in enumerate(zip(state, found, strict=True))]
+            if joined == state:
+                return state
+            state = joined
+        raise MixedError("what it keeps changes its form")
 
     # ---- lookups of tpuembed
 
@@ -325,7 +352,7 @@ _Outputs = Sequence[Value] | Value
 def _hidden(body: _Body, name: str, found: Mapping[str, _Outputs]) -> str:
     """Why a node that others wait for may succeed or fail by what else is in a run; empty where it may not."""
     node = body.nodes.get(name)
-    if node is None or body.lookup(name) is not None or node.op in _CALLS | _BRANCHES:  # they are looked into
+    if node is None or body.lookup(name) is not None or node.op in _CALLS | _BRANCHES | _LOOPS:  # they are looked into
         return ""
     values = found.get(name, ())
     return next(
@@ -436,20 +463,22 @@ def _assertion(condition: Value) -> str:
     return f"what it asserts {condition.kind.value}"
 
 
-def _join(one: Value, other: Value, symbol: Callable[[str], Size]) -> Value:
-    """Return what is known of a tensor that is one of two, the same one in every run."""
+def _join(one: Value, other: Value, symbol: Callable[[int], Size]) -> Value:
+    """Return what is known of a tensor that is one of two, the same one in every run. `symbol` makes a size of an axis."""
     for value in (one, other):
         if value.kind is Kind.MIXED:
             return value
     if one == other:  # but for their values, which are not compared
         return dataclasses.replace(one, array=None, fill=None)
+    if one.kind is other.kind is Kind.LIST and None in (one.element, other.element) and one.declared == other.declared:
+        return one if other.element is None else other
     if one.kind is not other.kind or one.kind not in (Kind.SAME, Kind.ROWS) or one.axis != other.axis:
         return mixed(f"it is {one.kind.value} in one case, and {other.kind.value} in another")
     shape = None
     if one.shape is not None and other.shape is not None and one.rank == other.rank:
         pairs = list(zip(one.shape, other.shape, strict=True))
         if all(a == b or (a.is_same and b.is_same) for a, b in pairs):
-            shape = tuple(a if a == b else symbol("s") for a, b in pairs)
+            shape = tuple(a if a == b else symbol(axis) for axis, (a, b) in enumerate(pairs))
     if one.kind is Kind.SAME:
         return same(shape, one.sizes if one.sizes == other.sizes else None)
     if shape is None or one.is_padded or other.is_padded:

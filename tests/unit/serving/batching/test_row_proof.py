@@ -1,15 +1,19 @@
 """Graphs by hand: those that mix rows give other numbers in a run of several requests, and are refused."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.protobuf import saved_model_pb2
 
 from tests.support.serving.row_graphs import RowGraph
 from tpuembed import FeatureConfig, TableConfig
 from tpuembed.lookup import ids_of
+from tpuembed_serving.batching.row_proof import prove
 
 SPECS = {
     "x": tf.TensorSpec([None, 4], tf.float32),
@@ -73,6 +77,19 @@ def differences(made: RowGraph, build: Graph, scale: float = 0.0, runs: int = 12
 def listwise(x: Any, flag: Any) -> Any:
     """A softmax over the list of a request, which a flag switches on."""
     return tf.cond(tf.reduce_any(flag), lambda: tf.nn.softmax(x, axis=0), lambda: x)
+
+
+def loop_over_rows(v: Any) -> Any:
+    def body(i: Any, total: Any) -> Any:
+        return i + 1, total + v[i]
+
+    _, total = tf.while_loop(lambda i, _: i < tf.shape(v)[0], body, (tf.constant(0), tf.constant(0.0)))
+    return v + total
+
+
+def carried(x: Any) -> Any:
+    _, found = tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y + tf.reduce_mean(y, 0)), (tf.constant(0), x))
+    return found
 
 
 def scattered(x: Any, k: Any) -> Any:
@@ -225,6 +242,55 @@ def mean_if(condition: Any, x: Any) -> Any:
     return tf.cond(condition, lambda: x - tf.reduce_mean(x, 0), lambda: x)
 
 
+def two_written(one: Any, other: Any, dtype: Any) -> Any:
+    """The first of two tensors in a list."""
+    return tf.TensorArray(dtype, 2, clear_after_read=False).write(0, one).write(1, other).read(0)
+
+
+def one_set(element_shape: Any, item: Any) -> Any:
+    """A list of two tensors, of which only the first is set."""
+    kept = R.TensorListReserve(element_shape=element_shape, num_elements=2, element_dtype=item.dtype)
+    return R.TensorListSetItem(input_handle=kept, index=0, item=item)
+
+
+def default_out_of_a_list(x: Any) -> Any:
+    where = tf.where(x > 0)
+    dense = R.RaggedTensorToTensor(
+        shape=tf.constant(-1, tf.int64),
+        values=tf.gather_nd(x, where),
+        default_value=two_written(1.0, 0.0, tf.float32),
+        row_partition_tensors=[tf.shape(x, tf.int64)[0], where[:, 0]],
+        row_partition_types=["FIRST_DIM_SIZE", "VALUE_ROWIDS"],
+    )
+    return tf.reduce_sum(dense, 1)
+
+
+def condition_never_set(x: Any) -> Any:
+    kept = one_set(tf.constant([], tf.int32), tf.constant(True))
+    shape = tf.constant([], tf.int32)
+    found = R.TensorListGetItem(input_handle=kept, index=1, element_shape=shape, element_dtype=tf.bool)
+    return tf.cond(found, lambda: x, lambda: x - tf.reduce_mean(x, 0))
+
+
+def rows_never_set(x: Any) -> Any:
+    kept = one_set([-1, 4], x)
+    found = R.TensorListGetItem(input_handle=kept, index=1, element_shape=[1, 4], element_dtype=tf.float32)
+    return tf.reshape(tf.nn.softmax(tf.reshape(x, [R.Shape(input=found)[0], -1])), [-1, 4])
+
+
+def rank_never_set(x: Any) -> Any:
+    """A tensor that was never set has one axis more than the one that was."""
+    kept = one_set(-1, tf.ones([1, 4]))
+    found = R.TensorListGetItem(input_handle=kept, index=1, element_shape=[1, 1, 4], element_dtype=tf.float32)
+    return tf.reshape(x + tf.reduce_sum(x + found, 1, keepdims=True), [-1, 4])
+
+
+def columns_in_a_list(x: Any) -> Any:
+    columns = tf.transpose(tf.reshape(x, [-1, 4, 1]), [1, 0, 2])
+    kept = R.TensorListFromTensor(tensor=columns, element_shape=[8, 1])
+    return R.TensorListGetItem(input_handle=kept, index=0, element_shape=[-1, 1], element_dtype=tf.float32)
+
+
 def ends_in_a_column(x: Any) -> Any:
     """Row ends of another shape are no row splits: their differences meet the counts of all rows."""
     counts = tf.reduce_sum(tf.cast(x > 0, tf.int32), 1)
@@ -320,6 +386,18 @@ MIXING: dict[str, Graph] = {
     ),
     "a size out of a shape of two axes": shape_of_two_axes,
     "a size that is -1 when it runs": narrowed,
+    "a condition out of a list": lambda x: mean_if(two_written(True, False, tf.bool), x),
+    "a default out of a list": default_out_of_a_list,
+    "a condition that was never set in a list": condition_never_set,
+    "rows that were never set in a list": rows_never_set,
+    "a tensor of another rank that was never set in a list": rank_never_set,
+    "a list of a fixed number of rows": lambda x: (
+        tf.TensorArray(tf.float32, 1, element_shape=[8, 4]).write(0, x).stack()[0]
+    ),
+    "a list stacked to a fixed number of rows": lambda x: R.TensorListStack(
+        input_handle=one_set([-1, 4], x), element_shape=[8, 4], element_dtype=tf.float32
+    )[0],
+    "a list made of a fixed number of rows": columns_in_a_list,
     "a fixed shape": lambda x: tf.ensure_shape(x, [8, 4]),
     "a number that a cast wraps": lambda x: mean_if(tf.cast(tf.constant(2**32 + 1, tf.int64), tf.int32) < 5, x),
     "a product that wraps": lambda x: mean_if(tf.constant(65536) * tf.constant(65536) <= 0, x),
@@ -404,9 +482,11 @@ MIXING: dict[str, Graph] = {
     "a condition on all rows": lambda x, flag: tf.where(tf.reduce_any(flag), x, -x),
     "a condition on the sum": lambda x, v: tf.cond(tf.reduce_sum(v) > 0, lambda: x, lambda: -x),
     "a condition on the highest id": lambda x, k: tf.cond(tf.reduce_max(k) > 2, lambda: x, lambda: -x),
+    "a loop over rows": loop_over_rows,
     "a loop as often as the highest id": lambda x, k: tf.while_loop(
         lambda i, _: i < tf.reduce_max(k), lambda i, y: (i + 1, y * 2), (tf.constant(0, tf.int64), x)
     )[1],
+    "a loop that carries a mean": carried,
     "an assertion on the sum": asserted,
     "an assertion that some row holds": asserted_of_some,
     "lists whose last rows may be left out": lambda e: tf.nn.embedding_lookup_sparse(
@@ -486,6 +566,22 @@ def summed_by_row(ids: Any) -> Any:
 def sparse(ids: Any) -> Any:
     found = tf.sparse.from_dense(ids + 1)
     return tf.sparse.to_dense(found, 0) + tf.zeros_like(ids)
+
+
+def gru(x: Any) -> Any:
+    """A recurrent cell over a fixed number of steps, by a list of tensors."""
+    steps = tf.transpose(tf.stack([x, x * 2, x * 3], 1), [1, 0, 2])
+    inputs = tf.TensorArray(tf.float32, 3).unstack(steps)
+    outputs = tf.TensorArray(tf.float32, 3)
+
+    def body(i: Any, state: Any, outputs: Any) -> Any:
+        state = tf.tanh(tf.matmul(inputs.read(i), KERNEL) + state)
+        return i + 1, state, outputs.write(i, state)
+
+    _, state, outputs = tf.while_loop(
+        lambda i, *_: i < 3, body, (tf.constant(0), tf.zeros([tf.shape(x)[0], 3]), outputs)
+    )
+    return tf.transpose(outputs.stack(), [1, 0, 2])[:, -1] + state
 
 
 def hashed(s: Any) -> Any:
@@ -570,6 +666,8 @@ APART: dict[str, Graph] = {
     "strings": lambda s: tf.strings.join([tf.strings.upper(s), "x", tf.strings.substr(s, 0, 1)]),
     "hashes and tables": hashed,
     "buckets": lambda x: tf.raw_ops.Bucketize(input=x, boundaries=[-1.0, 0.0, 1.0]),
+    "a loop": lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * 1.5), (tf.constant(0), x))[1],
+    "a recurrent cell": gru,
     "a position of a row that is taken back": lambda x: tf.gather(x, tf.range(tf.shape(x)[0])),
     "rows of equal rows": lambda v: tf.cast(tf.range(tf.shape(v)[0]) == tf.range(tf.shape(v)[0]), tf.float32) + v,
     "argmax": lambda x: tf.argmax(x, 1),
@@ -583,6 +681,20 @@ def test_what_keeps_rows_apart_is_proven(name: str) -> None:
     with graph(build) as made:
         assert made.verdict.reason == ""
         assert differences(made, build, 1e-5) == []
+
+
+@pytest.mark.parametrize("layer", [keras.layers.GRU, keras.layers.LSTM])
+def test_recurrent_layers_that_keras_exports_are_proven(layer: Any, tmp_path: Path) -> None:
+    ids = keras.Input([None], dtype="int64")
+    state = layer(3)(keras.layers.Embedding(4, 4, mask_zero=True)(ids))
+    keras.Model(ids, state).export(tmp_path, verbose=False)
+    exported = saved_model_pb2.SavedModel.FromString((tmp_path / "saved_model.pb").read_bytes())
+    assert prove(exported.meta_graphs[0], "serving_default").reason == ""
+    loaded = tf.saved_model.load(tmp_path)
+    alone = [np.maximum(each["ids"], 0) for each in requests()]
+    merged = loaded.serve(tf.constant(np.concatenate(alone)))
+    parts = [loaded.serve(tf.constant(each)) for each in alone]
+    np.testing.assert_allclose(merged, np.concatenate(parts), rtol=1e-5, atol=1e-6)
 
 
 def test_the_name_of_a_lookup_proves_nothing_in_a_model_of_somebody_else() -> None:

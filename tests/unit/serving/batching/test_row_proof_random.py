@@ -37,6 +37,19 @@ def training_norm(x: Tensor, _: dict[str, Tensor]) -> Tensor:
     return tf.nn.batch_normalization(x, *tf.nn.moments(x, [0]), None, None, 1e-3)
 
 
+def looped(x: Tensor, _: dict[str, Tensor]) -> Tensor:
+    return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, tf.tanh(y) + x), (tf.constant(0), x))[1]
+
+
+def looped_by_rows(x: Tensor, _: dict[str, Tensor]) -> Tensor:
+    return tf.while_loop(lambda i, _: i < rows_of(x), lambda i, y: (i + 1, y + 1), (tf.constant(0), x))[1]
+
+
+def looped_by_ids(x: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    most = tf.reduce_max(inputs["k"])
+    return tf.while_loop(lambda i, _: i < most, lambda i, y: (i + 1, y + 1), (tf.constant(0, tf.int64), x))[1]
+
+
 def asserted(x: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     with tf.control_dependencies([tf.debugging.assert_less(inputs["k"], tf.constant(60, tf.int64))]):
         return tf.identity(x)
@@ -84,6 +97,7 @@ APART: Final[dict[str, Step]] = {
     "entries": entries,
     "argmax": lambda x, _: x + tf.cast(tf.argmax(x, 1), tf.float32)[:, None],
     "strings": lambda x, i: x + tf.cast(tf.strings.to_hash_bucket_fast(tf.as_string(i["k"]), 7), tf.float32)[:, None],
+    "loop": looped,
     "assertion": asserted,
     "branch by a constant": lambda x, _: tf.cond(tf.constant(True), lambda: x + 1, lambda: x - 1),
     "branch by the width": lambda x, i: tf.cond(tf.shape(i["ids"])[1] > 2, lambda: x + 1, lambda: x - 1),
@@ -111,6 +125,8 @@ MIXING: Final[dict[str, Step]] = {
     "segments": lambda x, i: tf.math.unsorted_segment_sum(x, i["k"] % 2, rows_of(x)),
     "branch by the batch size": lambda x, _: tf.cond(rows_of(x) > 3, lambda: x * 2, lambda: x),
     "branch by a sum": lambda x, _: tf.cond(tf.reduce_sum(x) > 0, lambda: x * 2, lambda: x),
+    "loop by rows": looped_by_rows,
+    "loop by ids": looped_by_ids,
     "assertion of all": asserted_of_all,
     "number of entries": lambda x, i: x + tf.cast(tf.shape(tf.where(i["ids"] >= 0))[0], tf.float32),
     "shape of a mask": lambda x, i: x + tf.cast(tf.shape(tf.boolean_mask(x, i["flag"]))[0], tf.float32),
@@ -120,6 +136,11 @@ WRAPPERS: Final[dict[str, Callable[[Step], Step]]] = {
     "cond of any": lambda step: lambda x, i: tf.cond(tf.reduce_any(i["flag"]), lambda: step(x, i), lambda: x),
     "cond of all": lambda step: lambda x, i: tf.cond(tf.reduce_all(i["flag"]), lambda: step(x, i), lambda: x),
     "where": lambda step: lambda x, i: tf.where(i["flag"][:, None], step(x, i), x),
+    "loop": lambda step: (
+        lambda x, i: tf.while_loop(
+            lambda n, _: n < 2, lambda n, y: (n + 1, tf.ensure_shape(step(y, i), [None, 4])), (tf.constant(0), x)
+        )[1]
+    ),
     "function": lambda step: lambda x, i: tf.function(step, autograph=False)(x, i),
 }
 
