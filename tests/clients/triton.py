@@ -76,13 +76,17 @@ def _both(module: Any, url: str, server: Server, **binary: Any) -> None:
         refused(lambda: ask("ids", server.ids, sequence_id=7), invalid, "sequence_end")
         refused(lambda: ask("ids", server.ids, model_version="9"), missing, "9")
         refused(lambda: client.get_model_metadata("nothing"), missing, "nothing")
-        refused(client.get_system_shared_memory_status, unimplemented, "hared")
-        refused(client.get_model_repository_index, unimplemented, "epository")
-        refused(client.get_inference_statistics, unimplemented, "tat")
-        refused(client.get_trace_settings, unimplemented, "race")
-        refused(client.get_log_settings, unimplemented, "og")
-        refused(lambda: client.load_model("m"), unimplemented, "epository")
-        refused(lambda: client.get_model_config("m"), unimplemented, "onfig")
+        not_served = (
+            client.get_system_shared_memory_status,
+            client.get_model_repository_index,
+            client.get_inference_statistics,
+            client.get_trace_settings,
+            client.get_log_settings,
+            lambda: client.load_model("m"),
+            lambda: client.get_model_config("m"),
+        )
+        for call in not_served:
+            refused(call, unimplemented)
 
 
 def http_binary(server: Server) -> None:

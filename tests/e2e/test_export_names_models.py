@@ -203,6 +203,7 @@ def test_a_config_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:model file:UserWarning")  # a file does not say whose names an own lookup's are
 @pytest.mark.parametrize("kind", ["lookup", "names"])
 @pytest.mark.parametrize("of", ["query", "candidates"])
 def test_a_tower_of_another_order_than_the_trained_one_is_refused(tmp_path: Path, of: str, kind: str) -> None:

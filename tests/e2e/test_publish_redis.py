@@ -309,6 +309,7 @@ def test_tools_on_a_front(served: Served) -> None:
         done = tpuembed("verify", one)
         assert done.returncode == 0, done
     said(tpuembed("head", front, "a").refused())
+    said(tpuembed("relocate", served.fronts / "front_whole" / "1", "/srv/rec").refused())
     assert not list(front.rglob("*.staging*"))
     with pytest.raises(ValueError, match="incompatible"):  # no other program takes zeros for rows that it does not have
         tf.saved_model.load(str(served.fronts / "front_variables" / "1"))

@@ -46,14 +46,15 @@ def relocate_export(version_dir: Path, manifest: Manifest, root: str) -> Relocat
     serving machine or container sees it.
 
     Raises:
-        ConfigError: the export is not of layout mmap, its graph or data files do not match the manifest, or `root` is
+        ConfigError: the export maps no files, its graph or data files do not match the manifest, or `root` is
             relative.
     """
     check_root(root)
-    if manifest.layout != "mmap":
+    if manifest.layout != "mmap" or not manifest.arrays:
+        cause = f"its layout is {manifest.layout}" if manifest.layout != "mmap" else "its rows are in Redis"
         raise ConfigError(
-            f"export {version_dir}: its layout is {manifest.layout}, which maps no files and loads from any "
-            "folder. Only exports of layout mmap can be relocated."
+            f"export {version_dir}: {cause}, so it maps no files and loads from any folder. You can relocate exports of "
+            "layout mmap only."
         )
     target = PurePosixPath(root) / version_dir.absolute().name
     found = Path(target).is_dir()
