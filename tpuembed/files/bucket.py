@@ -74,26 +74,23 @@ class Bucket:
 
     def create(self, key: str, data: bytes) -> str:
         """Write a new object and return its ETag. Raises FileExistsError if the object exists."""
-        return self._put(key, data, IfNoneMatch="*")
+        return self._put(key, data, md5(data).digest())
 
     def put(self, key: str, path: Path) -> None:
-        """Write the bytes of a file."""
+        """Write the bytes of a file as a new object. Raises FileExistsError if the object exists."""
         if path.stat().st_size > _MAX_PUT_BYTES:
             raise OSError(errno.EFBIG, f"{path.name} is larger than {_MAX_PUT_BYTES} bytes", self._url(key))
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, md5).digest()
             file.seek(0)
-            with self._failing(key):
-                self._client.put_object(Bucket=self.name, Key=key, Body=file, ContentMD5=content_md5(digest))
+            self._put(key, file, digest)
 
-    def _put(self, key: str, data: bytes, **conditions: str) -> str:
+    def _put(self, key: str, body: Any, digest: bytes) -> str:
         token = secrets.token_hex(16)
+        own: dict[str, Any] = {"ContentMD5": content_md5(digest), "Metadata": {_TOKEN: token}}
         try:
             with self._failing(key):
-                digest = content_md5(md5(data).digest())
-                answer = self._client.put_object(
-                    Bucket=self.name, Key=key, Body=data, ContentMD5=digest, Metadata={_TOKEN: token}, **conditions
-                )
+                answer = self._client.put_object(Bucket=self.name, Key=key, Body=body, IfNoneMatch="*", **own)
                 return str(answer["ETag"])
         except (FileExistsError, FileNotFoundError):
             # If an answer was lost, the client has retried, and met the object that it wrote. Others may have the same bytes.
@@ -145,13 +142,14 @@ class Bucket:
             return str(self._client.generate_presigned_url("upload_part", Params=asked, ExpiresIn=_SIGNED_SECONDS))
 
     def complete_upload(self, key: str, upload: str, tags: Sequence[str]) -> None:
-        """Complete the object from the parts with these ETags, in their order. Raises FileNotFoundError if the upload
-        is gone.
+        """Complete the new object from the parts with these ETags, in their order.
+
+        Raises FileNotFoundError if the upload is gone, and FileExistsError if the object exists.
         """
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, start=1)]
         with self._failing(key):
             self._client.complete_multipart_upload(
-                Bucket=self.name, Key=key, UploadId=upload, MultipartUpload={"Parts": parts}
+                Bucket=self.name, Key=key, UploadId=upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
             )
 
     def abort_upload(self, key: str, upload: str) -> None:

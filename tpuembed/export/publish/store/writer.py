@@ -89,9 +89,9 @@ class _ModelDir:
 
     def check_conditions(self) -> None:
         """Raise ExportError if the store ignores the condition not to replace an object. Then a lock would lock nothing."""
-        key = self.key(_PROBE)
+        key = self.key(f"{_PROBE}-{secrets.token_hex(8)}")
         try:
-            for _ in range(3):  # a third time, because another export may remove the object between two of them
+            for _ in range(2):
                 self.bucket.create(key, _token())
         except FileExistsError:
             return
@@ -219,8 +219,12 @@ class StoreWriter(VersionWriter):
             if self._bucket.keys(self._prefix):
                 raise self._exists()
             self._is_committing = True
-            self._complete()
-            in_parallel(lambda name: self._bucket.put(self._key(name), self.path / name), others)
+            try:
+                self._complete()
+                in_parallel(lambda name: self._bucket.put(self._key(name), self.path / name), others)
+            except FileExistsError:
+                self._is_committing = False  # the version is another program's
+                raise self._exists() from None
             if not self._root.has_lock(version, self._lock):
                 raise ExportError(
                     f"MODEL_DIR {self.model_dir}: version {version}: its lock {PREFIX}{version} was removed or replaced while this "
@@ -248,7 +252,8 @@ class StoreWriter(VersionWriter):
                 self._bucket.complete_upload(key, self._uploads[key], tags)
             except OSError as error:
                 # Perhaps the upload was completed before, and then the answer was lost.
-                if not isinstance(error, FileNotFoundError) or not _is_object(self._bucket, key, tags, size):
+                is_lost = isinstance(error, FileNotFoundError | FileExistsError)
+                if not is_lost or not _is_object(self._bucket, key, tags, size):
                     raise
             found = self._bucket.head(key)
             if found is None or found.size != size:

@@ -19,6 +19,7 @@ from tests.support.messages import refused
 from tests.support.stores import S3, S3Proxy
 from tpuembed.errors import ExportError
 from tpuembed.export.publish.store.writer import StoreWriter
+from tpuembed.files.bucket import Bucket
 
 OTHERS = {name: table + np.float32(1) for name, table in TABLES.items()}
 
@@ -104,6 +105,25 @@ def test_an_export_is_refused_the_version_that_another_one_writes(server: S3, bu
 
     assert export(f"s3://{bucket}/m", prefix, meanwhile=second, version=4)[0] == f"s3://{bucket}/m/4"
     assert_complete(server, bucket, "m/4")
+
+
+@pytest.mark.parametrize("request_", ["keys", "complete_upload", "head", "put", "create"])
+def test_no_version_is_mixed_if_its_lock_is_deleted_under_an_export(
+    server: S3, bucket: str, prefix: Path, other: Path, monkeypatch: pytest.MonkeyPatch, request_: str
+) -> None:
+    """Somebody believes that the first export is dead, and cleans up after it, as the message says."""
+    url, original = f"s3://{bucket}/m", getattr(Bucket, request_)
+
+    def clean_up_and_export(self: Bucket, *arguments: Any) -> Any:
+        monkeypatch.setattr(Bucket, request_, original)
+        for key in ("m/.staging-1", *server.keys(bucket, "m/1/")):
+            server.delete(bucket, key)
+        assert export(url, other)[0] == f"{url}/1"
+        return original(self, *arguments)
+
+    with refused(ExportError, match="version 1"):
+        export(url, prefix, meanwhile=lambda _: monkeypatch.setattr(Bucket, request_, clean_up_and_export))
+    assert_complete(server, bucket, "m/1", OTHERS)
 
 
 def test_an_export_whose_lock_was_replaced_leaves_everything_to_the_other_one(
