@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -13,11 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import ConfigError, MissingExtraError, RowStoreError
-from tpuembed.row_store.keys import RowKeys
+from tpuembed.row_store.keys import RowKeys, hash_of
 
-__all__ = ["PASSWORD_VARIABLE", "RowStore", "check_url", "connect"]
+__all__ = ["PASSWORD_VARIABLE", "RowStore", "check_url", "connect", "masked"]
 
 PASSWORD_VARIABLE: Final = "TPUEMBED_REDIS_PASSWORD"
+PUBLISHER: Final = "publisher"
+"""The field of a model's hash with the token of the publish that began last."""
+_NOTE: Final = f"""
+if redis.call('HGET', KEYS[1], '{PUBLISHER}') ~= ARGV[1] then return 0 end
+if ARGV[3] then redis.call('HSET', KEYS[1], ARGV[2], ARGV[3]) else redis.call('HDEL', KEYS[1], ARGV[2]) end
+return 1
+"""
 _TLS_OPTIONS: Final = (
     "ssl_ca_certs",
     "ssl_ca_path",
@@ -123,6 +131,33 @@ class RowStore:
         texts = keys.texts(order)
         self._run([("UNLINK", *texts[start:stop]) for start, stop in spans])
 
+    def records(self, model: str, prefix: str) -> dict[str, Any]:
+        """Return what the hash of a model has in the fields that begin with `prefix`, by the rest of their names.
+
+        Raises:
+            RowStoreError: Redis has not answered in time, or refused.
+        """
+        with self.refusals():
+            fields: dict[bytes, bytes] = self.client.hgetall(hash_of(model))
+        start = prefix.encode()
+        try:
+            return {
+                key[len(start) :].decode(): json.loads(value) for key, value in fields.items() if key.startswith(start)
+            }
+        except ValueError:
+            raise RowStoreError(
+                f"Redis at {self.url}: tpuembed publish did not write the key {hash_of(model)}. Use another name or database."
+            ) from None
+
+    def note(self, model: str, token: str, field: str, value: str | None) -> bool:
+        """Set a field of a model's hash, or remove it for None. Returns False if the publisher is not the one with this token.
+
+        Raises:
+            RowStoreError: Redis has not answered in time, or refused.
+        """
+        with self.refusals():
+            return bool(self.client.eval(_NOTE, 1, hash_of(model), token, field, *([] if value is None else [value])))
+
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
         """Raise RowStoreError for errors of redis-py inside the block."""
@@ -206,8 +241,11 @@ def _refusals(url: str) -> Iterator[None]:
     try:
         yield
     except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
-        text = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-        remedy = "Check its address, and that it runs"
+        said = str(error).rpartition("caused error: ")[2]  # before it are the values of the command
+        text = " ".join(said.split())[:300].rstrip(".") or type(error).__name__
+        remedy = "Check the rights of the user, the database and the settings of Redis"
+        if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+            remedy = "Check its address, that it runs, and whether it wants TLS (rediss://)"
         if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
             remedy = f"Set {PASSWORD_VARIABLE}"
             if "HELLO" in text or "required" in text:  # the commands by which a client may log in
@@ -229,6 +267,9 @@ def check_url(url: str) -> None:
         )
     if not parts.hostname or parts.port == 0:
         raise ConfigError(f"URL {masked(url)}: needs a host, and a port above 0. Write redis://HOST:PORT.")
+    if not re.fullmatch(r"(/[0-9]{0,9})?", parts.path) or parts.fragment:
+        where = f"{parts.path}#{parts.fragment}" if parts.fragment else parts.path
+        raise ConfigError(f"URL {masked(url)}: {where!r} is not the number of a database. Write redis://HOST:PORT/DB.")
     options = parse_qs(parts.query, keep_blank_values=True)
     if parts.password is not None or "password" in options:
         raise ConfigError(

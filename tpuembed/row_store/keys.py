@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["RowKeys", "check_model"]
+__all__ = ["RowKeys", "check_model", "hash_of"]
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -60,6 +60,15 @@ def check_model(name: str) -> str:
             f"name {name!r}: the name of a model in Redis has up to 100 letters, digits, '_', '.' and '-'. Give another name."
         )
     return name
+
+
+def hash_of(model: str) -> str:
+    """Return the key of the hash that says what is published of a model.
+
+    Its field `publisher` has the token of the publish that began last. `array:ID` has how many rows of an array there are, and how
+    many of them are written. `version:N` has when version N was published, and its arrays.
+    """
+    return f"tpuembed:{model}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,8 @@ Loader = Callable[[Path], Servable]
 _MOST_RETRIES: Final = 5
 _RETRY_SECONDS: Final = 60.0
 """TensorFlow Serving's: a version that fails to load is retried five times, a minute apart, and when its files change."""
+_UNAVAILABLE_RETRY_SECONDS: Final = 5.0
+"""A version that waits for another server, such as Redis, is retried so often until that one answers."""
 
 
 @dataclasses.dataclass
@@ -450,10 +452,12 @@ class ServedModel:
         self._changed()
 
     def _note_failure(self, number: int, record: _Version, status: StatusError, more: str = "") -> None:
-        record.tries += 1
-        record.retry_at = time.monotonic() + _RETRY_SECONDS
+        waits = status.code is Code.UNAVAILABLE
+        record.tries = 1 if waits else record.tries + 1
+        seconds = _UNAVAILABLE_RETRY_SECONDS if waits else _RETRY_SECONDS
+        record.retry_at = time.monotonic() + seconds
         left = _MOST_RETRIES + 1 - record.tries
-        more = more or (f"Next retry in {_RETRY_SECONDS:g} s" if left else "No retry until its files change")
+        more = more or (f"Next retry in {seconds:g} s" if left else "No retry until its files change")
         record.fault = f"{status.message.rstrip('.')}. {more}"
         if record.servable is not None:
             text = (

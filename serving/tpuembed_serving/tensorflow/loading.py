@@ -14,7 +14,7 @@ from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW
 
 __all__ = ["WarmedUp", "load_version"]
 
-_ROW_STORE_SECONDS: Final = 5.0
+_ROW_STORE_SECONDS: Final = 2.0
 """How long a node of Redis may take for an answer, while a thread waits that other requests could use."""
 
 

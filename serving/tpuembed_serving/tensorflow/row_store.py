@@ -4,8 +4,11 @@ A batch's rows are fetched at once, each of them one time. The C library then po
 signature `from_activations`. So the answers are those of the export with layout mmap and `--lookups native`, to the last bit.
 """
 
+import contextlib
 import functools
+import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,7 +20,7 @@ from tpuembed.errors import ConfigError, MissingExtraError, RowStoreDataError, R
 from tpuembed.id_messages import Span, outside_message
 from tpuembed.manifest import ActivationEntry, FeatureEntry, Manifest, RowStoreEntry, StackEntry, TableEntry
 from tpuembed.native_lookup import NativeLookups, available, mapped_array
-from tpuembed.row_store import RowKeys, RowStore, connect
+from tpuembed.row_store import RowKeys, RowStore, connect, masked
 from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.servable import Array, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, timed_out
@@ -26,12 +29,16 @@ from tpuembed_serving.tensorflow.native import Call, NativeCalls, Other
 
 __all__ = ["RowStoreOptions", "stored_calls"]
 
+logger = logging.getLogger(__name__)
+
 _Rows = npt.NDArray[np.int64]
 
 _PADDING: Final = -1
 _MOST_INT64: Final = np.iinfo(np.int64).max
 _KEY_BYTES: Final = 256
 """About the memory of a key and of Python's objects for it and its row."""
+_LOG_SECONDS: Final = 60.0
+_PROBE_SECONDS: Final = 0.5
 _BITS_SET: Final = np.array([number.bit_count() for number in range(256)], np.int64)
 
 
@@ -48,6 +55,11 @@ class RowStoreOptions(NamedTuple):
     timeout_seconds: float
     max_bytes: int
 
+    @property
+    def shown_url(self) -> str:
+        """Return the URL for messages."""
+        return masked(self.url)
+
 
 def stored_calls(
     version_dir: Path, manifest: Manifest, options: RowStoreOptions | None, threads: int | None
@@ -61,7 +73,8 @@ def stored_calls(
         threads: how many threads one call may use; None is one for each processor.
 
     Raises:
-        StatusError: FAILED_PRECONDITION, the server cannot look up in Redis.
+        StatusError: FAILED_PRECONDITION, the server cannot look up in Redis; UNAVAILABLE, Redis cannot be reached or does not
+            have all rows.
     """
     where = f"version {version_dir.name}: its rows are in Redis"
     if options is None:
@@ -71,14 +84,34 @@ def stored_calls(
         )
     if fault := available():
         raise StatusError(Code.FAILED_PRECONDITION, f"{where}, and native lookups pool them: {fault}")
+    try:
+        _check_rows(manifest, options)
+    except RowStoreError as error:
+        raise _status(Code.UNAVAILABLE, f"version {version_dir.name}: {error}") from None
     return _StoredCalls(manifest, version_dir, options, threads)
+
+
+def _check_rows(manifest: Manifest, options: RowStoreOptions) -> None:
+    """Raise RowStoreError unless Redis says that it has all rows of the version."""
+    entry, store = manifest.row_store, _connection_to(options).store
+    assert entry is not None
+    rows = {array.name: array.rows for stack in manifest.stacks for array in stack.arrays}
+    found = store.records(entry.name, "array:")
+    written = {name: found.get(id_, {"written": 0})["written"] for name, id_ in entry.arrays.items()}
+    missing = sum(rows[name] - written[name] for name in entry.arrays)
+    if missing:
+        total = sum(rows[name] for name in entry.arrays)
+        raise RowStoreError(
+            f"Redis at {store.url}: {missing} of the {total} rows of model {entry.name} are not there. Publish the version again, "
+            "or name the Redis and its database (redis://HOST:PORT/DB) that it was published to."
+        )
 
 
 class _StoredCalls(NativeCalls):
     """The calls of one version."""
 
     def __init__(self, manifest: Manifest, version_dir: Path, options: RowStoreOptions, threads: int | None) -> None:
-        self._rows = _StoredRows(manifest, version_dir, options)
+        self._rows, self._faults = _StoredRows(manifest, version_dir, options), _Faults(version_dir)
         self._features = NativeLookups(manifest, version_dir, threads=threads) if manifest.features else None
         self._model = None if manifest.features else _StoredActivations(manifest, version_dir, threads=threads)
 
@@ -103,13 +136,16 @@ class _StoredCalls(NativeCalls):
             try:
                 found = run(dict(zip(aliases, inputs, strict=True)))
             except RowStoreDataError as error:
+                self._faults.note(str(error))
                 raise _status(Code.DATA_LOSS, error) from None
             except RowStoreError as error:
+                self._faults.note(str(error))
                 raise _status(Code.UNAVAILABLE, error) from None
             except MissingExtraError as error:
                 raise _status(Code.FAILED_PRECONDITION, error) from None
             except ConfigError as error:
                 raise invalid_argument(str(error).rstrip(".")) from None
+            self._faults.end()
             return [found[info.alias] for info in signature.outputs]
 
         return call
@@ -128,6 +164,27 @@ class _StoredCalls(NativeCalls):
         return dict(zip([info.alias for info in rest.outputs], outputs, strict=True))
 
 
+class _Faults:
+    """Logs that Redis fails, and that it answers again: a line for each, not for each request."""
+
+    def __init__(self, version_dir: Path) -> None:
+        self._version = f"{version_dir.parent.name} version {version_dir.name}"
+        self._since: float | None = None
+
+    def note(self, error: str) -> None:
+        """Log the first error, and one more each minute that it lasts."""
+        now = time.monotonic()
+        if self._since is None or now - self._since >= _LOG_SECONDS:
+            self._since = now
+            logger.error("model %s: requests fail: %s", self._version, error)
+
+    def end(self) -> None:
+        """Log that requests are answered again, if they were not."""
+        if self._since is not None:
+            self._since = None
+            logger.warning("model %s: Redis has answered again", self._version)
+
+
 class _StoredActivations(NativeActivations):
     """The lookups of a whole model. They have the rules of the layer's graph for ids and weights."""
 
@@ -142,9 +199,9 @@ class _StoredActivations(NativeActivations):
         for features, lookups in self._parts:
             given: dict[str, Array] = {}
             for one in features:
-                given[one.name] = ids = _ids_of(one, inputs[one.ids])
+                given[one.name] = _ids_of(one, inputs[one.ids])
                 if one.weighted:
-                    is_padding = ids == (b"" if one.names == "string" else _PADDING)
+                    is_padding = inputs[one.ids] == (b"" if one.names == "string" else _PADDING)
                     given[f"{one.name}_weights"] = _weights_of(one, is_padding, inputs[one.weights])
             parts.append((lookups, lookups.rows_of(given), given))
         return parts
@@ -252,7 +309,7 @@ class _StoredRows:
         if seconds is not None and seconds <= 0:
             raise timed_out()
         values = (
-            _store_of(self._options).read(RowKeys.of(self._entry.name, arrays))
+            _connection_to(self._options).read(RowKeys.of(self._entry.name, arrays))
             if any(len(rows) for _, rows in arrays)
             else []
         )
@@ -272,7 +329,7 @@ class _StoredRows:
         value = values[place]
         fault = "is missing" if value is None else f"has {len(value)} bytes, and a row has {row_bytes}"
         raise RowStoreDataError(
-            f"Redis at {_store_of(self._options).url}: model {self._entry.name}: row {rows[place]} of "
+            f"Redis at {self._options.shown_url}: model {self._entry.name}: row {rows[place]} of "
             f"table {table.entry.name} {fault}. Publish the version with --rewrite, and set maxmemory-policy noeviction."
         )
 
@@ -347,18 +404,52 @@ class _StoredTable:
         return places, np.concatenate([old, new])
 
 
+class _Connection:
+    """The connection of this process to one Redis.
+
+    A read holds a thread that runs requests of all models. So once Redis does not answer, requests fail at once, and a thread of
+    its own asks until it answers again.
+    """
+
+    def __init__(self, store: RowStore) -> None:
+        self.store = store
+        self._lock = threading.Lock()
+        self._fault: RowStoreError | None = None
+
+    def read(self, keys: RowKeys) -> list[bytes | None]:
+        """Return the value of each key. Raises RowStoreError as RowStore.read."""
+        if (fault := self._fault) is not None:
+            raise RowStoreError(str(fault))
+        try:
+            return self.store.read(keys)
+        except RowStoreError as error:
+            with self._lock:
+                if self._fault is None:
+                    self._fault = error
+                    threading.Thread(target=self._wait, name="redis-probe", daemon=True).start()
+            raise
+
+    def _wait(self) -> None:
+        while True:
+            time.sleep(_PROBE_SECONDS)
+            with contextlib.suppress(RowStoreError), self.store.refusals():
+                self.store.client.ping()
+                self._fault = None
+                return
+
+
 _connecting = threading.Lock()
 
 
-def _store_of(options: RowStoreOptions) -> RowStore:
-    """Return the connection of this process. The first request opens it, so that a version loads while Redis is away."""
+def _connection_to(options: RowStoreOptions) -> _Connection:
+    """Return the connection of this process."""
     with _connecting:
         return _connected(options.url, options.timeout_seconds)
 
 
 @functools.cache
-def _connected(url: str, timeout_seconds: float) -> RowStore:
-    return connect(url, timeout_seconds=timeout_seconds)
+def _connected(url: str, timeout_seconds: float) -> _Connection:
+    return _Connection(connect(url, timeout_seconds=timeout_seconds))
 
 
 def _refuse(signature: str, *_: Array) -> list[Array]:
@@ -366,5 +457,5 @@ def _refuse(signature: str, *_: Array) -> list[Array]:
     raise StatusError(Code.UNIMPLEMENTED, text)
 
 
-def _status(code: Code, error: Exception) -> StatusError:
+def _status(code: Code, error: Exception | str) -> StatusError:
     return StatusError(code, str(error).rstrip("."))
