@@ -76,3 +76,7 @@ def publish(
             f"{report.path}: {report.rows_written} rows, {with_unit(report.bytes_written)} written to {report.url} as model "
             f"{report.model}{reused}{removed}"
         )
+        if report.newest != report.version:
+            click.echo(
+                f"Servers that follow the newest version serve {report.newest}, because its number is higher.", err=True
+            )

@@ -10,11 +10,13 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -34,7 +36,7 @@ from tpuembed.manifest import (
     NamesEntry,
     RowStoreEntry,
 )
-from tpuembed.row_store import RowKeys, RowStore, check_model, connect
+from tpuembed.row_store import PUBLISHER, RowKeys, RowStore, check_model, connect, hash_of
 from tpuembed.saved_model import GRAPH_FILE, check_sizes, file_crc32c, mapped_from, replace_file, without_rows
 from tpuembed.tensor_bundle import Bundle, index_path, read_index, write_index
 
@@ -43,7 +45,7 @@ __all__ = ["PublishRowsReport", "publish_rows"]
 _CHUNK_BYTES: Final = 4 << 20
 _CHUNK_ROWS: Final = 1 << 16
 _LEASE_SECONDS: Final = 60.0
-"""A publish that died keeps others away for so long. It is renewed after each chunk."""
+"""A publish that died keeps others away for so long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class PublishRowsReport:
         rows_written, bytes_written: the rows that were written now.
         bytes_reused: bytes of rows that Redis had already.
         removed: older versions that were removed.
+        newest: the highest version in `front_dir`.
     """
 
     path: Path
@@ -68,6 +71,7 @@ class PublishRowsReport:
     bytes_written: int
     bytes_reused: int
     removed: tuple[int, ...]
+    newest: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -110,8 +114,10 @@ def publish_rows(
         raise ConfigError(f"FRONT_DIR {front}: is in a store. Name a folder of this machine, and copy it to the store.")
     folder, manifest = _find(local_model_dir(model_dir, "publish"), version)
     front = front.absolute()
-    if front.resolve() == folder.parent.resolve():
-        raise ConfigError(f"FRONT_DIR {front}: is MODEL_DIR too. Name a folder of its own.")
+    if front.resolve().is_relative_to(folder.parent.resolve()):
+        raise ConfigError(f"FRONT_DIR {front}: is in MODEL_DIR {folder.parent}. Name a folder elsewhere.")
+    if front.exists() and not front.is_dir():
+        raise ConfigError(f"FRONT_DIR {front}: is a file. Name a folder.")
     model = check_model(name or front.name)
     stored = _stored_arrays(folder, manifest)
     check_sizes(folder, manifest)
@@ -157,11 +163,15 @@ def _stored_arrays(folder: Path, manifest: Manifest) -> list[tuple[ArrayEntry, i
 
 
 @contextlib.contextmanager
-def _lease(store: RowStore, model: str) -> Iterator[Callable[[], None]]:
-    """Lease the model for one publish at a time. Yields a function that renews the lease."""
-    from redis.exceptions import LockError
+def _lease(store: RowStore, model: str) -> Iterator[str]:
+    """Lease the model for one publish at a time. Yields the token of this publish, which the model's hash has from then on.
 
-    lock = store.client.lock(f"tpuembed:{model}:lease", timeout=_LEASE_SECONDS, thread_local=False)
+    A thread renews the lease while the process runs. A process that was stopped for longer, or whose Redis has lost its content,
+    finds another token, or none, at its next `RowStore.note`.
+    """
+    from redis.exceptions import LockError, RedisError
+
+    lock = store.client.lock(f"{hash_of(model)}:lease", timeout=_LEASE_SECONDS, thread_local=False)
     with store.refusals():
         is_held = lock.acquire(blocking=False)
     if not is_held:
@@ -169,33 +179,32 @@ def _lease(store: RowStore, model: str) -> Iterator[Callable[[], None]]:
             f"Redis at {store.url}: another process publishes model {model}. Wait until it has ended. If it died, wait "
             f"{_LEASE_SECONDS:.0f} seconds."
         )
+    token, ended = secrets.token_hex(8), threading.Event()
 
     def renew() -> None:
-        try:
-            with store.refusals():
+        while not ended.wait(_LEASE_SECONDS / 4):
+            with contextlib.suppress(LockError, RedisError, OSError):  # the token tells whether it was lost
                 lock.reacquire()
-        except LockError:
-            raise ExportError(
-                f"Redis at {store.url}: the lease of model {model} was lost: a chunk took longer than "
-                f"{_LEASE_SECONDS:.0f} seconds. Publish again."
-            ) from None
 
+    renewing = threading.Thread(target=renew, name="publish-lease", daemon=True)
     try:
-        yield renew
+        with store.refusals():
+            store.client.hset(hash_of(model), PUBLISHER, token)
+        renewing.start()
+        yield token
     finally:
+        ended.set()
+        if renewing.ident is not None:
+            renewing.join()
         with contextlib.suppress(Exception):  # it ends by itself
             lock.release()
 
 
 class _Published:
-    """A model in Redis and in its FRONT_DIR, while one process publishes.
+    """A model in Redis and in its FRONT_DIR, while one process publishes."""
 
-    Redis has one hash, `tpuembed:MODEL`. Its field `array:ID` has how many rows of an array there are, and how many of them are
-    written; `version:N` has when version N was published, and its arrays.
-    """
-
-    def __init__(self, store: RowStore, model: str, front_dir: Path, renew: Callable[[], None]) -> None:
-        self._store, self._model, self._front_dir, self._renew = store, model, front_dir, renew
+    def __init__(self, store: RowStore, model: str, front_dir: Path, token: str) -> None:
+        self._store, self._model, self._front_dir, self._token = store, model, front_dir, token
         self._rows = self._bytes = self._done = 0
 
     def run(
@@ -209,12 +218,17 @@ class _Published:
     ) -> PublishRowsReport:
         number = int(folder.name)
         total = sum(array.size for array, _ in stored)
-        ids = {array.name: _digest(folder, array, row_bytes) for array, row_bytes in stored}
+        digests = {array.name: _digest(folder, array, row_bytes) for array, row_bytes in stored}
+        ids = {name: digest.id for name, digest in digests.items()}
         with temporary_staging(self._front_dir, "publish", str(number)) as staging:
             front = _write_front(folder, manifest, RowStoreEntry(name=self._model, arrays=ids), staging / "version")
-            self._check_number(number, front)
+            self._check_front(number, front)
+            if not rewrite:
+                self._check_redis(number, front)
             for array, row_bytes in stored:
-                self._write(folder, array, ids[array.name], row_bytes, rewrite, lambda: on_progress(self._done, total))
+                self._write(
+                    folder, array, digests[array.name], row_bytes, rewrite, lambda: on_progress(self._done, total)
+                )
             self._put(f"version:{number}", {"published": time.time(), "arrays": sorted(set(ids.values()))})
             path = self._front_dir / str(number)
             if not path.is_dir():
@@ -234,107 +248,159 @@ class _Published:
             bytes_written=self._bytes,
             bytes_reused=total - self._bytes,
             removed=removed,
+            newest=version_folders(self._front_dir)[-1][0],
         )
 
-    def _check_number(self, number: int, front: Manifest) -> None:
-        """Raise ExportError if the number is that of another export, in FRONT_DIR or in Redis: both would share its rows."""
+    def _fronts(self) -> dict[str, Path]:
+        """Return the versions of FRONT_DIR whose rows are this model's, by their number."""
+        found = {}
+        for number, path in version_folders(self._front_dir):
+            manifest = Manifest.read(path)
+            if manifest is not None and manifest.row_store is not None and manifest.row_store.name == self._model:
+                found[str(number)] = path
+        return found
+
+    def _check_front(self, number: int, front: Manifest) -> None:
+        """Raise ExportError if FRONT_DIR has another version of the number."""
         path = self._front_dir / str(number)
-        if path.is_dir():
-            if Manifest.read(path) != front:
-                raise ExportError(f"FRONT_DIR {self._front_dir}: has another version {number}. Export again.")
-            return
-        record = self._records("version:").get(str(number))
+        there = Manifest.read(path) if path.is_dir() else front
+        if there is not None and there.row_store is not None and there.row_store.name != self._model:
+            raise ExportError(
+                f"FRONT_DIR {self._front_dir}: its version {number} is of model {there.row_store.name}, not {self._model}. Publish "
+                "under that name, or to another FRONT_DIR."
+            )
+        if there != front:
+            raise ExportError(f"FRONT_DIR {self._front_dir}: has another version {number}. Export again.")
+
+    def _check_redis(self, number: int, front: Manifest) -> None:
+        """Raise ExportError if the versions in Redis are those of another FRONT_DIR: this one would remove their rows."""
+        versions, assumed = self._records("version:"), "If that folder is gone, publish with rewrite=True"
         assert front.row_store is not None
-        if record is not None and record["arrays"] != sorted(set(front.row_store.arrays.values())):
+        record, arrays = versions.pop(str(number), None), sorted(set(front.row_store.arrays.values()))
+        if versions and not versions.keys() & self._fronts().keys():
+            raise ExportError(
+                f"Redis at {self._store.url}: model {self._model} has version {', '.join(sorted(versions, key=int))}, "
+                f"and FRONT_DIR {self._front_dir} has none of them, so they are another FRONT_DIR's. Publish under another name. "
+                f"{assumed}."
+            )
+        if record is not None and record["arrays"] != arrays and not (self._front_dir / str(number)).is_dir():
             raise ExportError(
                 f"Redis at {self._store.url}: version {number} of model {self._model} is another export. Publish under another "
-                "name."
+                f"name. {assumed}."
             )
 
     def _write(
-        self, folder: Path, array: ArrayEntry, id_: str, row_bytes: int, rewrite: bool, on_chunk: Callable[[], None]
+        self,
+        folder: Path,
+        array: ArrayEntry,
+        digest: "_Digest",
+        row_bytes: int,
+        rewrite: bool,
+        on_chunk: Callable[[], None],
     ) -> None:
         """Write the rows of an array that Redis does not have. Each chunk is recorded after it is written."""
-        start = 0 if rewrite else self._records("array:").get(id_, {"written": 0})["written"]
+        field, step = f"array:{digest.id}", _chunk_rows(row_bytes)
+        recorded = self._records("array:").get(digest.id)
+        start = 0 if rewrite or recorded is None else recorded["written"]
+        if start < array.rows:
+            start -= start % step
+        record = recorded or {"rows": array.rows, "written": 0}
         self._done += start * row_bytes
         for first, stop, rows in _chunks(folder, array, row_bytes, start):
-            self._store.write(RowKeys.of(self._model, [(id_, np.arange(first, stop))]), rows)
-            if not rewrite:  # else it is recorded already, and stays so if this is interrupted
-                self._put(f"array:{id_}", {"rows": array.rows, "written": stop})
+            if google_crc32c.value(rows.reshape(-1)) != digest.chunks[first // step]:
+                raise ExportError(f"export {folder}: {array.file} changed while it was published. Publish again.")
+            self._put(field, record)  # a row that no record tells of is never removed
+            self._store.write(RowKeys.of(self._model, [(digest.id, np.arange(first, stop))]), rows)
+            if not rewrite or recorded is None:  # else it is recorded already, and stays so if this is interrupted
+                record = {"rows": array.rows, "written": stop}
             self._rows, self._bytes, self._done = (
                 self._rows + stop - first,
                 self._bytes + rows.size,
                 self._done + rows.size,
             )
-            self._renew()
             on_chunk()
-        self._put(f"array:{id_}", {"rows": array.rows, "written": array.rows})
+        self._put(field, {"rows": array.rows, "written": array.rows})
 
     def _remove_old(self, number: int, keep: int) -> tuple[int, ...]:
-        """Remove all versions but the `keep` that were published last, and then the rows that none of these has."""
+        """Remove all versions but the `keep` that were published last, and then the rows that none of these has.
+
+        A version whose rows are not in Redis, because it has lost its content, goes too.
+        """
         versions = self._records("version:")
         by_age = sorted((one for one in versions if one != str(number)), key=lambda one: versions[one]["published"])
-        removed = by_age[: max(0, len(by_age) + 1 - keep)]
+        removed = {*by_age[: max(0, len(by_age) + 1 - keep)], *(self._fronts().keys() - versions.keys())}
         for one in removed:  # before their rows, so that no server starts to serve them
             with locked(self._front_dir):
                 shutil.rmtree(self._front_dir / one, ignore_errors=True)
             self._drop(f"version:{one}")
         needed = {id_ for one in versions if one not in removed for id_ in versions[one]["arrays"]}
-        for _, path in version_folders(
-            self._front_dir
-        ):  # a version that was rolled back has a number that Redis does not know
-            manifest = Manifest.read(path)
-            needed |= set(manifest.row_store.arrays.values()) if manifest is not None and manifest.row_store else set()
         for id_, record in self._records("array:").items():
             if id_ in needed:
                 continue
-            self._put(
-                f"array:{id_}", {**record, "written": 0}
-            )  # a removal that is interrupted leaves no array that seems whole
+            # A removal that is interrupted leaves no array that seems whole, and none is removed that another publish writes.
             for first in range(0, record["rows"], _CHUNK_ROWS):
                 rows = np.arange(first, min(first + _CHUNK_ROWS, record["rows"]))
+                self._put(f"array:{id_}", {**record, "written": 0})
                 self._store.remove(RowKeys.of(self._model, [(id_, rows)]))
-                self._renew()
             self._drop(f"array:{id_}")
         return tuple(sorted(map(int, removed)))
 
     def _records(self, prefix: str) -> dict[str, Any]:
-        """Return the records whose field begins with `prefix`, by the rest of their field."""
-        with self._store.refusals():
-            fields: Mapping[bytes, bytes] = self._store.client.hgetall(f"tpuembed:{self._model}")
-        found = {key.decode(): json.loads(value) for key, value in fields.items()}
-        return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
+        return self._store.records(self._model, prefix)
 
     def _put(self, field: str, record: Mapping[str, Any]) -> None:
-        with self._store.refusals():
-            self._store.client.hset(f"tpuembed:{self._model}", field, json.dumps(record))
+        self._note(field, json.dumps(record))
 
     def _drop(self, field: str) -> None:
-        with self._store.refusals():
-            self._store.client.hdel(f"tpuembed:{self._model}", field)
+        self._note(field, None)
+
+    def _note(self, field: str, value: str | None) -> None:
+        """Set or remove a field of the model's hash, unless another publish has begun, or Redis has lost its content."""
+        if not self._store.note(self._model, self._token, field, value):
+            raise ExportError(
+                f"Redis at {self._store.url}: the lease of model {self._model} was lost: Redis has lost its content, or another "
+                f"process publishes since this one was stopped for more than {_LEASE_SECONDS:.0f} seconds. Publish again."
+            )
 
 
-def _digest(folder: Path, array: ArrayEntry, row_bytes: int) -> str:
-    """Return the text that names an array in keys: a digest of its bytes and of the length of a row.
+class _Digest(NamedTuple):
+    """The content of an array.
+
+    Attributes:
+        id: the text that names the array in keys: a digest of its bytes and of the length of a row.
+        chunks: the CRC32C of each chunk.
+    """
+
+    id: str
+    chunks: list[int]
+
+
+def _digest(folder: Path, array: ArrayEntry, row_bytes: int) -> _Digest:
+    """Read an array.
 
     Raises:
         ExportError: the bytes are not those of the manifest. Nothing damaged is ever written.
     """
-    content, checksum = hashlib.sha256(b"%d:" % row_bytes), 0
+    content, checksum, chunks = hashlib.sha256(b"%d:" % row_bytes), 0, []
     for _, _, rows in _chunks(folder, array, row_bytes, 0):
         content.update(rows.data)
         checksum = google_crc32c.extend(checksum, rows.reshape(-1))
+        chunks.append(google_crc32c.value(rows.reshape(-1)))
     if checksum != array.crc32c:
         raise ExportError(
             f"export {folder}: the rows in {array.file} have the CRC32C {checksum:#010x}, but the manifest has "
             f"{array.crc32c:#010x}. Copy the version again, or export it again."
         )
-    return content.hexdigest()[:16]
+    return _Digest(content.hexdigest()[:16], chunks)
+
+
+def _chunk_rows(row_bytes: int) -> int:
+    return max(1, min(_CHUNK_BYTES // row_bytes, _CHUNK_ROWS))
 
 
 def _chunks(folder: Path, array: ArrayEntry, row_bytes: int, start: int) -> Iterator[tuple[int, int, Any]]:
     """Yield (first row, row after the last, uint8 [n, row_bytes]) of the rows of an array from `start` on."""
-    step = max(1, min(_CHUNK_BYTES // row_bytes, _CHUNK_ROWS))
+    step = _chunk_rows(row_bytes)
     try:
         with contextlib.closing(open_bytes(folder / array.file)) as file:
             for first in range(start, array.rows, step):

@@ -16,7 +16,7 @@ from tpuembed.export.publish.folder import check_free, locked, publish_folder, t
 from tpuembed.export.publish.layouts import Layout, choose_layout
 from tpuembed.export.publish.version_writer import naming_model_dir
 from tpuembed.export.report import SavedGraph, StreamReport
-from tpuembed.export.retention.listing import find_version, is_whole, local_model_dir
+from tpuembed.export.retention.listing import check_has_rows, find_version, is_whole, local_model_dir
 from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.shard import ignore
 from tpuembed.files import FilePath
@@ -75,6 +75,7 @@ def compact_version(
         ExportError: a file is damaged, or `model_dir` has no room or cannot be written. Nothing was published.
     """
     folder = local_model_dir(model_dir, "compact")
+    check_has_rows(folder, "compact")
     source = find_version(folder, version)
     manifest = Manifest.read(source)
     if manifest is None or manifest.base is None:

@@ -101,10 +101,10 @@ def local_model_dir(model_dir: str | FilePath, doing: str) -> Path:
     """
     path = as_path(model_dir)
     if not isinstance(path, Path):
-        raise ConfigError(
-            f"MODEL_DIR {path}: a command can {doing} the versions of a disk alone. In a store, use its own tools, and "
-            "remove saved_model.pb of a version first."
-        )
+        remedy = "Copy it to a disk first"
+        if doing == "prune":
+            remedy = "In a store, use its own tools, and remove saved_model.pb of a version first"
+        raise ConfigError(f"MODEL_DIR {path}: a command can {doing} the versions of a disk alone. {remedy}.")
     try:
         folders = version_folders(path)
     except OSError as error:
@@ -114,6 +114,20 @@ def local_model_dir(model_dir: str | FilePath, doing: str) -> Path:
             f"MODEL_DIR {path}: has no version, which is a folder whose name is a number. Name the folder above them."
         )
     return path
+
+
+def check_has_rows(model_dir: Path, doing: str) -> None:
+    """Raise ConfigError if one cannot `doing` here, because a version is a front, whose rows are in Redis."""
+    for number, path in version_folders(model_dir):
+        manifest = None
+        with contextlib.suppress(ConfigError):
+            manifest = Manifest.read(path)
+        if manifest is not None and manifest.row_store is not None:
+            raise ConfigError(
+                f"MODEL_DIR {model_dir}: the rows of version {number} are in Redis, so you cannot {doing} here. Do that in the "
+                "MODEL_DIR that it was published from, and publish again. tpuembed publish --keep removes old versions with their "
+                "rows."
+            )
 
 
 def version_folders(model_dir: Path) -> list[tuple[int, Path]]:

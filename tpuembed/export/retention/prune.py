@@ -17,7 +17,14 @@ from tpuembed.config.checks import check_count
 from tpuembed.errors import ExportError, TpuEmbedError, warn
 from tpuembed.export.publish.folder import abandoned, lock_folder, locked
 from tpuembed.export.publish.version_writer import naming_model_dir
-from tpuembed.export.retention.listing import bases_of, bytes_only_in, is_whole, local_model_dir, version_folders
+from tpuembed.export.retention.listing import (
+    bases_of,
+    bytes_only_in,
+    check_has_rows,
+    is_whole,
+    local_model_dir,
+    version_folders,
+)
 from tpuembed.files import FilePath, flush
 
 __all__ = ["InUse", "PruneReport", "prune_after", "prune_versions"]
@@ -73,6 +80,7 @@ def prune_versions(
     """
     check_count("keep", keep)
     folder = local_model_dir(model_dir, "prune")
+    check_has_rows(folder, "prune")
     # Versions that are published from here on are kept: `in_use` does not know them.
     known = {number for number, _ in version_folders(folder)}
     reasons = dict(in_use(known)) if in_use else {}

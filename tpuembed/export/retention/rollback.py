@@ -11,7 +11,7 @@ from typing import Any
 from tpuembed.errors import ConfigError
 from tpuembed.export.publish.folder import lock_folder, locked, next_version, publish_folder
 from tpuembed.export.publish.version_writer import PREFIX, naming_model_dir
-from tpuembed.export.retention.listing import is_loadable, is_whole, local_model_dir, version_folders
+from tpuembed.export.retention.listing import check_has_rows, is_loadable, is_whole, local_model_dir, version_folders
 from tpuembed.files import FilePath
 from tpuembed.manifest import MANIFEST_PATH, Manifest
 from tpuembed.saved_model import GRAPH_FILE, check_sizes, mapped_folders, mapped_from, replace_file
@@ -51,11 +51,13 @@ def rollback_version(model_dir: str | FilePath, version: int | None = None) -> R
         version: its number; None for the one before the newest.
 
     Raises:
-        ConfigError: `model_dir` is not a folder of this machine; it has no such version, or only one; `version` is the newest,
+        ConfigError: `model_dir` is not a folder of this machine, or has fronts, whose rows are in Redis;
+            it has no such version, or only one; `version` is the newest,
             or incomplete; it is None, and the newest is incomplete.
         ExportError: `model_dir` cannot be changed. Nothing was published.
     """
     folder = local_model_dir(model_dir, "roll back")
+    check_has_rows(folder, "roll back")
     locks: list[int] = []
     with naming_model_dir(folder):
         try:
@@ -119,15 +121,13 @@ def _publish(source: Path, target: Path, model_dir: Path) -> Path:
     return publish_folder(target, model_dir, None, settle)
 
 
-def _mapped_root(source: Path, manifest: Manifest) -> PurePosixPath | None:
-    """Return MODEL_DIR as the graph of `source` names it. None if it maps no tables, because its rows are in Redis.
+def _mapped_root(source: Path, manifest: Manifest) -> PurePosixPath:
+    """Return MODEL_DIR as the graph of `source` names it.
 
     Raises:
         ConfigError: the graph does not map the tables of its own version.
     """
     folders = mapped_folders((source / GRAPH_FILE).read_bytes(), manifest)
-    if not folders:
-        return None
     folder = PurePosixPath(next(iter(folders)))
     if len(folders) > 1 or folder.name != source.name:
         raise ConfigError(
