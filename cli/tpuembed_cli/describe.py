@@ -52,7 +52,8 @@ def _origin(found: dict[str, Any]) -> str:
     source = found["source"]
     base = f", overlay of version {found['base']['version']}" if found["base"] else ""
     origin = f" from {source['path']} ({source['format']})" if {"path", "format"} <= source.keys() else ""
-    return f", layout {found['layout']}{base}, by tpuembed {found['tool_version']}{origin}"
+    stored = f", rows in Redis as model {found['row_store']['name']}" if found.get("row_store") else ""
+    return f", layout {found['layout']}{base}{stored}, by tpuembed {found['tool_version']}{origin}"
 
 
 def _checkpoint_table(found: dict[str, Any]) -> "Table":
@@ -90,7 +91,8 @@ def _export_tables(found: dict[str, Any]) -> list["Table"]:
     for row in (*rows, *stacks):
         for name in hidden:
             row.pop(name, None)
-    tables = [table_of(f"tables ({with_unit(found['bytes'])})", rows), table_of("stacks", stacks)]
+    size = "in Redis" if found.get("row_store") else with_unit(found["bytes"])
+    tables = [table_of(f"tables ({size})", rows), table_of("stacks", stacks)]
     for name, signature in found["signatures"].items():
         rows = [
             {"": side[:-1], "name": key, **spec}

@@ -40,4 +40,7 @@ def relocate(export: str, root: str, as_json: bool) -> None:
         return
     click.echo(f"{done.path}: {'now' if done.changed else 'already'} maps {', '.join(done.files.values())}")
     if not done.found:
-        click.echo(f"Files not checked, because this folder is not on this machine: {root}", err=True)
+        click.echo(
+            f"Files not checked, because this folder is not on this machine: {root}/{done.path.absolute().name}",
+            err=True,
+        )

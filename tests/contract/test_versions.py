@@ -85,6 +85,7 @@ def test_export_keep_counts_the_new_version(three: Path, model_dir: Path) -> Non
         (("rollback", "{m}", "9"), "9"),
         (("versions", "{m}/none"), "none"),
         (("prune", "{m}", "--config", "{m}/none"), "none"),
+        (("prune", "{m}", "--model", "rec"), "--model: it says how to ask"),
         (("prune", "s3://bucket/rec"), "s3://bucket/rec"),
         (("compact", "{m}", "2"), "2"),
     ],

@@ -78,6 +78,10 @@ def find_uses(
     api_key: str | None = None,
 ) -> list[VersionUse]:
     """Return the uses of `versions`. See `versions_in_use`."""
+    for name, given in (("model", model), ("api_key", api_key)):
+        if given is not None and not (servers or (configs and name == "model")):
+            others = "a config or a server" if name == "model" else "a server"
+            raise ConfigError(f"{name}=: it says how to ask {others}, and none was given. Give one, or leave it out.")
     found = [use for config in configs for use in _configured(config, model_dir, versions, model)]
     name = model or model_dir.absolute().name
     found += [use for server in servers for use in _served(server, name, api_key)]

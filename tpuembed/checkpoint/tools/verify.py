@@ -201,6 +201,7 @@ def _verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> Ve
         unchecked=(
             *(f"{name}: did not exist when the export was written" for name in free),
             *(_other_folder(version, manifest) if not files else ()),
+            *(["the rows of the tables: they are in Redis"] if manifest.row_store else ()),
             f"{MANIFEST_PATH}: has no checksum itself",
         ),
     )
