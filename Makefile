@@ -70,7 +70,7 @@ test-console: $(STAMP)  ## the server's console in a headless Chromium
 	$(BIN)/python -m pytest -n 0 -m nightly tests/e2e/test_serve_console.py
 
 test-nightly: $(STAMP) tpuembed/_lookup.so $(RATINGS) .venv-clients/.installed load-tools  ## what `make test` leaves out: whole matrices, big files, clusters, fuzzing, soaks, pages, other clients
-	$(BIN)/python -m pytest -m nightly --timeout 3600 tests
+	$(BIN)/python -m pytest -n 2 -m nightly --timeout 3600 tests
 
 test-long: test test-nightly  ## both, and the unit tests of `make test` with the oldest TensorFlow and with the newest Python
 	$(MAKE) test-oldest OLDEST_TESTS="$(ALL_UNITS)"
