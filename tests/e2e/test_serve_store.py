@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.contract_serve import eventually
 from tests.support.export.fakes import random_table, write_checkpoint
 from tests.support.messages import said
 from tests.support.serving.process import ServerProcess, run_command
@@ -93,8 +94,9 @@ def test_versions_come_and_go(
     proxy: S3Proxy, store: S3, bucket: str, tmp_path: Path, layout: str, processes: int
 ) -> None:
     first = export(tmp_path, 1, layout)
-    publish(store, bucket, tmp_path, 1)
     with start(bucket, tmp_path, "--workers", str(processes)) as server:
+        eventually(lambda: f"s3://{bucket}/m has no version yet" in server.log)
+        publish(store, bucket, tmp_path, 1)
         server.wait_for(1)
         assert_answers(server, first)
         second = export(tmp_path, 2, layout)
