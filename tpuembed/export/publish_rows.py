@@ -14,31 +14,26 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import google_crc32c
 import numpy as np
 
-from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
 from tpuembed.errors import ConfigError, ExportError, reason
+from tpuembed.export.front import settle_front, write_front
 from tpuembed.export.publish.folder import locked, publish_folder, temporary_staging
-from tpuembed.export.publish.layouts import BUNDLE
 from tpuembed.export.publish.version_writer import naming_model_dir
 from tpuembed.export.retention.listing import find_version, local_model_dir, version_folders
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.manifest import (
-    NAMES_FOLDER,
     ArrayEntry,
-    FileEntry,
     Manifest,
-    NamesEntry,
     RowStoreEntry,
 )
 from tpuembed.row_store import PUBLISHER, RowKeys, RowStore, check_model, connect, hash_of
-from tpuembed.saved_model import GRAPH_FILE, check_sizes, file_crc32c, mapped_from, replace_file, without_rows
-from tpuembed.tensor_bundle import Bundle, index_path, read_index, write_index
+from tpuembed.saved_model import check_sizes
 
 __all__ = ["PublishRowsReport", "publish_rows"]
 
@@ -221,7 +216,7 @@ class _Published:
         digests = {array.name: _digest(folder, array, row_bytes) for array, row_bytes in stored}
         ids = {name: digest.id for name, digest in digests.items()}
         with temporary_staging(self._front_dir, "publish", str(number)) as staging:
-            front = _write_front(folder, manifest, RowStoreEntry(name=self._model, arrays=ids), staging / "version")
+            front = write_front(folder, manifest, RowStoreEntry(name=self._model, arrays=ids), staging / "version")
             self._check_front(number, front)
             if not rewrite:
                 self._check_redis(number, front)
@@ -236,7 +231,7 @@ class _Published:
                     staging / "version",
                     self._front_dir,
                     number,
-                    lambda name: _settle(staging / "version", front, self._front_dir / name),
+                    lambda name: settle_front(staging / "version", front, self._front_dir / name),
                 )
         removed = self._remove_old(number, keep)
         return PublishRowsReport(
@@ -409,79 +404,3 @@ def _chunks(folder: Path, array: ArrayEntry, row_bytes: int, start: int) -> Iter
                 yield first, first + len(rows), rows
     except (OSError, EOFError) as error:
         raise ExportError(f"export {folder}: {array.file} cannot be read: {reason(error)}. Publish again.") from None
-
-
-# ---- the front
-
-
-def _write_front(folder: Path, manifest: Manifest, entry: RowStoreEntry, target: Path) -> Manifest:
-    """Write the version in `folder` without the arrays of `entry` into the new folder `target`. Return its manifest.
-
-    The graph's tables have no rows, so that it loads, and no id can be looked up by it.
-    """
-    left = [array for stack in manifest.stacks for array in stack.arrays if array.name in entry.arrays]
-    files = {array.file for array in left}
-    made = {GRAPH_FILE.as_posix(), index_path(BUNDLE).as_posix()}
-    kept = {file for file in (*manifest.files, *manifest.table_files()) if not file.startswith("assets.extra/")}
-    for file in sorted(kept - files - made):
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link((folder / file).resolve(), target / file)
-        except OSError:  # another file system, or one without hard links
-            shutil.copy2(folder / file, target / file)
-    names = tuple(_names_in_files(folder, manifest, number, target) for number in range(len(manifest.names)))
-    front = dataclasses.replace(
-        manifest,
-        row_store=entry,
-        base=None,
-        stacks=tuple(dataclasses.replace(stack, base_file="") for stack in manifest.stacks),
-        names=names,
-    )
-    graph = (folder / GRAPH_FILE).read_bytes()
-    if manifest.layout == "mmap":
-        graph = mapped_from(without_rows(graph, left), front, PurePosixPath())
-    (target / GRAPH_FILE).write_bytes(graph)
-    _write_index(folder, {array.key for array in left}, target)
-    entries = {file: manifest.files[file] for file in kept - made if file in manifest.files}
-    for file in made:
-        entries[file] = FileEntry(size=(target / file).stat().st_size, crc32c=file_crc32c(target / file))
-    front = dataclasses.replace(front, files=dict(sorted(entries.items())))
-    front.write(target)
-    return front
-
-
-def _write_index(folder: Path, keys: Collection[str], target: Path) -> None:
-    """Write the bundle's index. The tensors of `keys` have no rows, in the first data file, which is never a table's."""
-    index = read_index(index_path(folder / BUNDLE))
-    entries = {
-        key: dataclasses.replace(one, shape=(0, *one.shape[1:]), shard=0, offset=0, size=0, crc32c=0)
-        if key in keys
-        else one
-        for key, one in index.entries.items()
-    }
-    write_index(index_path(target / BUNDLE), entries, index.num_shards)
-
-
-def _names_in_files(folder: Path, manifest: Manifest, number: int, target: Path) -> NamesEntry:
-    """Return the entry of a table's names, whose arrays are files. With layout variables, they are written to `target`."""
-    entry = manifest.names[number]
-    if entry.arrays:
-        return entry
-    arrays = []
-    with Bundle.open(folder / BUNDLE) as bundle:
-        nodes = ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY)).nodes
-        keys = {node.full_name: node.value_key for node in nodes if node.value_key is not None}
-        for what in ("keys", "numbers"):
-            name, file = f"names_{number}_{what}", f"{NAMES_FOLDER}/{number}.{what}"
-            value = np.ascontiguousarray(bundle.read(keys[name]))
-            (target / file).parent.mkdir(exist_ok=True)
-            (target / file).write_bytes(value.tobytes())
-            checksum = file_crc32c(target / file)
-            arrays.append(ArrayEntry(name=name, key="", rows=len(value), file=file, size=value.nbytes, crc32c=checksum))
-    return dataclasses.replace(entry, arrays=tuple(arrays))
-
-
-def _settle(version: Path, front: Manifest, target: Path) -> None:
-    """Let the graph map its other files, such as names, from where it is served."""
-    if front.layout == "mmap":
-        replace_file(version / GRAPH_FILE, mapped_from((version / GRAPH_FILE).read_bytes(), front, target))

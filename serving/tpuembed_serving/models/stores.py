@@ -113,11 +113,9 @@ class StoreFolder:
         if state is None:
             return None
         if state.error and not self.error:
-            text = "model %s: %s cannot be listed: %s. " + (
-                "The versions in the cache are served" if state.folders else "No version is in the cache"
-            )
+            text = "model %s: %s cannot be listed: %s. Versions that the cache has are served"
             logger.error(text, self._model, self._url, state.error, extra=ONCE)
-        if state.settled and not self.settled and not (state.folders or state.faults or state.error):
+        if state.settled > self.settled and not (state.folders or state.faults or state.error):
             logger.warning("model %s: %s has no version yet. Waiting for one", self._model, self._url, extra=ONCE)
         self.settled, self.error = state.settled, state.error
         self.waiting = {
