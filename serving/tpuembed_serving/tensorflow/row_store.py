@@ -136,10 +136,10 @@ class _StoredCalls(NativeCalls):
             try:
                 found = run(dict(zip(aliases, inputs, strict=True)))
             except RowStoreDataError as error:
-                self._faults.note(str(error))
+                self._faults.note(error)
                 raise _status(Code.DATA_LOSS, error) from None
             except RowStoreError as error:
-                self._faults.note(str(error))
+                self._faults.note(error)
                 raise _status(Code.UNAVAILABLE, error) from None
             except MissingExtraError as error:
                 raise _status(Code.FAILED_PRECONDITION, error) from None
@@ -165,24 +165,22 @@ class _StoredCalls(NativeCalls):
 
 
 class _Faults:
-    """Logs that Redis fails, and that it answers again: a line for each, not for each request."""
+    """Logs that requests fail, at most once a minute, and that Redis answers again after it has been away."""
 
     def __init__(self, version_dir: Path) -> None:
         self._version = f"{version_dir.parent.name} version {version_dir.name}"
-        self._since: float | None = None
+        self._logged_at, self._is_away = -_LOG_SECONDS, False
 
-    def note(self, error: str) -> None:
-        """Log the first error, and one more each minute that it lasts."""
+    def note(self, error: RowStoreError) -> None:
         now = time.monotonic()
-        if self._since is None or now - self._since >= _LOG_SECONDS:
-            self._since = now
+        if now - self._logged_at >= _LOG_SECONDS:
+            self._logged_at, self._is_away = now, not isinstance(error, RowStoreDataError)
             logger.error("model %s: requests fail: %s", self._version, error)
 
     def end(self) -> None:
-        """Log that requests are answered again, if they were not."""
-        if self._since is not None:
-            self._since = None
-            logger.warning("model %s: Redis has answered again", self._version)
+        if self._is_away:
+            self._is_away = False
+            logger.warning("model %s: Redis answers again", self._version)
 
 
 class _StoredActivations(NativeActivations):

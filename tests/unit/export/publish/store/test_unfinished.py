@@ -118,7 +118,9 @@ def test_no_version_is_mixed_if_its_lock_is_deleted_under_an_export(
         monkeypatch.setattr(Bucket, request_, original)
         for key in ("m/.staging-1", *server.keys(bucket, "m/1/")):
             server.delete(bucket, key)
-        taken.append(export(url, other)[0].removeprefix(f"s3://{bucket}/"))  # 2 if the first one has written something since
+        taken.append(
+            export(url, other)[0].removeprefix(f"s3://{bucket}/")
+        )  # 2 if the first one has written something since
         return original(self, *arguments)
 
     with pytest.raises(ExportError, match="version 1"):  # which of two messages depends on the threads of the first one
