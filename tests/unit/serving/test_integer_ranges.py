@@ -157,7 +157,9 @@ def test_grpc_open_inference(server: Served, dtype: str) -> None:
     for value in carried(field, dtype):
         tensor = {"name": "x", "datatype": datatype, "shape": [2], "contents": {field: [1, value]}}
         request = message("ModelInferRequest")(
-            model_name="m", inputs=[tensor], parameters={"signature_name": {"string_param": datatype}}
+            model_name="m",
+            inputs=[tensor],
+            parameters={"signature_name": message("InferParameter")(string_param=datatype)},
         )
         found = server.call(method=f"/{SERVICE}/ModelInfer", data=request.SerializeToString())
         assert found == ("INVALID_ARGUMENT", text_of(datatype, value))

@@ -41,8 +41,17 @@ SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
 def infer_request(*tensors: dict[str, Any], raw: tuple[bytes, ...] = (), signature: str = "", **fields: Any) -> bytes:
     parameters = {"signature_name": {"string_param": signature}} if signature else {}
     fields = {"model_name": "m", "parameters": parameters, **fields}
-    request = message("ModelInferRequest")(inputs=tensors, raw_input_contents=raw, **fields)
+    outputs = [_with_parameters(output) for output in fields.pop("outputs", ())]
+    inputs = [_with_parameters(tensor) for tensor in tensors]
+    fields |= {"inputs": inputs, "outputs": outputs, "raw_input_contents": raw}
+    request = message("ModelInferRequest")(**_with_parameters(fields))
     return bytes(request.SerializeToString())
+
+
+def _with_parameters(fields: dict[str, Any]) -> dict[str, Any]:
+    """Protobuf before version 6 takes no dict for a message in a map."""
+    given = fields.get("parameters", {})
+    return {**fields, "parameters": {name: message("InferParameter")(**value) for name, value in given.items()}}
 
 
 IDS = {"name": "ids", "datatype": "INT64", "shape": [2], "contents": {"int64_contents": [1, 2]}}
