@@ -108,7 +108,7 @@ def _trained(device: str, rule: str, seed: int) -> TPUEmbedding:
         def step(ids: Any, weights: Any) -> None:
             with tf.GradientTape() as tape:
                 loss = tf.add_n([tf.reduce_sum(tf.sin(rows)) for rows in tf.nest.flatten(layer(ids, weights))])
-            tape.gradient(loss, layer.trainable_variables)
+            layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
         for _ in range(STEPS):
             step(*_batch(random))
@@ -167,7 +167,7 @@ def _train_ids_outside() -> str:
                 with tf.GradientTape() as tape:
                     rows = layer(ids)
                     loss = tf.reduce_sum(rows[0])
-                tape.gradient(loss, layer.trainable_variables)
+                layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
                 return rows
 
             rows = step(tf.constant(ids, tf.int64)).numpy()

@@ -81,7 +81,7 @@ def _steps(rows: int, ids: int) -> dict[str, Callable[[], None]]:
         def step(batch: Any) -> Any:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.square(layer(before(batch)) - 1.0))
-            tape.gradient(loss, layer.trainable_variables)
+            layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
             return loss
 
         return lambda: step(next(turns)).numpy()

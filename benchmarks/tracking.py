@@ -66,7 +66,7 @@ def _step(rows: int, ids: int, *, track_rows: bool) -> Callable[[], None]:
     def step(batch: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.square(layer(batch) - 1.0))
-        tape.gradient(loss, layer.trainable_variables)
+        layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
         return loss
 
     return lambda: step(next(batches)).numpy()

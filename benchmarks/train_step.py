@@ -104,7 +104,7 @@ def _tpuembed(optimizer: str, vocabulary: int, batch: int = BATCH) -> Callable[[
     layer = TPUEmbedding(FeatureConfig(TableConfig(vocabulary, DIM, "t")), optimizer=optimizer)
 
     def update(tape: Any, loss: Any) -> None:
-        tape.gradient(loss, layer.trainable_variables)
+        layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
     return _loop(tf, layer, update, vocabulary, batch)
 

@@ -44,6 +44,7 @@ __all__ = [
     "ServingError",
     "TpuEmbedError",
     "TrainingError",
+    "TrainingWarning",
     "UnknownObjectError",
     "UnknownTableError",
     "WorkerError",
@@ -203,9 +204,13 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(message.split())[:300]}"
 
 
-def warn(message: str) -> None:
+class TrainingWarning(UserWarning):
+    """Tables do not follow an option of the trainer. The message names the option, the tables, and what to do."""
+
+
+def warn(message: str, kind: type[Warning] = UserWarning) -> None:
     """Warn. The warning names the caller's line, which is the last one outside of tpuembed."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "tpuembed":
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, kind, stacklevel=level)

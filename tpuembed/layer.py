@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tpuembed.backends import Backend, LayerOptions, TakenGradients, choose, train
+from tpuembed.backends import Backend, LayerOptions, RowGradients, TakenGradients, choose, train
 from tpuembed.backends.deferred import DeferredBackend
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import (
@@ -51,9 +51,10 @@ __all__ = ["TPUEmbedding"]
 class TPUEmbedding(keras.layers.Layer):
     """Looks up features in embedding tables that the layer trains itself, row by row.
 
-    Each table has an optimizer, its own or the layer's. The layer applies it when a gradient of its activations is
-    taken: in `fit`, or in a loop that computes gradients of `trainable_variables`. One call is one update. The
-    optimizer given to `compile` trains the rest of the model. Weights of ids are data: no gradient flows to them.
+    Each table has an optimizer, its own or the layer's. The layer applies it when the trainer's optimizer applies a step, with
+    the gradients that reach that optimizer: in `fit`, or in a loop that computes gradients of `trainable_variables`. On an
+    accelerator it does so when the gradient is taken. The optimizer given to `compile` trains the rest of the model. Weights of
+    ids are data: no gradient flows to them.
 
     Args:
         feature_config: a nested structure (dicts, lists, tuples) of FeatureConfig, tpuembed's or
@@ -171,11 +172,17 @@ class TPUEmbedding(keras.layers.Layer):
             self._tpu_embedding.restoring = self._row_stamps.rewritten
             for weight in self._table_weights:
                 weight.watcher = self._row_stamps
-        self._dummy = None
+        self._dummy, rows = None, None
         if trained_here:
             self._dummy = self.add_weight(
                 shape=(1,), initializer="zeros", dtype="float32", name="gradient_trap", autocast=False
             )
+            rows = backend.row_gradients()
+        if rows is not None:
+            self._parts = dataclasses.replace(self._parts, rule=rows)
+            self._tpu_embedding.saving = self._warn_unapplied
+            for weight in rows.weights.values():
+                self._track_variable(weight)
         self.built = True
 
     def build(self, input_shape: Any = None) -> None:
@@ -226,7 +233,7 @@ class TPUEmbedding(keras.layers.Layer):
         else:
             dummy = None if self._dummy is None else tf.convert_to_tensor(self._dummy.value)
             parts = self._parts
-            activations = train(backend, inputs, dummy, parts.layer_options.updates, parts.taken, self)
+            activations = train(backend, inputs, dummy, parts.layer_options.updates, parts.rule, self)
         return pack_like(structure, [tf.cast(activation, self.compute_dtype) for activation in activations])
 
     def _from_names(self, given: Ids) -> Ids:
@@ -295,9 +302,14 @@ class TPUEmbedding(keras.layers.Layer):
         """Return the layer's config for checkpoints: features, tables and their optimizers, as JSON values."""
         return self._parts.checkpoint_config()
 
+    def _warn_unapplied(self) -> None:
+        if isinstance(self._parts.rule, RowGradients):
+            self._parts.rule.warn_unapplied(f"layer {self.name!r} is saved")
+
     @contextlib.contextmanager
     def looking_up_in(self, source: TableSource) -> Iterator[None]:
         """Make calls take their rows from `source` inside the context. The layer's own tables do not change."""
+        self._warn_unapplied()
         own = self._parts
         self._parts = dataclasses.replace(own, backend=DeferredBackend(own.layer_options.tables, source))
         try:
@@ -305,6 +317,33 @@ class TPUEmbedding(keras.layers.Layer):
             yield
         finally:
             self._parts = own
+
+    def apply_gradients(self, gradients: Iterable[Any]) -> None:
+        """Update the tables once, by `gradients` of `trainable_variables`. For trainers without a Keras optimizer.
+
+        A Keras optimizer does this itself, in the steps that it applies. Tables in an accelerator moved when their gradient was
+        taken: nothing is left to do for them.
+
+        Args:
+            gradients: what a tape gave for `trainable_variables`, in their order. You may scale, clip and sum them before.
+
+        Raises:
+            ConfigError: a table has no optimizer (`optimizer=None`), so your own optimizer has to train it, or the number of
+                gradients differs from that of the weights.
+        """
+        given, weights, rule = list(gradients), self.trainable_variables, self._parts.rule
+        free = [name for name, state in self._parts.backend.states.items() if state.optimizer is None]
+        if free:
+            raise ConfigError(
+                f"layer {self.name!r}: table {free[0]!r} has no optimizer. Give it one, or apply its gradient with your own."
+            )
+        if len(given) != len(weights):
+            raise ConfigError(
+                f"layer {self.name!r}: apply_gradients got {len(given)} gradients, and the layer has {len(weights)} trainable "
+                "variables. Give one for each."
+            )
+        if isinstance(rule, RowGradients) and weights:
+            rule.apply(given[len(weights) - len(rule.weights) :])
 
     # ---- writing tables
 
@@ -419,6 +458,7 @@ class TPUEmbedding(keras.layers.Layer):
 
     def save_own_variables(self, store: Any) -> None:
         """Write tables, slots, count of updates and config into `.weights.h5` and `.keras`, by name."""
+        self._warn_unapplied()
         if not self.saved_by_another:
             save_tables(store, self.named_variables(), int(self.updates.numpy()), self.checkpoint_config())
             if self._row_stamps is not None:
@@ -470,7 +510,7 @@ class _Untracked:
     layer_options: LayerOptions
     backend: Backend | DeferredBackend
     takes_rows: bool = False
-    taken: TakenGradients = dataclasses.field(default_factory=TakenGradients)
+    rule: RowGradients | TakenGradients = dataclasses.field(default_factory=TakenGradients)
     input_shapes: Mapping[str, tuple[int | None, ...]] = dataclasses.field(default_factory=dict)
 
     def checkpoint_config(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def step(layer: TPUEmbedding, users: Any, items: Any = (1,)) -> None:
     with tf.GradientTape() as tape:
         rows = layer({"user": tf.constant(users, tf.int64), "item": tf.constant(items, tf.int64)})
         loss = tf.add_n([tf.reduce_sum((each - 1) ** 2) for each in tf.nest.flatten(rows)])
-    tape.gradient(loss, layer.trainable_variables)
+    layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ from tpuembed.backends.host import HostBackend
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.mixed import MixedBackend
 from tpuembed.backends.replicas import check_strategy
+from tpuembed.backends.row_gradients import RowGradients
 from tpuembed.backends.sparsecore import SparseCoreBackend
 from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
 from tpuembed.backends.tpu_v1 import TpuV1Backend
@@ -20,7 +21,7 @@ from tpuembed.errors import ConfigError, warn
 from tpuembed.runtime.environment import check_environment
 from tpuembed.runtime.table_scope import current_source
 
-__all__ = ["Backend", "LayerOptions", "TakenGradients", "choose", "train"]
+__all__ = ["Backend", "LayerOptions", "RowGradients", "TakenGradients", "choose", "train"]
 
 
 _ACCELERATORS: Mapping[str, Callable[[LayerOptions], Backend]] = {"V1": TpuV1Backend, "V2": SparseCoreBackend}

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+from tpuembed.backends.row_gradients import RowGradients
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
 from tpuembed.lookup import Ids
@@ -47,6 +48,13 @@ class TableStore:
 
     def fetch(self) -> None:
         """Copy the tables to the hosts. Called before `table_rows.read_rows` reads rows of the tables in `states`."""
+
+    def row_gradients(self) -> RowGradients | None:
+        """Return the weights whose gradients move the tables in the trainer's optimizer step.
+
+        None: the tables move while the gradient is taken, as on accelerators.
+        """
+        return None
 
     def weights(self) -> list[tuple[Any, bool]]:
         """Return (variable, True if the user's optimizer trains it) for every Keras weight of the layer."""

@@ -20,7 +20,7 @@ from tpuembed.backends.tf_config import (
 from tpuembed.backends.tf_tpu import differentiates_control_flow, tpu_call
 from tpuembed.errors import TrainingError
 
-__all__ = ["TakenGradients", "gradient_trap"]
+__all__ = ["IN_BRANCH", "SAVED", "TakenGradients", "gradient_trap", "with_shapes"]
 
 Tensor = Any
 
@@ -28,11 +28,11 @@ _TWICE = (
     "TPUEmbedding: a second gradient was taken through one call of the layer (a persistent tape?). It would update the tables "
     "twice. Compute all gradients in one tape.gradient(loss, [a, b]) call."
 )
-_IN_BRANCH = (
+IN_BRANCH = (
     "TPUEmbedding: the layer is called inside tf.cond, tf.switch_case or a loop, and the gradient is taken outside it. TensorFlow "
     "cannot trace that. Take the gradient inside too, or call the layer before, with all ids, and choose activations."
 )
-_SAVED = (
+SAVED = (
     "TPUEmbedding: a SavedModel cannot train its tables. It has neither their live learning rates nor their strategy. Build the "
     "layer, restore a checkpoint, and train that."
 )
@@ -115,15 +115,15 @@ def gradient_trap(
         # A traced call may be differentiated in several graphs. Each of them runs for its own call.
         graph = _graph()
         if in_save_context():  # saving traces the functions of the gradients too
-            return _zeros_after([tf.debugging.Assert(tf.constant(False), [_SAVED])], dummy)
+            return _zeros_after([tf.debugging.Assert(tf.constant(False), [SAVED])], dummy)
         if graph is not None and differentiates_control_flow():
-            raise TrainingError(_IN_BRANCH)
+            raise TrainingError(IN_BRANCH)
         if any(graph is earlier for earlier in graphs):
             raise TrainingError(_TWICE)
         graphs.append(graph)
         checks = [] if number is None or graph is here else [taken.take(number)]
         with tf.control_dependencies([] if tf.executing_eagerly() else list(checks)):
-            updates = apply_gradients(_with_shapes(gradients, activations, features))
+            updates = apply_gradients(with_shapes(gradients, activations, features))
         if graph is None:
             return tf.zeros_like(dummy)
         zeros = _zeros_after([*checks, *updates], dummy)
@@ -142,7 +142,7 @@ def gradient_trap(
     return trap(dummy)
 
 
-def _with_shapes(gradients: Sequence[Tensor], activations: Sequence[Tensor], features: Sequence[str]) -> list[Tensor]:
+def with_shapes(gradients: Sequence[Tensor], activations: Sequence[Tensor], features: Sequence[str]) -> list[Tensor]:
     """Return `gradients` with the static shapes of `activations`, after a check of all sizes.
 
     TensorFlow does not know each gradient's shape while it traces a batch of unknown size: a concat of more than 16 tensors has

@@ -10,11 +10,12 @@ import tensorflow as tf
 from tpuembed.backends.backend import Backend
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.replicas import check_same_strategy, check_strategy, gather_replicas
+from tpuembed.backends.row_gradients import RowGradients
 from tpuembed.backends.row_optimizers import dedupe, learning_rate, update_every_row, update_rows
 from tpuembed.backends.table_state import TableState, create_table
-from tpuembed.backends.tf_config import entry_optimizer, local, loss_scale, unchecked_gathers
+from tpuembed.backends.tf_config import local, unchecked_gathers
 from tpuembed.backends.tf_tpu import densify_on_host, tpu_call
-from tpuembed.errors import ConfigError, TrainingError
+from tpuembed.errors import ConfigError
 from tpuembed.id_messages import Span
 from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.ranges import is_inside
@@ -23,6 +24,8 @@ from tpuembed.row_history import UNKNOWN
 __all__ = ["NO_STAMP", "HostBackend"]
 
 Tensor = Any
+TableRows = tuple[Tensor, Tensor, bool]
+"""Ids [n], their row gradients [n, dim], and whether ids may be outside the table."""
 NO_STAMP: Final = (
     f"TPUEmbedding: track_rows numbers updates as int32, up to {UNKNOWN - 1}. The layer has made as many. Build it with "
     "track_rows=False, and restore a checkpoint."
@@ -64,10 +67,14 @@ class HostBackend(Backend):
         self.check_called_where_created()
         return self.gather_rows(self.flat_ids(features), [feature.table for feature in features])
 
-    def begin(self, features: Sequence[Ids], layer: Any) -> "_HostStep":
+    def begin(self, features: Sequence[Ids], layer: Any) -> "_HostStep":  # noqa: ARG002 - any layer's step is the same
         """Return a training step of `features`, all of whose tables have an optimizer."""
         self.check_called_where_created()
-        return _HostStep(self, features, layer)
+        return _HostStep(self, features)
+
+    def row_gradients(self) -> RowGradients:
+        """Return the weights whose gradients move the tables in the trainer's optimizer step."""
+        return RowGradients(self.states, self.apply_rows, self._updates)
 
     def flat_ids(self, features: Sequence[Ids]) -> list[FlatIds]:
         """Return the ids of `features`. Ids out of vocabulary are treated by their feature's policy.
@@ -143,45 +150,46 @@ class HostBackend(Backend):
         op = tf.raw_ops.ResourceScatterUpdate(resource=local(state.stamps).handle, indices=unique, updates=stamps)
         return ops if op is None else [*ops, op]
 
-
-class _HostStep:
-    """One call of the layer: the ids it looked up, and the update from their gradients."""
-
-    def __init__(self, backend: HostBackend, features: Sequence[Ids], layer: Any) -> None:
-        self._backend, self._tables = backend, [feature.table for feature in features]
-        self._features = backend.flat_ids(features)
-        self._optimizer, self._compute_dtype = entry_optimizer(layer), layer.compute_dtype
-
-    def lookup(self) -> list[Tensor]:
-        return self._backend.gather_rows(self._features, self._tables)
-
-    def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
-        rows = [feature.spread(tf.cast(g, tf.float32)) for feature, g in zip(self._features, gradients, strict=True)]
-        scale = self._loss_scale()
-        finite = None if scale is None else tf.reduce_all([tf.reduce_all(tf.math.is_finite(row)) for row in rows])
+    def apply_rows(self, tables: Mapping[str, TableRows]) -> list[Any]:
+        """Apply the row gradients of `tables`. No row changes if its update has no number."""
         updates: list[Any] = []
-        stamp = self._backend.next_stamp()
-        for table in dict.fromkeys(self._tables):
-            members = [index for index, name in enumerate(self._tables) if name == table]
-            ids = tf.concat([self._features[index].ids for index in members], 0)
-            of_rows = tf.concat([rows[index] for index in members], 0)
-            if scale is not None:  # an overflowed step touches no row; the dense optimizer skips it too
-                ids, of_rows = tf.where(finite, ids, -1), tf.where(finite, of_rows / scale, 0.0)
-            droppable = scale is not None or any(self._features[index].droppable for index in members)
-            with tf.control_dependencies(
-                [] if stamp is None else [stamp]
-            ):  # no row changes if its update has no number
-                updates += self._backend.update(table, ids, of_rows, droppable, stamp)
+        stamp = self.next_stamp()
+        for table, (ids, rows, droppable) in tables.items():
+            with tf.control_dependencies([] if stamp is None else [stamp]):
+                updates += self.update(table, ids, rows, droppable, stamp)
         return updates
 
-    def _loss_scale(self) -> Tensor | None:
-        """Return the factor that the optimizer multiplied the loss with, or None."""
-        if self._compute_dtype == "float16" and self._optimizer is None:
-            raise TrainingError(
-                "TPUEmbedding: under mixed_float16 a custom training loop may scale the loss. The layer cannot see the factor. "
-                "Compile the model with its LossScaleOptimizer, or use mixed_bfloat16."
-            )
-        return loss_scale(self._optimizer)
+
+class _HostStep:
+    """One call of the layer: the ids it looked up, and the row gradients from those of its activations."""
+
+    def __init__(self, backend: HostBackend, features: Sequence[Ids]) -> None:
+        self._backend, self.tables = backend, [feature.table for feature in features]
+        self._features = backend.flat_ids(features)
+
+    def lookup(self) -> list[Tensor]:
+        return self._backend.gather_rows(self._features, self.tables)
+
+    def row_gradients(self, gradients: Sequence[Tensor]) -> dict[str, TableRows]:
+        """Return {table: (ids, row gradients, whether ids may be outside)} of the activations' gradients."""
+        rows = [
+            feature.spread(tf.cast(gradient, tf.float32))
+            for feature, gradient in zip(self._features, gradients, strict=True)
+        ]
+        found = {}
+        for table in dict.fromkeys(self.tables):
+            members = [index for index, name in enumerate(self.tables) if name == table]
+            droppable = any(self._features[index].droppable for index in members)
+            ids = tf.concat([self._features[index].ids for index in members], 0)
+            of_rows = tf.concat([rows[index] for index in members], 0)
+            if droppable:  # a norm over them counts zeros for what is dropped
+                inside = is_inside(ids, self._backend.states[table].config.vocabulary_size)
+                of_rows = tf.where(inside[:, None], of_rows, 0.0)
+            found[table] = ids, of_rows, droppable
+        return found
+
+    def apply(self, gradients: Sequence[Tensor]) -> list[Any]:
+        return self._backend.apply_rows(self.row_gradients(gradients))
 
 
 def _check_supported(state: TableState) -> None:

@@ -16,7 +16,7 @@ from tpuembed.config import FTRL, SGD, Adagrad, AdagradMomentum, Adam, Optimizer
 from tpuembed.errors import TrainingError
 from tpuembed.lookup.ranges import NOT_FOR_XLA, is_inside
 
-__all__ = ["RULES", "dedupe", "learning_rate", "update_every_row", "update_rows"]
+__all__ = ["RULES", "dedupe", "ignores_zeros", "learning_rate", "update_every_row", "update_rows"]
 
 Tensor = Any
 Rule = Callable[..., tuple[Tensor, ...]]
@@ -108,6 +108,19 @@ def learning_rate(spec: Optimizer, step: Tensor) -> Tensor:
             "Return a tensor, or keep the rate in a tf.Variable."
         )
     return tf.cast(tf.convert_to_tensor(value), tf.float32)
+
+
+def ignores_zeros(spec: Optimizer) -> bool:
+    """Return True if an update by a gradient of 0 leaves a row and its slots as they are."""
+    low, high = spec.clipvalue or (None, None)  # type: ignore[misc]
+    return (
+        spec.kind in ("sgd", "adagrad")
+        and not spec.weight_decay_factor
+        and spec.clip_weight_min is None
+        and spec.clip_weight_max is None
+        and (low is None or low <= 0)
+        and (high is None or high >= 0)
+    )
 
 
 def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) -> tuple[Tensor, Tensor]:

@@ -230,6 +230,7 @@ class TablesNode(SavedNode):
         self._rows_lie_elsewhere = False
         self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None
         self.restoring: Callable[[], None] = lambda: None
+        self.saving: Callable[[], None] = lambda: None
         self.check_saved: Callable[[str], None] = lambda _: None
         self.updates = updates
         for name, child in children.items():
@@ -258,6 +259,7 @@ class TablesNode(SavedNode):
         return set(json.loads(self._config)["tables"])
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
+        self.saving()
         return {"tpuembed_config": tf.constant(self._config), "tpuembed_iterations": self.updates.read_value()}
 
     def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:

@@ -33,6 +33,7 @@ from tpuembed.config.structure import check_plain, flatten, pack_like
 from tpuembed.errors import ConfigError, warn
 
 __all__ = [
+    "LiveRate",
     "SavedNode",
     "Trackable",
     "custom_gradient",
@@ -448,6 +449,17 @@ def optimizer_to_tf(spec: Optimizer) -> Any:
     return optimizer
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LiveRate:
+    """The learning rate of a Keras optimizer, read when an update runs."""
+
+    optimizer: Any
+
+    def __call__(self) -> Any:
+        """Return the current rate."""
+        return self.optimizer.learning_rate
+
+
 def _from_keras(value: Any) -> Optimizer:
     kind = type(value).__name__
     if kind not in _KERAS_CLASSES:
@@ -462,6 +474,6 @@ def _from_keras(value: Any) -> Optimizer:
         )
     rate = value._learning_rate
     if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-        rate = lambda: value.learning_rate  # noqa: E731 - read when an update runs
+        rate = LiveRate(value)
     spec_class, names = _KERAS_CLASSES[kind]
     return spec_class(learning_rate=rate, clipvalue=value.clipvalue, **{name: getattr(value, name) for name in names})

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tpuembed.backends.backend import Backend, TrainingStep
 from tpuembed.backends.gradient_trap import TakenGradients, gradient_trap
+from tpuembed.backends.row_gradients import RowGradients
 from tpuembed.backends.tf_config import custom_gradient, entry_optimizer, local, unchecked_gathers
 from tpuembed.backends.tf_tpu import tpu_call
 from tpuembed.errors import TrainingError
@@ -18,11 +19,17 @@ Tensor = Any
 
 
 def train(
-    backend: Backend, features: Sequence[Ids], dummy: Tensor, updates: Any, taken: TakenGradients, layer: Any
+    backend: Backend,
+    features: Sequence[Ids],
+    dummy: Tensor,
+    updates: Any,
+    rule: RowGradients | TakenGradients,
+    layer: Any,
 ) -> list[Tensor]:
-    """Return the activations of `features`. The gradient of `dummy` updates the tables once and adds one to `updates`.
+    """Return the activations of `features`.
 
-    A table without an optimizer is trained by the user's optimizer.
+    With RowGradients, the tables move in the trainer's optimizer step. With TakenGradients, the gradient of `dummy` updates them
+    once and adds one to `updates`. A table without an optimizer is trained by the user's optimizer.
 
     Raises:
         TrainingError: tables cannot be trained in the loop that the call is part of.
@@ -32,10 +39,13 @@ def train(
     trapped = [feature for feature, by_user in zip(features, is_free, strict=True) if not by_user]
     caught: Sequence[Tensor] = []
     if trapped:
-        _check_accumulation(entry_optimizer(layer))
         step = backend.begin(trapped, layer)
         paths = [feature.path for feature in trapped]
-        caught = gradient_trap(dummy, paths, step.lookup, lambda given: _apply(step, given, updates), taken)
+        if isinstance(rule, RowGradients):
+            caught = rule.lookup(step, dummy, paths, entry_optimizer(layer))
+        else:
+            _check_accumulation(entry_optimizer(layer))
+            caught = gradient_trap(dummy, paths, step.lookup, lambda given: _apply(step, given, updates), rule)
     activations = interleave(is_free, backend.lookup(free) if free else [], caught)
     return wait_for_lookups(activations) if trapped else activations
 

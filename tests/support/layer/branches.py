@@ -31,7 +31,7 @@ def step(layer: TPUEmbedding, ids: list[int], strategy: Any = None) -> None:
     def run(ids: Any) -> None:
         with tf.GradientTape() as tape:
             loss = sum(tf.reduce_sum(rows * rows + rows) for rows in layer(ids))
-        tape.gradient(loss, layer.trainable_variables)
+        layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
     if strategy is None:
         run([tf.constant(ids), tf.constant(ids[:1])])

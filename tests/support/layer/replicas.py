@@ -40,7 +40,9 @@ def train(strategy: Any, kind: str) -> dict[str, Any]:
     def replica_step(ids: Any, slopes: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(layer(ids) * slopes)
-        return tape.gradient(loss, layer.trainable_variables)
+        gradients = tape.gradient(loss, layer.trainable_variables)
+        layer.apply_gradients(gradients)
+        return gradients
 
     @tf.function
     def step() -> None:

@@ -240,7 +240,7 @@ def test_the_layers_optimizer_is_for_tables_without() -> None:
     layer = layer_of(config, optimizer=SGD(learning_rate=1.0))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(layer(np.array([1, 2, 3, 4])))
-    tape.gradient(loss, layer.trainable_variables)
+    layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
     np.testing.assert_allclose(layer.get_embedding_tables()["t"][1:5], ROWS[1:5] - 1)
     with refused(ConfigError, match="table 't'"):
         DistributedEmbedding(config)
@@ -350,7 +350,9 @@ def trace(hardware: str, configs: Any, ids: Any, replicas: int = 2, **arguments:
         def step(ids: Any) -> Any:
             with tf.GradientTape() as tape:
                 loss = tf.add_n([tf.reduce_sum(each) for each in tf.nest.flatten(layer(ids))])
-            return tape.gradient(loss, layer.trainable_variables)
+            gradients = tape.gradient(loss, layer.trainable_variables)
+            layer.apply_gradients(gradients)
+            return gradients
 
         strategy.run(step, args=(ids(),))
         return list(tf.compat.v1.get_default_graph().as_graph_def().node), layer

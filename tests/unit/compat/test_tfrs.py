@@ -113,7 +113,9 @@ def test_under_a_tpu_large_tables_are_the_accelerators() -> None:
         def run(ids: Any) -> Any:
             with tf.GradientTape() as tape:
                 loss = tf.add_n([tf.reduce_sum(activation) for activation in layer(ids).values()])
-            return tape.gradient(loss, layer.trainable_variables)
+            gradients = tape.gradient(loss, layer.trainable_variables)
+            layer.apply_gradients(gradients)
+            return gradients
 
         strategy.run(run, args=(ids,))
         found = {node.op for node in tf.compat.v1.get_default_graph().as_graph_def().node}
@@ -214,7 +216,7 @@ def test_what_only_the_translated_optimizer_has_is_honoured() -> None:
     layer = tfrs.TPUEmbedding(configs()["item"], translated)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(layer(np.array([7])))
-    tape.gradient(loss, layer.trainable_variables)
+    layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
     (variable,) = layer.embedding_tables.values()
     np.testing.assert_array_equal(variable.numpy()[7], -5.0)
 
@@ -227,7 +229,7 @@ def test_a_translated_schedule_follows_the_layers_updates() -> None:
     for _ in range(2):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(layer(np.array([7])))
-        tape.gradient(loss, layer.trainable_variables)
+        layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
         rows.append(variable.numpy()[7])
     np.testing.assert_allclose(np.diff(rows, axis=0)[:, 0], [-1.0, -0.25], rtol=1e-5, atol=1e-6)
 
@@ -248,7 +250,7 @@ def test_names_come_back_with_their_rows(way: str, tmp_path: Path) -> None:
     names = {name: tf.constant([f"{name} {number}" for number in range(5)]) for name in ("small", "large")}
     with tf.GradientTape() as tape:
         loss = tf.add_n([tf.reduce_sum(rows) for rows in trained(names).values()])
-    tape.gradient(loss, trained.trainable_variables)
+    trained.apply_gradients(tape.gradient(loss, trained.trainable_variables))
     path = tf.train.Checkpoint(layer=trained).write(str(tmp_path / "ckpt"))
     if way == "checkpoint":
         tf.train.Checkpoint(layer=new).restore(path)

@@ -127,7 +127,7 @@ def test_a_step_traced_before_xla_compiles_it_is_refused_where_it_would_be_wrong
     def step(values: Any) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(layer({"x": tf.SparseTensor(indices, values, shape)})["x"])
-        tape.gradient(loss, layer.trainable_variables)
+        layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
     values = tf.constant([1, -1, 1], tf.int64)
     traced = tf.function(step)

@@ -85,7 +85,7 @@ def test_training_under_another_strategy_than_the_layers_is_refused() -> None:
     def step() -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(layer(inputs)["first"])
-        tape.gradient(loss, layer.trainable_variables)
+        layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
     with refused(TrainingError, match="1 replica"):
         tf.distribute.OneDeviceStrategy("CPU:0").run(step)
@@ -108,7 +108,7 @@ def trained(replicas, wrap):
         with tf.GradientTape() as tape:
             found = layer({"tags": tags, "more": tags[:0] if sys.argv[1] == "empty" else tags})
             loss = tf.reduce_sum(tf.square(found["tags"])) + tf.reduce_sum(found["more"])
-        tape.gradient(loss, layer.trainable_variables)
+        layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
         return loss
     for shares in lists.values():
         if replicas == 1:
@@ -132,7 +132,7 @@ def dense(replicas, batches):
     def step(ids):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.square(layer(ids)))
-        tape.gradient(loss, layer.trainable_variables)
+        layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
         return loss
     for shares in batches:
         if replicas == 1:

@@ -55,7 +55,7 @@ def step(layer: TPUEmbedding, ids: Any, weights: Any = None) -> None:
     with tf.GradientTape() as tape:
         activations = layer(ids, weights)
         loss = tf.add_n([tf.reduce_sum(rows * rows + rows) for rows in tf.nest.flatten(activations)])
-    tape.gradient(loss, layer.trainable_variables)
+    layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
 
 KINDS: dict[str, Callable[[list[list[int]]], Any]] = {
@@ -417,7 +417,9 @@ def test_replicated_tables_on_simulated_tpus_are_tracked() -> None:
         def replica_step(ids: Any) -> Any:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(layer(ids))
-            return tape.gradient(loss, layer.trainable_variables)
+            gradients = tape.gradient(loss, layer.trainable_variables)
+            layer.apply_gradients(gradients)
+            return gradients
 
         for ids in ([[1, 2], [2, 3]], [[5, 1], [7, 7]]):
             of_replicas = [tf.constant(part) for part in ids]

@@ -44,7 +44,7 @@ def step(layer: TPUEmbedding, inputs: Any) -> Any:
     with tf.GradientTape() as tape:
         activations = layer(inputs)
         loss = tf.add_n([tf.reduce_sum(rows * tf.cast(tf.range(1, 4), tf.float32)) for rows in activations.values()])
-    tape.gradient(loss, layer.trainable_variables)
+    layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
     return activations
 
 

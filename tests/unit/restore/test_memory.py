@@ -27,7 +27,7 @@ def make(rows):
 def train(layer):
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(layer(tf.constant([1])))
-    tape.gradient(loss, layer.trainable_variables)
+    layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 INITIALIZER = sys.argv[3] if sys.argv[3:] else None
 make(3).assign_rows("table", 0, np.ones((3, 64), np.float32))
 layer = make(int(sys.argv[2]))

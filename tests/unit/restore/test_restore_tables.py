@@ -125,7 +125,7 @@ def _train(layer: TPUEmbedding, steps: range) -> None:
         ids = tf.constant([step % 6, (step + 1) % 6])
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(layer(ids) ** 2)
-        tape.gradient(loss, layer.trainable_variables)
+        layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
 
 # ---- grown and shrunk vocabularies
