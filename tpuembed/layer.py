@@ -177,7 +177,8 @@ class TPUEmbedding(keras.layers.Layer):
             self._dummy = self.add_weight(
                 shape=(1,), initializer="zeros", dtype="float32", name="gradient_trap", autocast=False
             )
-            rows = backend.row_gradients()
+            with keras.name_scope(self.name):
+                rows = backend.row_gradients()
         if rows is not None:
             self._parts = dataclasses.replace(self._parts, rule=rows)
             self._tpu_embedding.saving = self._warn_unapplied
@@ -266,12 +267,21 @@ class TPUEmbedding(keras.layers.Layer):
     def compute_output_spec(
         self,
         features: Any,
-        weights: Any = None,  # noqa: ARG002
+        weights: Any = None,
         serving_config: Any = None,
     ) -> Any:
-        """Return the symbolic activations of symbolic `features`."""
+        """Return the symbolic activations of symbolic `features`.
+
+        Raises:
+            ConfigError: a call with such ids and weights would fail. The message names the feature.
+            TrainingError: the layer was built outside the scope of the strategy that the model is built in.
+        """
+        if serving_config is None and self.trainable and isinstance(self._parts.backend, Backend):
+            self._parts.backend.check_symbolic_call()
         structure = self._parts.structure(serving_config)
-        inputs = _inputs(structure, features, None, {} if serving_config is not None else self._parts.input_shapes)
+        inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
+        for each in inputs:
+            each.check_symbolic(takes_names=not self._parts.takes_rows)
         shapes = [(*each.known_shape(), each.config.table.dim) for each in inputs]
         return pack_like(structure, [keras.KerasTensor(shape, self.compute_dtype) for shape in shapes])
 
@@ -567,6 +577,7 @@ def _inputs(structure: Any, features: Any, weights: Any, shapes: Mapping[str, An
     if weights is None:
         given: list[Any] = [None] * len(leaves)
     else:
-        given = [leaf for _, _, leaf in flatten_up_to(structure, weights, "weights")]
+        remedy = "Give None for a feature without weights"
+        given = [leaf for _, _, leaf in flatten_up_to(structure, weights, "weights", remedy)]
     pairs = zip(leaves, given, strict=True)
     return [ids_of(path, config, ids, w, shapes.get(path)) for (path, config, ids), w in pairs]

@@ -399,6 +399,41 @@ def test_a_callback_of_the_learning_rate_reaches_tables_with_the_optimizer_of_co
     assert (model.table() == before).all() == follows
 
 
+def _scatter(pairs: Any) -> None:
+    for gradient, variable in pairs:
+        variable.scatter_sub(tf.IndexedSlices(Rate * gradient.values, gradient.indices))
+
+
+def _subtract(pairs: Any) -> None:
+    for gradient, variable in pairs:
+        variable.assign_sub(Rate * tf.convert_to_tensor(gradient))
+
+
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "scatter": _scatter,
+    "subtract": _subtract,
+    "sgd": lambda pairs: tf.compat.v1.train.GradientDescentOptimizer(Rate).apply_gradients(pairs),
+    "adagrad": lambda pairs: tf.compat.v1.train.AdagradOptimizer(Rate).apply_gradients(pairs),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_optimizer_that_keeps_to_the_weights_fails(other: str, traced: bool) -> None:
+    """Row 0 of a table of one row is the only id that a weight of one row could take in silence."""
+    layer = TPUEmbedding(FeatureConfig(TableConfig(1, Dim, "t")), SGD(Rate))
+    layer.build()
+    weight = layer.trainable_variables[-1].value
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(tf.zeros([2, 1], tf.int64)))
+        OTHERS[other]([(tape.gradient(loss, weight), weight)])
+
+    with pytest.raises((ValueError, TypeError, tf.errors.OpError, TrainingError)):
+        tf.function(step)() if traced else [step() for _ in range(2)]
+
+
 def test_gradients_that_are_never_applied_are_warned_of(tmp_path: Path) -> None:
     model = Model(SGD(Rate))
     model.gradients(*batch(0))

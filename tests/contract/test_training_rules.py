@@ -245,6 +245,11 @@ def test_the_learning_rate_of_a_keras_optimizer_stays_live() -> None:
     np.testing.assert_allclose(only_table(layer)[1], start - 0.625, atol=1e-6)
 
 
+def test_the_log_says_that_tables_do_not_correct_adams_bias(caplog: pytest.LogCaptureFixture) -> None:
+    TPUEmbedding(FeatureConfig(TableConfig(4, 2, "t")), keras.optimizers.Adam(0.5))
+    assert [record.name.partition(".")[0] for record in caplog.records if "bias" in record.message] == ["tpuembed"]
+
+
 def test_a_schedule_counts_the_steps_of_the_layer() -> None:
     rates = [1.0, 0.25, 0.0625]
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], rates)
@@ -269,6 +274,31 @@ def test_gradients_and_weights_are_bounded_and_decay() -> None:
         one_step(layer, np.array([0, 1, 2, 2]))
         rows[:3] = np.clip(rows[:3] * 0.75 - 0.5 * 0.5, -0.4, 0.3)
         np.testing.assert_allclose(only_table(layer), rows, atol=1e-6)
+
+
+@pytest.mark.parametrize("by_rate", [False, True])
+def test_rows_decay_before_the_rule_of_ftrl(by_rate: bool) -> None:
+    options: dict[str, Any] = {"weight_decay_factor": 0.25, "multiply_weight_decay_factor_by_learning_rate": by_rate}
+    for optimizer in (FTRL(0.5, beta=0.5, **options), E.FTRL(0.5, beta=0.5, **options)):
+        layer = TPUEmbedding(FeatureConfig(TableConfig(6, 2, "t")), optimizer)
+        rows = only_table(layer).numpy().astype(np.float64)
+        accumulator, linear = np.full((6, 2), 0.1), np.zeros((6, 2))
+        for _ in range(3):
+            one_step(layer, np.array([0, 1, 2, 2]))
+            gradient = np.array([1.0, 1.0, 2.0])[:, None]
+            decayed = rows[:3] * (1 - 0.25 * (0.5 if by_rate else 1.0))
+            root = np.sqrt(accumulator[:3] + gradient**2)
+            linear[:3] += gradient - (root - np.sqrt(accumulator[:3])) / 0.5 * decayed
+            rows[:3] = -linear[:3] / ((root + 0.5) / 0.5)
+            accumulator[:3] += gradient**2
+        np.testing.assert_allclose(only_table(layer), rows, atol=1e-5)
+
+
+def test_gradients_of_duplicates_may_stay_apart_where_that_changes_nothing() -> None:
+    layer = TPUEmbedding(FeatureConfig(TableConfig(6, 2, "t")), SGD(0.5, use_gradient_accumulation=False))
+    rows = only_table(layer).numpy()
+    one_step(layer, np.array([0, 2, 2]))
+    np.testing.assert_allclose(only_table(layer), rows - np.array([0.5, 0, 1, 0, 0, 0])[:, None], atol=1e-6)
 
 
 def test_gradients_reach_rows_through_combiners_and_weights() -> None:

@@ -64,6 +64,9 @@ class TableStore:
 class Backend(TableStore, abc.ABC):
     """A hardware path."""
 
+    def check_symbolic_call(self) -> None:  # noqa: B027 - accelerators check each call
+        """Raise TrainingError if a model that is being built could not train the tables."""
+
     @abc.abstractmethod
     def lookup(self, features: Sequence[Ids]) -> list[Tensor]:
         """Return the activations of `features`, without a gradient trap."""

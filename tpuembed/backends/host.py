@@ -11,7 +11,7 @@ from tpuembed.backends.backend import Backend
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.replicas import check_same_strategy, check_strategy, gather_replicas
 from tpuembed.backends.row_gradients import RowGradients
-from tpuembed.backends.row_optimizers import dedupe, learning_rate, update_every_row, update_rows
+from tpuembed.backends.row_optimizers import dedupe, is_additive, learning_rate, update_every_row, update_rows
 from tpuembed.backends.table_state import TableState, create_table
 from tpuembed.backends.tf_config import local, unchecked_gathers
 from tpuembed.backends.tf_tpu import densify_on_host, tpu_call
@@ -71,6 +71,11 @@ class HostBackend(Backend):
         """Return a training step of `features`, all of whose tables have an optimizer."""
         self.check_called_where_created()
         return _HostStep(self, features)
+
+    def check_symbolic_call(self) -> None:
+        """Raise TrainingError in the scope of another strategy than that of the tables."""
+        if tf.distribute.has_strategy():
+            check_same_strategy(self._strategy)
 
     def row_gradients(self) -> RowGradients:
         """Return the weights whose gradients move the tables in the trainer's optimizer step."""
@@ -197,8 +202,10 @@ def _check_supported(state: TableState) -> None:
         raise ConfigError(
             f"table {state.config.name!r}: quantization_config is applied on an embedding accelerator only. Drop it."
         )
-    if state.optimizer is not None and not state.optimizer.use_gradient_accumulation:
+    spec = state.optimizer
+    if spec is not None and not spec.use_gradient_accumulation and not is_additive(spec):
         raise ConfigError(
-            f"table {state.config.name!r}: use_gradient_accumulation=False is supported on an embedding accelerator only. "
-            "This backend always sums the gradients of duplicate ids. Leave it True."
+            f"table {state.config.name!r}: use_gradient_accumulation=False is supported on an embedding accelerator only, or "
+            "for sgd without weight decay and weight bounds, whose numbers it does not change. Elsewhere the gradients of "
+            "duplicate ids are always summed. Leave it True."
         )

@@ -1,8 +1,8 @@
 """What the layer reads of a running Keras optimizer, through names that Keras does not document.
 
 Keras hands the gradient of a variable whose `overwrite_with_gradient` is True to `variable.assign`, in the steps that it applies.
-It does not say which optimizer it is, nor by what the loss was multiplied. The frames above `assign` do. tests/unit/backends/
-test_keras_steps.py fails with a Keras that has other names.
+It does not say which optimizer it is, nor by what the loss was multiplied. The frames above `assign` do.
+tests/contract/test_optimizer_step.py fails with a Keras that has other names. It runs with the oldest and with the newest one.
 """
 
 import sys

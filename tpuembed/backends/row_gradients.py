@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends.gradient_trap import IN_BRANCH, SAVED, with_shapes
@@ -172,7 +173,9 @@ class RowGradients:
             for name, table in self._tables.items():
                 weight = TableGradient(
                     initializer="zeros",
-                    shape=(1, states[name].config.dim),
+                    # No row has this length, so an optimizer that applies the gradient to the weight itself fails on any device:
+                    # in a graph at once, otherwise at the latest in the next call.
+                    shape=(1, states[name].config.dim + 1),
                     dtype="float32",
                     autocast=False,
                     name=f"{safe_name(name)}_rows",
@@ -191,6 +194,8 @@ class RowGradients:
         """
         names = list(dict.fromkeys(step.tables))
         activations: list[Tensor] = []
+        if tf.executing_eagerly():
+            self._check_zero()
 
         def backward(*gradients: Tensor) -> list[Any]:
             if in_save_context():  # saving traces the functions of the gradients too
@@ -210,6 +215,16 @@ class RowGradients:
 
         caught: list[Tensor] = trap(dummy, *(tf.convert_to_tensor(self.weights[name].value) for name in names))
         return caught
+
+    def _check_zero(self) -> None:
+        """Raise TrainingError if an optimizer changed the weights, and so no table."""
+        changed = [name for name, weight in self.weights.items() if np.any(local(weight.value).numpy())]
+        if changed:
+            raise TrainingError(
+                f"TPUEmbedding: an optimizer applied the gradient of table {changed[0]!r} to the layer's weight, which holds no "
+                "rows, so the table did not move. Give layer.trainable_variables themselves (not their values) to a Keras "
+                "optimizer's apply_gradients, or the gradients to layer.apply_gradients. Then make the layer anew."
+            )
 
     def _note_taken(self) -> None:
         self._taken = True

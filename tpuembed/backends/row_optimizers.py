@@ -16,7 +16,7 @@ from tpuembed.config import FTRL, SGD, Adagrad, AdagradMomentum, Adam, Optimizer
 from tpuembed.errors import TrainingError
 from tpuembed.lookup.ranges import NOT_FOR_XLA, is_inside
 
-__all__ = ["RULES", "dedupe", "ignores_zeros", "learning_rate", "update_every_row", "update_rows"]
+__all__ = ["RULES", "dedupe", "ignores_zeros", "is_additive", "learning_rate", "update_every_row", "update_rows"]
 
 Tensor = Any
 Rule = Callable[..., tuple[Tensor, ...]]
@@ -108,6 +108,12 @@ def learning_rate(spec: Optimizer, step: Tensor) -> Tensor:
             "Return a tensor, or keep the rate in a tf.Variable."
         )
     return tf.cast(tf.convert_to_tensor(value), tf.float32)
+
+
+def is_additive(spec: Optimizer) -> bool:
+    """Return True if an update by a sum of gradients equals updates by each of them."""
+    bounds = spec.clip_weight_min, spec.clip_weight_max
+    return spec.kind == "sgd" and not spec.weight_decay_factor and spec.clipvalue is None and bounds == (None, None)
 
 
 def ignores_zeros(spec: Optimizer) -> bool:

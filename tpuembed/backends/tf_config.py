@@ -1,6 +1,7 @@
 """Conversion of configs to and from TensorFlow's and Keras' own objects. Only this backend module uses their private names."""
 
 import dataclasses
+import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -353,6 +354,7 @@ def sparse_core_config_from_dict(value: Mapping[str, Any] | None) -> Any:
 _TF_CLASSES: Mapping[type[Optimizer], Any] = {spec: getattr(_embedding, spec.__name__) for spec in OPTIMIZERS.values()}
 _OF_FTRL = ("learning_rate_power", "l1_regularization_strength", "l2_regularization_strength", "beta")
 # Keras 3 class -> the spec, and the hyper-parameters that both have, besides the learning rate and clipvalue.
+_LOG = logging.getLogger(__name__)
 _KERAS_CLASSES: Mapping[str, tuple[type[Optimizer], tuple[str, ...]]] = {
     "SGD": (SGD, ()),
     "Adagrad": (Adagrad, ("initial_accumulator_value",)),
@@ -475,5 +477,7 @@ def _from_keras(value: Any) -> Optimizer:
     rate = value._learning_rate
     if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         rate = LiveRate(value)
+    if kind == "Adam":
+        _LOG.warning("Keras' Adam corrects the bias of its first steps; the tables' Adam does not, as on TPUs.")
     spec_class, names = _KERAS_CLASSES[kind]
     return spec_class(learning_rate=rate, clipvalue=value.clipvalue, **{name: getattr(value, name) for name in names})

@@ -229,8 +229,6 @@ class FTRL(Optimizer):
             raise ConfigError(
                 "ftrl: initial_accumulator_value is 0. Give a positive one, or allow_zero_accumulator=True."
             )
-        if self.weight_decay_factor is not None:
-            raise ConfigError("ftrl: weight_decay_factor is not supported. Use l2_regularization_strength.")
 
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {cls.kind: cls for cls in (SGD, Adagrad, AdagradMomentum, Adam, FTRL)}

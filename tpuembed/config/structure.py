@@ -32,27 +32,29 @@ def flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from flatten(child, f"{path}/{key}" if path else key)
 
 
-def flatten_up_to(shallow: Any, deep: Any, what: str, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def flatten_up_to(
+    shallow: Any, deep: Any, what: str, remedy: str = "", path: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield (path, leaf of `shallow`, the subtree of `deep` at that path).
 
     Raises:
-        ConfigError: `deep` lacks or adds an entry. The message calls it `what` and gives both sides.
+        ConfigError: `deep` lacks or adds an entry. The message calls it `what`, gives both sides, and ends with `remedy`.
     """
     children = _children(shallow)
     if children is None:
         yield path, shallow, deep
         return
-    found = _children(deep)
+    found, end = _children(deep), f". {remedy}." if remedy else ""
     if found is None:
         raise ConfigError(
-            f"{_place(what, path)} must be a structure with the keys {_keys(children)}, got {type(deep).__name__}"
+            f"{_place(what, path)} must be a structure with the keys {_keys(children)}, got {type(deep).__name__}{end}"
         )
     if [key for key, _ in children] != [key for key, _ in found]:
         raise ConfigError(
-            f"{_place(what, path)} must have the keys of the layer's config, {_keys(children)}, got {_keys(found)}"
+            f"{_place(what, path)} must have the keys of the layer's config, {_keys(children)}, got {_keys(found)}{end}"
         )
     for (key, child), (_, other) in zip(children, found, strict=True):
-        yield from flatten_up_to(child, other, what, f"{path}/{key}" if path else key)
+        yield from flatten_up_to(child, other, what, remedy, f"{path}/{key}" if path else key)
 
 
 def _place(what: str, path: str) -> str:

@@ -18,6 +18,7 @@ from tpuembed.config import FeatureConfig
 from tpuembed.config.structure import flatten_up_to, pack_like
 from tpuembed.errors import ConfigError
 from tpuembed.lookup.flat_ids import FlatIds
+from tpuembed.lookup.names import check_type_of_names
 from tpuembed.lookup.pooling import EachRow, PaddedMatrix, Segments, shares
 from tpuembed.lookup.ranges import DROPPED, ESCAPED
 
@@ -141,6 +142,23 @@ class Ids(abc.ABC):
         """
         return self._layout(before_lookup=True).shape
 
+    def check_symbolic(self, takes_names: bool) -> None:
+        """Raise ConfigError if symbolic ids, or names, and weights of a functional model can never be looked up. See `check`."""
+        dtype, vocabulary = tf.as_dtype(self.ids.dtype), self.config.vocabulary
+        if takes_names and vocabulary is not None:
+            check_type_of_names(named(self.path), dtype, vocabulary.dtype)
+        else:
+            self._check_integers(dtype)
+        self.check(self._layout(before_lookup=True).length)
+        if self.weights is None:
+            return
+        of_ids, of_weights = tuple(self.ids.shape), tuple(self.weights.shape)
+        pairs = zip(of_ids, of_weights, strict=False)
+        if len(of_ids) != len(of_weights) or any(None not in pair and pair[0] != pair[1] for pair in pairs):
+            raise ConfigError(
+                f"{named(self.path)}: the ids have the shape {of_ids}, and the weights {of_weights}. Give one weight for each id."
+            )
+
     # ---- shapes
 
     def _layout(self, before_lookup: bool = False) -> "_Layout":
@@ -183,7 +201,19 @@ class Ids(abc.ABC):
         Keras traces some models with float inputs. So a float type is accepted if it can hold every id of the table.
         Float ids that are not row numbers fail when they are looked up.
         """
-        dtype, table = self.ids.dtype, self.config.table
+        dtype = self.ids.dtype
+        self._check_integers(dtype)
+
+        def convert(values: Tensor) -> Tensor:
+            if dtype == tf.uint64:
+                values = tf.minimum(values, tf.int64.max)  # otherwise the highest become negative
+            return _whole(self.path, values) if dtype.is_floating else tf.cast(values, tf.int64)
+
+        return dataclasses.replace(self, ids=self._map(convert))
+
+    def _check_integers(self, dtype: Any) -> None:
+        """Raise ConfigError if a tensor of this type cannot hold the ids of the table."""
+        table = self.config.table
         if not (dtype.is_integer or dtype.is_floating):
             mend = ""
             if dtype.name == "string":
@@ -196,13 +226,6 @@ class Ids(abc.ABC):
                 f"{named(self.path)}: {dtype.name} cannot hold every id of table {table.name!r} "
                 f"({table.vocabulary_size} rows). Pass integer ids."
             )
-
-        def convert(values: Tensor) -> Tensor:
-            if dtype == tf.uint64:
-                values = tf.minimum(values, tf.int64.max)  # otherwise the highest become negative
-            return _whole(self.path, values) if dtype.is_floating else tf.cast(values, tf.int64)
-
-        return dataclasses.replace(self, ids=self._map(convert))
 
     def from_names(self, rows_of: Callable[[Tensor, bool], Tensor]) -> "Ids":
         """Return the ids of names.
@@ -340,8 +363,8 @@ class _ListedIds(Ids):
             return
         if kind_of(self.weights) is not type(self):
             raise ConfigError(
-                f"{named(self.path)}: the ids are {self.kind}, the weights are {type(self.weights).__name__}. "
-                f"Make both {self.kind}."
+                f"{named(self.path)}: the ids are {self.kind}, and the weights are {kind_of(self.weights).kind} "
+                f"({type(self.weights).__name__}). Make both {self.kind}."
             )
         if length:
             raise ConfigError(
@@ -405,9 +428,11 @@ class SparseIds(_ListedIds):
 
     def check(self, length: int) -> None:
         """Raise ConfigError for a rank that is not combined too."""
-        rank = self.ids.shape.rank
+        rank = len(self.ids.shape)
         if rank < 2:
-            raise ConfigError(f"{named(self.path)}: sparse ids must have rank 2 or above, got {rank}.")
+            raise ConfigError(
+                f"{named(self.path)}: sparse ids must have rank 2 or above, got {rank}. A keras.Input of them has shape=(None,)."
+            )
         super().check(length)
         if length and rank != 2:
             raise ConfigError(f"{named(self.path)}: max_sequence_length needs sparse ids of rank 2, got rank {rank}.")
@@ -430,8 +455,11 @@ class RaggedIds(_ListedIds):
 
     def check(self, length: int) -> None:
         """Raise ConfigError for a rank that is not combined too."""
-        if self.ids.shape.rank != 2 or self.ids.ragged_rank != 1:
-            raise ConfigError(f"{named(self.path)}: ragged ids must have rank 2, got rank {self.ids.shape.rank}.")
+        rank = len(self.ids.shape)
+        if rank != 2 or (isinstance(self.ids, tf.RaggedTensor) and self.ids.ragged_rank != 1):
+            raise ConfigError(
+                f"{named(self.path)}: ragged ids must have rank 2, got rank {rank}. A keras.Input of them has shape=(None,)."
+            )
         super().check(length)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Any:

@@ -19,6 +19,7 @@ __all__ = [
     "as_names",
     "bucket_rows",
     "check_names",
+    "check_type_of_names",
     "find_keys",
     "find_names",
     "key_places",
@@ -128,11 +129,15 @@ def bucket_rows(names: Tensor, oov_buckets: int) -> Tensor:
 
 def as_names(what: str, names: Tensor, dtype: str) -> Tensor:
     """Return a tensor of names as string or int64. Raises ConfigError for another type. `what` begins the message."""
-    if names.dtype == tf.as_dtype(dtype):
-        return names
-    if dtype == "int64" and names.dtype.is_integer and names.dtype != tf.uint64:
-        return tf.cast(names, tf.int64)
-    raise ConfigError(f"{what}: its vocabulary has names of type {dtype}, got {names.dtype.name}. Pass names.")
+    check_type_of_names(what, names.dtype, dtype)
+    return names if names.dtype == tf.as_dtype(dtype) else tf.cast(names, tf.int64)
+
+
+def check_type_of_names(what: str, given: tf.DType, dtype: str) -> None:
+    """Raise ConfigError if tensors of the type `given` cannot hold names of `dtype`. `what` begins the message."""
+    is_narrow = dtype == "int64" and given.is_integer and given != tf.uint64
+    if given != tf.as_dtype(dtype) and not is_narrow:
+        raise ConfigError(f"{what}: its vocabulary has names of type {dtype}, got {given.name}. Pass names.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,7 +109,6 @@ def test_a_learning_rate_that_is_code_cannot_be_written() -> None:
         lambda: SGD(multiply_weight_decay_factor_by_learning_rate=True),
         lambda: SGD(clipvalue=1.0, use_gradient_accumulation=False),
         lambda: FTRL(initial_accumulator_value=0.0),
-        lambda: FTRL(weight_decay_factor=0.1),
         lambda: FTRL(l1_regularization_strength=-1.0),
         lambda: AdagradMomentum(beta2=1.1),
         lambda: AdagradMomentum(exponent=0.0),
