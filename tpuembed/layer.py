@@ -182,8 +182,7 @@ class TPUEmbedding(keras.layers.Layer):
         if rows is not None:
             self._parts = dataclasses.replace(self._parts, rule=rows)
             self._tpu_embedding.saving = self._warn_unapplied
-            for weight in rows.weights.values():
-                self._track_variable(weight)
+            self._row_weights = list(rows.weights.values())
         self.built = True
 
     def build(self, input_shape: Any = None) -> None:
@@ -434,7 +433,8 @@ class TPUEmbedding(keras.layers.Layer):
         A SavedModel has the tables as plain variables, because a graph cannot hold the config and count of that node.
         """
         children: dict[str, Any] = super()._trackable_children(save_type, **kwargs)
-        in_checkpoint, in_model = ("_dummy", "_table_weights", *_KERAS_LISTS), ("_tpu_embedding", "_row_stamps")
+        in_model = ("_tpu_embedding", "_row_stamps")
+        in_checkpoint = ("_dummy", "_row_weights", "_table_weights", *_KERAS_LISTS)
         hidden: tuple[str, ...] = in_checkpoint
         if save_type != "checkpoint":
             hidden = (*in_model, "_vocabularies")

@@ -75,16 +75,27 @@ def asking_optimizer() -> Any:
 
 
 def fit_callbacks() -> Any:
-    """Return the `CallbackList` of the `fit` that runs in this thread, or None."""
-    for frame in _frames():
-        callbacks = frame.f_locals.get("callbacks")
-        if frame.f_code.co_name == "fit" and isinstance(callbacks, keras.callbacks.CallbackList):
+    """Return the `CallbackList` of the `fit` that runs this step, or None."""
+    if (found := _callbacks_in(_frames())) is not None:
+        return found
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return None
+    threads = list(sys._current_frames().values())  # a replica's step runs in a thread of its own, for which `fit` waits
+    return next((found for frame in threads if (found := _callbacks_in(_frames(frame))) is not None), None)
+
+
+def _callbacks_in(frames: Iterator[Any]) -> Any:
+    for frame in frames:
+        callbacks = frame.f_locals.get("callbacks") if frame.f_code.co_name == "fit" else None
+        if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
     return None
 
 
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(2)
+def _frames(frame: Any = None) -> Iterator[Any]:
+    """Yield frames from the inside to the outside: from `frame` on, or from the caller's caller."""
+    frame = frame or sys._getframe(2)
     for _ in range(_MOST_FRAMES):
         if frame is None:
             return

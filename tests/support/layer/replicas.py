@@ -5,6 +5,7 @@ before, and the table and slots of every replica after. With OPTIMIZERS only so 
 """
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 from tests.support.layer.models import OPTIMIZERS
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed.errors import TrainingWarning
 
 ROWS, DIM, STEPS, EXAMPLES = 9, 3, 20, 8
 IDS: list[list[int]] = [[1, 2, 1], [], [3], [0, 0, 0, 5], [1], [8, 7], [2, 3], [4]]
@@ -106,6 +108,26 @@ def fit_padded(strategy: Any) -> dict[str, Any]:
     return {"loss": np.array(history), "table": copies(variable)}
 
 
+class Forgetful(Padded):
+    """Takes gradients and never applies them."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(self(data[0]))
+        tape.gradient(loss, self.trainable_variables)
+        return {"loss": loss}
+
+
+def warnings_of_a_forgetful_fit(strategy: Any) -> dict[str, Any]:
+    with strategy.scope():
+        model = Forgetful()
+        model.compile("sgd", "mse")
+    padded = tf.ragged.constant(IDS, dtype=tf.int64).to_tensor(-1)
+    with warnings.catch_warnings(record=True) as caught:
+        model.fit(tf.data.Dataset.from_tensors((padded, np.ones((EXAMPLES, 1)))), verbose=0)
+    return {"texts": np.array([str(one.message) for one in caught if one.category is TrainingWarning])}
+
+
 def restored(strategy: Any, folder: Path) -> dict[str, Any]:
     """What the host saved, in every copy after a restore; and as the host reads it after the replicas saved it."""
 
@@ -140,6 +162,7 @@ def main(replicas: int, folder: Path, optimizers: int) -> None:
     for train_model in (fit, fit_padded):
         for name, under in (("", strategy), ("_alone", tf.distribute.get_strategy())):
             np.savez(folder / f"{train_model.__name__}{name}.npz", **train_model(under))
+    np.savez(folder / "warnings.npz", **warnings_of_a_forgetful_fit(strategy))
 
 
 if __name__ == "__main__":

@@ -78,6 +78,12 @@ def test_fit_gives_the_numbers_of_training_without_replicas(trained: tuple[int, 
             np.testing.assert_allclose(copy, truth["table"][0], rtol=1e-5, atol=1e-6)
 
 
+def test_a_fit_that_applies_no_gradient_is_warned_of(trained: tuple[int, int, Path]) -> None:
+    with np.load(trained[2] / "warnings.npz") as found:
+        (text,) = found["texts"]
+    assert "fit has ended" in text
+
+
 def test_training_under_another_strategy_than_the_layers_is_refused() -> None:
     layer = TPUEmbedding(one_table(), optimizer="sgd")
     inputs = {"first": tf.constant([1]), "second": tf.constant([2])}

@@ -45,6 +45,7 @@ def _eager(layer: Any) -> None:
         loss = _loss(layer(INPUTS))
     gradients = tape.gradient(loss, layer.trainable_variables)
     np.testing.assert_array_equal(gradients[0], [0.0])
+    layer.apply_gradients(gradients)
 
 
 def _grad(layer: Any, call: Callable[[Any], Any]) -> Any:
@@ -307,8 +308,8 @@ def test_a_step_in_a_branch_or_loop_updates_once_each_time(kind: str) -> None:
     def step(ids: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(layer(ids))
-        with tf.control_dependencies(tape.gradient(loss, layer.trainable_variables)):
-            return tf.identity(loss)
+        layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
+        return loss
 
     tf.function(lambda: INSIDE[kind](step))()
     changed = [1] if kind in ("cond", "switch_case") else [0, 1, 2]
@@ -351,10 +352,11 @@ def test_a_step_that_fails_on_an_id_of_one_table_updates_none(kind: str, way: st
         with tf.GradientTape() as tape:
             found = call(first, second) if call else layer({"first": first, "second": second})
             loss = tf.add_n([tf.reduce_sum(activation) for activation in found.values()])
-        gradients = tape.gradient(loss, layer.trainable_variables)
-        layer.apply_gradients(gradients)
-        return gradients
+        optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+        return loss
 
+    optimizer = keras.optimizers.SGD()
+    optimizer.build(layer.trainable_variables)
     model = keras.Sequential([layer, keras.layers.Lambda(lambda rows: rows["first"] + rows["second"])])
     model.compile("sgd", "mae")
     ways: dict[str, Callable[[Any, Any], Any]] = {
