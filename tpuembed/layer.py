@@ -65,7 +65,7 @@ class TPUEmbedding(keras.layers.Layer):
             densely and slowly.
         pipeline_execution_with_tensor_core: overlap lookups with dense computation, on accelerators only.
         batch_size: one replica's examples, for features without an output_shape on an accelerator.
-        embedding_feature: None, or UNSUPPORTED to avoid the embedding accelerator.
+        embedding_feature: None; UNSUPPORTED to avoid the embedding accelerator; or V1 or V2, which a TPU must then have.
         sparse_core_embedding_config: `tf.tpu.experimental.embedding.SparseCoreEmbeddingConfig`, for SparseCores only.
         size_threshold: on an accelerator, tables of at most this many rows are replicated. None replicates none.
         takes_rows: features with a vocabulary take rows, which `names_to_rows` made in the input pipeline, and no names. Needed

@@ -121,7 +121,6 @@ def test_an_option_that_cannot_be_honoured_is_refused_by_name() -> None:
         (layer(feature_config={"x": 3}), "3"),
         (layer(feature_config=twice), "'t'"),
         (layer(feature_config=FeatureConfig(quantized)), "'t': quantization_config"),
-        (layer(embedding_feature="V2"), "embedding_feature=V2"),
         (layer(size_threshold=-1), "size_threshold .*-1"),
         (layer(takes_rows="yes"), "takes_rows .*'yes'"),
         (layer(track_rows=1), "track_rows .*1"),
@@ -139,7 +138,7 @@ def test_an_option_that_cannot_be_honoured_is_refused_by_name() -> None:
 
 
 def test_options_of_accelerators_are_warned_of_where_there_is_none() -> None:
-    options: dict[str, Any] = {"pipeline_execution_with_tensor_core": True, "batch_size": 8}
+    options: dict[str, Any] = {"pipeline_execution_with_tensor_core": True, "batch_size": 8, "embedding_feature": "V1"}
     with pytest.warns(UserWarning, match="has no effect") as caught:
         Layer(FeatureConfig(TABLE), "sgd", **options)
     said = " ".join(str(warning.message) for warning in caught)

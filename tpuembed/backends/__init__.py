@@ -53,15 +53,19 @@ def choose(layer_options: LayerOptions) -> Backend | DeferredBackend:
 
 def _hardware(strategy: Any, asked: Any) -> str:
     """Return "V1", "V2", or "UNSUPPORTED" if the tables are replicated (on a TPU without an accelerator, and without a TPU)."""
-    found = embedding_feature(strategy) if is_tpu_strategy(strategy) else None
-    name = getattr(asked, "name", asked)
+    if not is_tpu_strategy(strategy):  # as TensorFlow Recommenders, so that a program for TPUs runs on a CPU as it is
+        return "UNSUPPORTED"
+    found, name = embedding_feature(strategy), _name_of(asked)
     if name not in (None, "UNSUPPORTED", found):
-        hardware = f"TPUs with embedding hardware {found}" if found else "no TPU"
         raise ConfigError(
-            f"TPUEmbedding: embedding_feature={name} needs a TPU with that hardware. {type(strategy).__name__} has {hardware}. "
-            "Leave it None, or pass UNSUPPORTED to replicate the tables."
+            f"TPUEmbedding: embedding_feature={name} needs a TPU with that hardware. {type(strategy).__name__} has TPUs with "
+            f"embedding hardware {found}. Leave it None, or pass UNSUPPORTED to replicate the tables."
         )
-    return str(name or found or "UNSUPPORTED")
+    return str(name or found)
+
+
+def _name_of(asked: Any) -> Any:
+    return getattr(asked, "name", asked)
 
 
 def _warn_without_effect(layer_options: LayerOptions, strategy: Any) -> None:
@@ -69,6 +73,7 @@ def _warn_without_effect(layer_options: LayerOptions, strategy: Any) -> None:
         "pipeline_execution_with_tensor_core": layer_options.pipelining,
         "batch_size": layer_options.batch_size,
         "sparse_core_embedding_config": layer_options.sparse_core_config,
+        "embedding_feature": not is_tpu_strategy(strategy) and _name_of(layer_options.embedding_feature) in ("V1", "V2"),
     }
     for option in (option for option, value in given.items() if value):
         warn(
