@@ -200,7 +200,7 @@ def reason(error: Exception) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return the type of another package's error and the start of its message, without colours and line ends."""
-    message = re.sub(r"\x1b\[[0-9;]*m", "", str(error.args[0]) if error.args else str(error))
+    message = re.sub(r"\x1b\[[0-9;]*m", "", str(error.args[0]) if len(error.args) == 1 else str(error))
     return f"{type(error).__name__}: {' '.join(message.split())[:300]}"
 
 

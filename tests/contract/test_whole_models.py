@@ -81,11 +81,11 @@ def tower(*heads: str, table: str = "users", rows: int = 20) -> Any:
 
 def trained(model: Any, seed: int = 0) -> dict[str, Array]:
     """Give the model weights of normal numbers, and return its outputs for USERS."""
-    model({"user": tf.constant(USERS)} if isinstance(model, Ranker) else tf.constant(USERS))
+    model({"user": tf.constant(USERS)} if not getattr(model, "inputs", None) else tf.constant(USERS))
     random = np.random.default_rng(seed)
     for weight in model.weights:
         weight.assign(random.normal(size=weight.shape))
-    found = model({"user": tf.constant(USERS)} if isinstance(model, Ranker) else tf.constant(USERS))
+    found = model({"user": tf.constant(USERS)} if not getattr(model, "inputs", None) else tf.constant(USERS))
     return {name: value.numpy() for name, value in found.items()}
 
 
@@ -106,7 +106,73 @@ class Served(Ranker):
     """A class of a different name, with the same attributes."""
 
 
+class OneHead(keras.Model):
+    """Keras makes up its name from that of the class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = TPUEmbedding({"user": FeatureConfig(TableConfig(20, 4, "users"))}, optimizer="adagrad")
+        self.click = keras.layers.Dense(2, name="click")
+
+    def call(self, inputs: Any) -> Any:
+        return {"click": self.click(self.embedding({"user": inputs["user"]})["user"])}
+
+
+class ServedOneHead(OneHead):
+    pass
+
+
+class TwoHeads(OneHead):
+    def __init__(self) -> None:
+        super().__init__()
+        self.like = keras.layers.Dense(2, name="like")
+
+    def call(self, inputs: Any) -> Any:
+        rows = self.embedding({"user": inputs["user"]})["user"]
+        return {"click": self.click(rows), "like": self.like(rows)}
+
+
+class OtherTwoHeads(keras.Model):
+    """It has nothing of TwoHeads but its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = TPUEmbedding({"user": FeatureConfig(TableConfig(20, 4, "users"))}, optimizer="adagrad")
+        self.click, self.like = (keras.layers.Dense(2, name=name) for name in ("click", "like"))
+
+    def call(self, inputs: Any) -> Any:
+        rows = self.embedding({"user": inputs["user"]})["user"]
+        return {"click": self.click(rows), "like": self.like(rows)}
+
+
+class BuiltOutside(OneHead):
+    """Its weights have the layer's name alone, and the layer has another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.click = keras.layers.Dense(2, name="like")
+        self.click.build((None, 4))
+
+
 SPECS = {"user": tf.TensorSpec([None], tf.int64)}
+
+
+@pytest.mark.parametrize(("saved", "served"), [(OneHead, ServedOneHead), (TwoHeads, OtherTwoHeads)])
+def test_a_class_of_another_name_takes_the_weights_of_its_attributes(saved: Any, served: Any, tmp_path: Path) -> None:
+    model = saved()
+    wanted = trained(model)
+    prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    version = export_saved_model(prefix, tmp_path / "m", model=lambda: (served(), SPECS), workers=1).path
+    assert_same(answers(version, {"user": USERS}), wanted)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:keras")  # about the layer that is built in the constructor
+def test_a_layer_of_another_name_is_refused_in_a_class_of_another_name(tmp_path: Path) -> None:
+    model = BuiltOutside()
+    trained(model)
+    prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
+    with pytest.raises(CheckpointMismatchError, match="model/click/_kernel.*'like/kernel' there"):
+        export_saved_model(prefix, tmp_path / "m", model=lambda: (OneHead(), SPECS), workers=1)
 
 
 def test_a_subclassed_model_comes_with_specs_and_a_bare_one_is_refused(tmp_path: Path) -> None:
@@ -156,6 +222,22 @@ def test_a_weight_without_its_counterpart_is_listed(
         export_saved_model(two_heads[0], tmp_path / "m", model=lambda: tower(*heads))
     assert all(word in str(raised.value) for word in words), str(raised.value)
     assert not list(tmp_path.glob("m/*"))
+
+
+def test_a_factory_that_fails_shows_its_own_message_and_line(
+    two_heads: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    code = "import json\n\ndef build():\n    with open('names.json') as file:\n        return json.load(file)\n"
+    (tmp_path / "failing_factory.py").write_text(code)
+    (tmp_path / "parsing_factory.py").write_text("import json\n\ndef build():\n    return json.loads('{')\n")
+    for module, words in (
+        ("failing_factory", ("failing_factory.py, line 4", "No such file or directory: 'names.json'")),
+        ("parsing_factory", ("parsing_factory.py, line 4", "Expecting property name")),
+    ):
+        refusal = tpuembed("export", two_heads[0], "m", "--model", f"{module}:build").refused()
+        assert all(word in refusal for word in words), refusal
 
 
 def test_the_command_imports_the_factory_from_the_current_directory(

@@ -78,10 +78,10 @@ class TableGradient(keras.Variable):
         """Ignore what Keras sets."""
 
     def assign(self, value: Any) -> Any:
-        """Update the table's rows if an optimizer hands over their gradient. Otherwise set the weight, as `set_weights` does."""
+        """Update the table's rows if an optimizer hands over their gradient. Values, as of `set_weights`, change nothing."""
         step = handover()
         if step is None:
-            return super().assign(value)
+            return value if np.shape(value) == tuple(self.shape) else super().assign(value)  # which fails
         self.table.take(value, step.variables, step.scales, step.optimizer)
         return value
 

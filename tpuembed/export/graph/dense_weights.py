@@ -20,7 +20,7 @@ from tpuembed.checkpoint.keras.layers import layer_policies
 from tpuembed.checkpoint.keras.trained_vocabularies import snake_case
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.errors import CheckpointMismatchError
-from tpuembed.export.graph.weight_names import Candidate, Mismatch, Names, find_candidates, match_by_name
+from tpuembed.export.graph.weight_names import Candidate, Mismatch, Names, OwnNames, find_candidates, match_by_name
 from tpuembed.export.graph.wiring import find_contradiction
 from tpuembed.row_stamps import RowStamps
 from tpuembed.runtime.weight_files import holds_tables
@@ -61,7 +61,8 @@ def restore_dense_weights(
     wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model)
     wanted.check_complete(where, model)
     names = Names(_stems(model))
-    found = _find(where, names, wanted, saved)
+    kinds = {snake_case(kind.__name__) for kind in type(model).__mro__ if issubclass(kind, keras.Model)}
+    found = _find(where, names, OwnNames(model.name, frozenset(kinds)), wanted, saved)
     _check_config(where, names, model, wanted, saved, found, checkpoint.model_config())
     _check_dtypes(where, wanted, found)
     _check_policies(where, model, layer_policies(checkpoint.model_config()))
@@ -95,9 +96,9 @@ def raw_variables(model: Any) -> list[Any]:
     return list(kept.values())
 
 
-def _find(where: str, names: Names, wanted: "_Wanted", saved: Objects) -> Candidate:
+def _find(where: str, names: Names, own: OwnNames, wanted: "_Wanted", saved: Objects) -> Candidate:
     """The one proven correspondence of the model's weights and saved ones."""
-    candidates, failures = find_candidates(names, wanted.objects, saved)
+    candidates, failures = find_candidates(names, own, wanted.objects, saved)
     if len(candidates) == 1:
         return candidates[0]
     if candidates:

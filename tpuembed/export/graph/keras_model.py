@@ -2,6 +2,8 @@
 
 import importlib
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -96,8 +98,16 @@ def _call(factory: str | Factory) -> "KerasModel":
             raise ConfigError(
                 f"model {name!r}: the factory trains or runs the model. It has no rows yet: only build it"
             ) from error
-        raise ConfigError(f"model {name!r}: the factory failed: {one_line(error)}") from error
+        raise ConfigError(f"model {name!r}: the factory failed{_place_of(error)}: {one_line(error)}") from error
     return wrap_model(made, name)
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where in the user's own code an error was raised, or nothing if it was elsewhere."""
+    paths = sysconfig.get_paths()
+    others = (paths["stdlib"], paths["purelib"], paths["platlib"], str(Path(__file__).parents[2]))
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith((*others, "<"))]
+    return f" at {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
 def wrap_model(made: Any, name: str) -> "KerasModel":

@@ -15,11 +15,11 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 
-__all__ = ["Candidate", "Mismatch", "Names", "find_candidates", "match_by_name"]
+__all__ = ["Candidate", "Mismatch", "Names", "OwnNames", "find_candidates", "match_by_name"]
 
 Value = TypeVar("Value")
 _NUMBER: Final = re.compile(r"(?P<stem>.+?)(?:_(?P<number>\d+))?")
@@ -44,6 +44,18 @@ class Candidate:
     pairs: Mapping[str, Weight]
     layers: Mapping[int, int]
     left_over: tuple[Weight, ...]
+
+
+class OwnNames(NamedTuple):
+    """What the factory's model is called.
+
+    Attributes:
+        name: of the model.
+        classes: the names that Keras makes up for its class and those that it is derived from.
+    """
+
+    name: str
+    classes: frozenset[str]
 
 
 class Names:
@@ -145,10 +157,10 @@ class Names:
 class _Walk:
     """One attempt to lay a model over a saved object."""
 
-    def __init__(self, names: Names, model: Objects, saved: Objects, is_entry: bool = False) -> None:
-        """Ignore the name of the model itself if it is an entry: users name models freely."""
+    def __init__(self, names: Names, model: Objects, saved: Objects, is_entry: bool, scopes: tuple[str, str]) -> None:
+        """Ignore the name of the model itself if it is an entry: users name models freely. `scopes` is see `_own_scopes`."""
         self._names, self._model, self._saved = names, model, saved
-        self._is_root = is_entry
+        self._is_root, self._scopes = is_entry, scopes
         self.layers: dict[int, int] = {}
         self._taken: dict[int, int] = {}
         self.pairs: dict[str, Weight] = {}
@@ -211,13 +223,15 @@ class _Walk:
             raise Mismatch(
                 f"{saved.name or saved.key} ({saved.key}) has shape {saved.shape}, the model's {weight.name} {weight.shape}"
             )
-        if not self._names.may_be_one(weight.name, saved.name):
+        first, slash, rest = saved.name.partition("/")
+        name = f"{self._scopes[0]}/{rest}" if slash and first == self._scopes[1] else saved.name
+        if not self._names.may_be_one(weight.name, name):
             raise Mismatch(f"{saved.key} is called {saved.name!r} there and {weight.name!r} in the model")
         if self.pairs.setdefault(weight.key, saved).key != saved.key:
             raise Mismatch(f"{weight.name} has two counterparts, {saved.key} and {self.pairs[weight.key].key}")
         if self._takers.setdefault(saved.key, weight.key) != weight.key:
             raise Mismatch(f"two weights of the model correspond to {saved.key}")
-        self._check_numbers(weight.name, saved.name)
+        self._check_numbers(weight.name, name)
 
     def _check_numbers(self, mine: str, theirs: str) -> None:
         """Numbers that Keras gave say in which order layers were made: it must be the same on both sides."""
@@ -322,7 +336,9 @@ class _Walk:
         return self._model.nodes[wanted].path or "the model"
 
 
-def find_candidates(names: Names, model: Objects, saved: Objects) -> tuple[list[Candidate], list[Mismatch]]:
+def find_candidates(
+    names: Names, own: OwnNames, model: Objects, saved: Objects
+) -> tuple[list[Candidate], list[Mismatch]]:
     """The saved objects that correspond to the factory's model, and why others do not.
 
     Those that give every weight the same value count once. One without the model's tables does not count where a saved model
@@ -339,7 +355,10 @@ def find_candidates(names: Names, model: Objects, saved: Objects) -> tuple[list[
             continue
         if saved.nodes[number].is_list != model.nodes[core].is_list or not saved.weights(number):
             continue
-        walk = _Walk(names, model, saved, is_entry=number in entries)
+        is_entry = number in entries
+        walk = _Walk(
+            names, model, saved, is_entry, _own_scopes(own, model, core, saved, number) if is_entry else ("", "")
+        )
         try:
             if has_tables and not saved.tables(number):
                 raise Mismatch(
@@ -364,6 +383,21 @@ def find_candidates(names: Names, model: Objects, saved: Objects) -> tuple[list[
         if all(candidate.pairs != other.pairs for other in different):
             different.append(candidate)
     return different, [error for _, error in sorted(failures, key=lambda failure: failure[0], reverse=True)]
+
+
+def _own_scopes(own: "OwnNames", model: Objects, core: int, saved: Objects, number: int) -> tuple[str, str]:
+    """Return the names of the model and of a saved one, where all their weights begin with them; otherwise nothing.
+
+    Users name models freely, and may give a class another name. A scope around several layers is not the name of one of them, and
+    neither is the name of a class that the model's own is derived from.
+    """
+    mine = {weight.name.partition("/")[0] for weight in model.weights(core).values()}
+    theirs = {weight.name.partition("/")[0] for weight in saved.weights(number).values()}
+    if mine != {own.name} or len(theirs) != 1 or any(node.name == own.name for node in model.nodes):
+        return "", ""
+    layers = [child for child in saved.nodes[number].children.values() if saved.weights(child)]
+    match = _NUMBER.fullmatch(scope := theirs.pop())
+    return (own.name, scope) if len(layers) > 1 or (match and match["stem"] in own.classes) else ("", "")
 
 
 def _is_model_of(saved: Objects, number: int, tables: frozenset[str]) -> bool:
