@@ -190,3 +190,63 @@ def test_slots_that_the_checkpoint_lacks_are_asked_for(plain: tuple[str, dict[st
 def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="none"):
         layer_of({"a": (6, 3)}).restore_tables(tmp_path / "none")
+
+
+# ---- counts of updates
+
+
+def schedule() -> Any:
+    return keras.optimizers.schedules.PiecewiseConstantDecay([0, 6], [1.0, 0.5, 0.25])
+
+
+def one_update(layer: TPUEmbedding, row: int) -> Array:
+    """Return how far the row moves under a gradient of 1."""
+    (table,) = layer.embedding_tables.values()
+    before = table.numpy()[row]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer({"f0": tf.constant([row])})["f0"])
+    layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
+    return np.asarray(before - table.numpy()[row])
+
+
+def embedding_model(**optimizers: tuple[Any, int]) -> Any:
+    """Return a checkpoint's objects: a model with a Keras Embedding, and optimizers that made so many steps."""
+    model = keras.Sequential([keras.Input((), dtype="int64"), keras.layers.Embedding(6, 2, name="t")])
+    other = keras.Variable(np.ones(3, np.float32))
+    for number, (optimizer, steps) in enumerate(optimizers.values()):
+        for _ in range(steps):
+            optimizer.apply([tf.ones([3])] if number else [tf.ones([6, 2])], [other] if number else model.trainable_variables)
+    return tf.train.Checkpoint(model=model, **{name: optimizer for name, (optimizer, _) in optimizers.items()})
+
+
+def test_schedules_go_on_at_the_steps_of_the_optimizer_that_trained_the_tables(tmp_path: Path) -> None:
+    path = embedding_model(optimizer=(keras.optimizers.SGD(0.1), 4)).write(str(tmp_path / "ckpt"))
+    layer = layer_of({"t": (6, 2)}, keras.optimizers.SGD(schedule()))
+    (source,) = open_checkpoint(path).tables()
+    assert layer.restore_tables(path, {"t": source}).updates == 4
+    np.testing.assert_allclose(one_update(layer, 1), 0.5, atol=1e-6)
+    layer.restore_tables(path, {"t": source}, updates=9)
+    np.testing.assert_allclose(one_update(layer, 1), 0.25, atol=1e-6)
+    layer.restore_tables(path, {"t": source}, slots=False)
+    assert int(layer.updates.numpy()) == 10
+
+
+def test_the_count_of_tfrs() -> None:
+    golden = read_golden("tfrs/keras_adagrad")
+    layer = layer_of({name: arrays[None].shape for name, arrays in golden.tables.items()}, "adagrad")
+    assert layer.restore_tables(golden.path).updates == 1
+
+
+@pytest.mark.parametrize("steps", [(), (1, 2)], ids=["none", "different"])
+def test_a_schedule_without_a_count_in_the_file_is_warned_of(steps: tuple[int, ...], tmp_path: Path) -> None:
+    optimizers = {f"optimizer{number}": (keras.optimizers.SGD(0.1), count) for number, count in enumerate(steps)}
+    path = embedding_model(**optimizers).write(str(tmp_path / "ckpt"))
+    (source,) = open_checkpoint(path).tables()
+    layer = layer_of({"t": (6, 2)}, keras.optimizers.SGD(schedule()))
+    with pytest.warns(UserWarning, match=r"schedule of 't' goes on at the layer's count, 0\. Give .*updates=N"):
+        layer.restore_tables(path, {"t": source})
+    layer.restore_tables(path, {"t": source}, updates=3)
+    assert int(layer.updates.numpy()) == 3
+    for wrong in (-1, 1.5, True, "4"):
+        with pytest.raises(TpuEmbedError, match="updates must be"):
+            layer.restore_tables(path, {"t": source}, updates=wrong)  # type: ignore[arg-type]

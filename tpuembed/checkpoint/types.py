@@ -220,6 +220,8 @@ class Checkpoint(abc.ABC):
     def update_counts(self) -> Mapping[str, int]:
         """Return table name -> the number of updates of the tpuembed layer that has it, if the layer wrote it.
 
+        In a checkpoint of other layers, all tables have the number of steps of its Keras optimizers, if they made equally many.
+
         Raises:
             CheckpointCorruptError: a count is not one integer, or is negative.
         """

@@ -184,13 +184,16 @@ class PartitionedEmbedding(keras.layers.Layer):
         by: str = "number",
         resize: Mapping[str, str] | bool | None = None,
         lossy: bool = False,
+        updates: int | None = None,
         **options: Any,
     ) -> RestoreReport:
         """Stream tables of a checkpoint of any format into this layer, for any placement. See `tpuembed.restore_tables`."""
         if tables is None:
             with open_checkpoint(path, **options) as checkpoint:
                 tables = self._all_sources(checkpoint.tables())
-        return restore_tables(self, path, tables, slots, by=by, resize=resize, lossy=lossy, **options)
+        return restore_tables(
+            self, path, tables, slots, by=by, resize=resize, lossy=lossy, updates=updates, **options
+        )
 
     def _all_sources(self, names: Iterable[str]) -> Mapping[str, str] | None:
         """Return {table: its name in the checkpoint} if the checkpoint's `names` are exactly the layer's tables. Else

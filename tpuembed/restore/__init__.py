@@ -7,11 +7,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import keras
 import numpy as np
 
 from tpuembed.backends.table_rows import PIECE_BYTES, initial_pieces, piece_rows, write_rows
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from tpuembed.config.checks import check_count
+from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, first_few, warn
 from tpuembed.files import FilePath
 from tpuembed.restore.names import NamesPlan, live_vocabularies, names_by_number
 from tpuembed.restore.plan import RestoreRequest, TablePlan, plan_tables
@@ -52,6 +54,7 @@ def restore_tables(
     by: str = "number",
     resize: Mapping[str, str] | bool | None = None,
     lossy: bool = False,
+    updates: int | None = None,
     **options: Any,
 ) -> RestoreReport:
     """Stream tables of the checkpoint at `path` into the tables of `layer`, in place.
@@ -64,8 +67,9 @@ def restore_tables(
         path: as `open_checkpoint` takes it.
         tables: names of tables, or {the layer's name: the checkpoint's}. None restores all. Then both must have the
             same tables.
-        slots: restore the optimizers' slots too. This includes the layer's count of updates, if the checkpoint has it
-            and every table that the layer trains is restored. False leaves slots and count unchanged.
+        slots: restore the optimizers' slots too. This includes the layer's count of updates, if every table that the layer
+            trains is restored and the checkpoint has a count: a layer's own, or else the steps of its Keras optimizers (such
+            as `optimizer/iter` of TFRS). False leaves slots and count unchanged.
         by: "number" restores each row to its number. "name" restores it to the row that the layer's vocabulary gives its
             name, for tables with a vocabulary in layer and checkpoint. See below.
         resize: {table: "grow" or "shrink"} for tables whose vocabulary may differ. The added rows of a grown table get
@@ -73,6 +77,8 @@ def restore_tables(
             needs the memory of a second table meanwhile.) A shrunk table omits the checkpoint's last rows. By name, True
             lets tables with a vocabulary have different numbers of rows.
         lossy: round float64 to float32. float16 and bfloat16 need no rounding.
+        updates: the layer's count of updates after the restore, at which learning-rate schedules go on. None takes the
+            checkpoint's. Without one, a warning names the tables that have a schedule.
         options: as `open_checkpoint` takes them.
 
     By number, names follow their rows: the layer's vocabulary takes the names of the checkpoint's. If it has names
@@ -96,7 +102,9 @@ def restore_tables(
     """
     if not callable(getattr(layer, "live_tables", None)):
         raise ConfigError(f"restore_tables: layer must be a tpuembed.TPUEmbedding, got {type(layer).__name__}.")
-    return _restore(layer, path, RestoreRequest.of(tables, slots, resize, lossy, by), options)
+    if updates is not None:
+        check_count("restore_tables: updates", updates, 0)
+    return _restore(layer, path, RestoreRequest.of(tables, slots, resize, lossy, by), options, updates)
 
 
 def restore_saved(layer: HasTables, path: str, tables: Mapping[str, str]) -> RestoreReport:
@@ -113,14 +121,21 @@ def restore_saved(layer: HasTables, path: str, tables: Mapping[str, str]) -> Res
 
 
 def _restore(
-    layer: HasTables, path: str | FilePath, request: RestoreRequest, options: Mapping[str, Any]
+    layer: HasTables,
+    path: str | FilePath,
+    request: RestoreRequest,
+    options: Mapping[str, Any],
+    count: int | None = None,
 ) -> RestoreReport:
     live = layer.live_tables("restore_tables")
     with open_checkpoint(path, **options) as checkpoint:
         vocabularies = live_vocabularies(layer)
         plans = plan_tables(checkpoint, live, request, vocabularies)
         names = names_by_number(checkpoint, live, plans, vocabularies, adopt=request.rows_only)
-        updates = _updates(checkpoint.path, checkpoint.update_counts(), live, plans) if request.slots else None
+        updates = count
+        if count is None and request.slots:
+            updates = _updates(checkpoint.path, checkpoint.update_counts(), live, plans)
+            _warn_of_schedules(checkpoint.path, live, plans, updates)
         history = None if live.stamps is None or updates is None else _history(checkpoint, live, plans, updates)
         _verify(checkpoint, plans)
         _stamp(live, plans, updates)
@@ -190,6 +205,19 @@ def _updates(path: str, counts: Mapping[str, int], live: LiveTables, plans: Iter
             "for all its tables. Restore the tables of each layer in a separate call, with tables=[...]."
         )
     return next(iter(found.values()))
+
+
+def _warn_of_schedules(path: str, live: LiveTables, plans: Iterable[TablePlan], updates: int | None) -> None:
+    """Warn if schedules of restored tables go on at the layer's own count, because the checkpoint has none for it."""
+    rates = {plan.table: getattr(live.state(plan.table).optimizer, "learning_rate", None) for plan in plans}
+    schedules = keras.optimizers.schedules.LearningRateSchedule
+    names = [table for table, rate in rates.items() if isinstance(rate, schedules)]
+    if names and updates is None:
+        warn(
+            f"checkpoint {path}: does not say how many updates its tables have had, so the learning-rate schedule of "
+            f"{first_few(map(repr, names))} goes on at the layer's count, {int(live.updates.numpy())}. Give "
+            "restore_tables(..., updates=N)."
+        )
 
 
 def _is_checked_while_read(checkpoint: Checkpoint, plan: TablePlan, slot: str | None) -> bool:

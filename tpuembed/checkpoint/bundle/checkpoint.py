@@ -187,7 +187,15 @@ class BundleCheckpoint(Checkpoint):
             if attribute is not None and attribute.checkpoint_key in self.bundle.entries:
                 count = checked_count(f"checkpoint {self.path}", self.bundle.read(attribute.checkpoint_key))
                 counts |= dict.fromkeys(config["tables"], count)
+        if not counts and (steps := self._optimizer_steps(self.graph)) is not None:
+            counts = dict.fromkeys(self.tables(), steps)
         return counts
+
+    def _optimizer_steps(self, graph: ObjectGraph) -> int | None:
+        """Return how many steps the checkpoint's Keras optimizers made. None if it has none, or they differ."""
+        keys = {key for node in graph.step_counters if (key := graph.nodes[node].value_key) in self.bundle.entries}
+        counts = {checked_count(f"checkpoint {self.path}", self.bundle.read(key)) for key in keys if key is not None}
+        return counts.pop() if len(counts) == 1 else None
 
     @functools.cached_property
     def _stamps(self) -> Mapping[str, tuple[RowHistory, str]]:

@@ -240,6 +240,14 @@ class ObjectGraph:
         return frozenset(kept.union(*(node.children.values() for node in lists)))
 
 
+    @functools.cached_property
+    def step_counters(self) -> frozenset[int]:
+        """Return the variable nodes in which optimizers of Keras, legacy ones too, count their steps."""
+        new = {node.children["_iterations"] for node in self.nodes if is_optimizer(node.children)}
+        legacy = {node.children["iter"] for node in self.nodes if {"iter", "learning_rate"} <= node.children.keys()}
+        return frozenset(new | legacy)
+
+
 def _renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
     children = {name: numbers[child] for name, child in node.children.items()}
     slots = (slot for slot in node.slot_variables if slot.original in numbers and slot.slot in numbers)
