@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -334,25 +334,40 @@ class TPUEmbedding(keras.layers.Layer):
         taken: nothing is left to do for them.
 
         Args:
-            gradients: what a tape gave for `trainable_variables`, in their order. You may scale, clip and sum them before.
+            gradients: what a tape gave for `trainable_variables`, in their order. You may scale, clip and sum them before. Give
+                None for a table without an optimizer, after your own optimizer has trained it.
 
         Raises:
-            ConfigError: a table has no optimizer (`optimizer=None`), so your own optimizer has to train it, or the number of
-                gradients differs from that of the weights.
+            ConfigError: there is a gradient of a table without an optimizer, none of the others, or not one for each weight.
         """
-        given, weights, rule = list(gradients), self.trainable_variables, self._parts.rule
-        free = [name for name, state in self._parts.backend.states.items() if state.optimizer is None]
-        if free:
+        given = self.checked_gradients(list(gradients))
+        if isinstance(self._parts.rule, RowGradients) and given:
+            self._parts.rule.apply(given)
+
+    def checked_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return those of `apply_gradients` that are of the tables' rows. Raises as it does."""
+        weights, rule = self.trainable_variables, self._parts.rule
+        if len(gradients) != len(weights):
             raise ConfigError(
-                f"layer {self.name!r}: table {free[0]!r} has no optimizer. Give it one, or apply its gradient with your own."
-            )
-        if len(given) != len(weights):
-            raise ConfigError(
-                f"layer {self.name!r}: apply_gradients got {len(given)} gradients, and the layer has {len(weights)} trainable "
+                f"layer {self.name!r}: apply_gradients got {len(gradients)} gradients, and the layer has {len(weights)} trainable "
                 "variables. Give one for each."
             )
-        if isinstance(rule, RowGradients) and weights:
-            rule.apply(given[len(weights) - len(rule.weights) :])
+        of_rows = list(rule.weights.values()) if isinstance(rule, RowGradients) else []
+        own = {id(weight) for weight in (*of_rows, self._dummy)}
+        found = []
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None and id(weight) not in own:
+                raise ConfigError(
+                    f"layer {self.name!r}: table {weight.path!r} has no optimizer. Apply its gradient with your own, and give None "
+                    "for it here."
+                )
+            if any(weight is one for one in of_rows):
+                found.append(gradient)
+        if of_rows and any(gradient is None for gradient in found):
+            raise ConfigError(
+                f"layer {self.name!r}: no gradient reached its tables. Call the layer inside the tape, and the loss must need it."
+            )
+        return found
 
     # ---- writing tables
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tests.support.messages import refused
 from tpuembed import SGD, Adagrad, Adam, FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed.compat import tfrs
 from tpuembed.errors import ConfigError, TrainingError, TrainingWarning
 
 Array = np.ndarray[Any, Any]
@@ -313,6 +314,39 @@ def test_a_trainer_without_a_keras_optimizer() -> None:
         optimizer.apply(gradients[own:], model.dense.trainable_variables)
     np.testing.assert_array_equal(model.table(), expected.table())
     assert int(model.layer.updates) == int(expected.layer.updates) == 10
+
+
+def two_places() -> Any:
+    """A small table that the trainer's optimizer trains, and a large one that has its own."""
+    keras.utils.set_random_seed(3)
+    features = {name: FeatureConfig(TableConfig(rows, 2, name)) for name, rows in (("small", 4), ("large", 40))}
+    return tfrs.PartialTPUEmbedding(features, SGD(1.0), size_threshold=10)
+
+
+def gradients_of(layer: Any) -> Any:
+    ids = {"small": tf.constant([1, 1]), "large": tf.constant([30, 3])}
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(rows**2) for rows in layer(ids).values()])
+    return tape.gradient(loss, layer.trainable_variables)
+
+
+def test_a_layer_of_two_places_takes_the_gradients_of_tables_that_it_trains() -> None:
+    expected, layer = two_places(), two_places()
+    keras.optimizers.SGD(0.5).apply(gradients_of(expected), expected.trainable_variables)
+    gradients, optimizer = gradients_of(layer), keras.optimizers.SGD(0.5)
+    is_free = [weight.path.endswith("small") for weight in layer.trainable_variables]
+    assert is_free.count(True) == 1
+    with refused(ConfigError, match="small.* has no optimizer"):
+        layer.apply_gradients(gradients)
+    pairs = list(zip(gradients, layer.trainable_variables, is_free, strict=True))
+    optimizer.apply_gradients([(gradient, weight) for gradient, weight, free in pairs if free])
+    layer.apply_gradients([None if free else gradient for gradient, _, free in pairs])
+    for name, variable in layer.table_variables().items():
+        np.testing.assert_array_equal(variable, expected.table_variables()[name])
+    with refused(ConfigError, match="no gradient reached"):
+        layer.apply_gradients([None] * len(gradients))
+    with refused(ConfigError, match="Give one for each"):
+        layer.apply_gradients(gradients[1:])
 
 
 def test_dropped_ids_are_nothing_in_a_norm() -> None:

@@ -14,7 +14,7 @@ from tpuembed.backends.training import wait_for_lookups
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
-from tpuembed.errors import CheckpointMismatchError, UnknownTableError
+from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
 from tpuembed.files import FilePath
 from tpuembed.layer import TPUEmbedding
 from tpuembed.restore import RestoreReport, restore_saved, restore_tables
@@ -162,6 +162,21 @@ class PartitionedEmbedding(keras.layers.Layer):
             writing=lambda: _all(live.writing for live in lives),
             fetch=lambda: _each(live.fetch for live in lives),
         )
+
+    def apply_gradients(self, gradients: Iterable[Any]) -> None:
+        """Update the tables of all places once, by `gradients` of `trainable_variables`. See `TPUEmbedding.apply_gradients`."""
+        given, weights = list(gradients), self.trainable_variables
+        if len(given) != len(weights):
+            raise ConfigError(
+                f"layer {self.name!r}: apply_gradients got {len(given)} gradients, and the layer has {len(weights)} trainable "
+                "variables. Give one for each."
+            )
+        by_weight = {id(weight): gradient for weight, gradient in zip(weights, given, strict=True)}
+        shares = [[by_weight[id(weight)] for weight in layer.trainable_variables] for _, layer in self._parts]
+        for (_, layer), share in zip(self._parts, shares, strict=True):
+            layer.checked_gradients(share)
+        for (_, layer), share in zip(self._parts, shares, strict=True):
+            layer.apply_gradients(share)
 
     def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
         """Overwrite rows of a table in place. See `TPUEmbedding.assign_rows`."""

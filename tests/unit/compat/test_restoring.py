@@ -229,7 +229,8 @@ def train(strategy: Any, steps: int) -> Ratings:
     def step(ids: Any) -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(ids) ** 2)
-        tape.gradient(loss, model.trainable_variables)
+        weights = model.lookup.trainable_variables
+        model.lookup.apply_gradients(tape.gradient(loss, weights))
 
     for _ in range(steps):
         strategy.run(step, args=(IDS,))

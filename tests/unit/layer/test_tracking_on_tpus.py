@@ -81,7 +81,7 @@ def test_ids_outside_the_table_are_stamped_as_their_policy_says(policy: str) -> 
 def step(layer: TPUEmbedding, features: Any) -> None:
     with tf.GradientTape() as tape:
         loss = tf.add_n([tf.reduce_sum(rows * rows + rows) for rows in tf.nest.flatten(layer(features))])
-    tape.gradient(loss, layer.trainable_variables)
+    layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
 
 def test_a_lookup_stamps_no_row() -> None:
