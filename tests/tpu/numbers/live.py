@@ -85,7 +85,7 @@ def _step(layer: Any, features: Any, weights: Any, gradients: Mapping[str, Any])
     with tf.GradientTape() as tape:
         activations = layer(features, weights)
         loss = tf.add_n([tf.reduce_sum(activations[name] * gradients[name]) for name in gradients])
-    tape.gradient(loss, layer.trainable_variables)
+    layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
 
 def _gradients(replicas: int) -> dict[str, Array]:

@@ -114,7 +114,9 @@ def _train(layer: Any, ids: Any, weights: Any) -> Any:
     with tf.GradientTape() as tape:
         activations = [tf.reshape(each, [-1]) for each in layer(ids, weights).values()]
         loss = tf.add_n([tf.reduce_sum(each**2) / 2.0 for each in activations])
-    return tape.gradient(loss, layer.trainable_variables)
+    gradients = tape.gradient(loss, layer.trainable_variables)
+    layer.apply_gradients(gradients)
+    return gradients
 
 
 def _inputs(model: Model) -> tuple[Any, Any]:

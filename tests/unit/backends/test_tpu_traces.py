@@ -62,7 +62,9 @@ def train_in(strategy: Any, layer: Any, features: Any) -> None:
         with tf.GradientTape() as tape:
             activations = tf.nest.flatten(layer(features))
             loss = tf.add_n([tf.reduce_sum(activation**2) for activation in activations])
-        return tape.gradient(loss, layer.trainable_variables)
+        gradients = tape.gradient(loss, layer.trainable_variables)
+        layer.apply_gradients(gradients)  # of replicated tables; those of an accelerator moved with the gradient
+        return gradients
 
     strategy.run(step, args=(features,))
 
