@@ -432,9 +432,7 @@ class TPUEmbedding(keras.layers.Layer):
         """Stream tables of a checkpoint of any format into this layer. See `tpuembed.restore_tables`."""
         from tpuembed.restore import restore_tables  # here, so that training imports no reader
 
-        return restore_tables(
-            self, path, tables, slots, by=by, resize=resize, lossy=lossy, updates=updates, **options
-        )
+        return restore_tables(self, path, tables, slots, by=by, resize=resize, lossy=lossy, updates=updates, **options)
 
     def restore_saved(self, path: str, tables: Iterable[str]) -> None:
         """Restore `tables` whose keys in the checkpoint are not those of TensorFlow. See `restore.restore_saved`."""

@@ -132,7 +132,10 @@ def test_an_option_that_cannot_be_honoured_is_refused_by_name() -> None:
         (layer(optimizer=keras.optimizers.SGD(momentum=0.9)), "momentum"),
         (layer(optimizer=keras.optimizers.Adam(clipnorm=1.0)), "clipnorm"),
         (layer(optimizer=Adagrad(use_gradient_accumulation=False)), "'t': use_gradient_accumulation"),
-        (layer(optimizer=SGD(weight_decay_factor=0.1, use_gradient_accumulation=False)), "'t': use_gradient_accumulation"),
+        (
+            layer(optimizer=SGD(weight_decay_factor=0.1, use_gradient_accumulation=False)),
+            "'t': use_gradient_accumulation",
+        ),
     ]
     assert_each_is_refused(ConfigError, cases)
 

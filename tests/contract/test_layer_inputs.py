@@ -259,7 +259,10 @@ def test_a_functional_model_is_refused_as_it_is_built() -> None:
     few = keras.Input((3,), dtype="int64", sparse=True)
     names, numbers = Vocabulary(["a"], oov_buckets=1), Vocabulary([5], dtype="int64", oov_buckets=1)
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: two({"a": lists, "b": lists}, {"a": weights}), r"keys .*\[a, b\], got \[a\]\. Give None for a feature"),
+        (
+            lambda: two({"a": lists, "b": lists}, {"a": weights}),
+            r"keys .*\[a, b\], got \[a\]\. Give None for a feature",
+        ),
         (symbolic(strings), "'x': ids must be integers, got string. Give the feature a vocabulary"),
         (symbolic(keras.Input((), dtype="bool")), "'x': ids must be integers, got bool"),
         (symbolic(keras.Input((), dtype="int64"), vocabulary=names), "'x': .* names of type string, got int64"),
@@ -279,7 +282,9 @@ def test_a_functional_model_is_refused_as_it_is_built() -> None:
     for found, shares in zip(model(given), (WEIGHTS, ONES), strict=True):
         np.testing.assert_allclose(found, combined(LISTS, shares, "mean"), atol=1e-6)
     with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
-        assert_each_is_refused(RuntimeError, [(lambda: two({"a": lists, "b": lists}), "created under .* is trained under")])
+        assert_each_is_refused(
+            RuntimeError, [(lambda: two({"a": lists, "b": lists}), "created under .* is trained under")]
+        )
 
 
 def test_inputs_that_have_no_meaning_are_refused_by_name() -> None:

@@ -215,7 +215,9 @@ def embedding_model(**optimizers: tuple[Any, int]) -> Any:
     other = keras.Variable(np.ones(3, np.float32))
     for number, (optimizer, steps) in enumerate(optimizers.values()):
         for _ in range(steps):
-            optimizer.apply([tf.ones([3])] if number else [tf.ones([6, 2])], [other] if number else model.trainable_variables)
+            optimizer.apply(
+                [tf.ones([3])] if number else [tf.ones([6, 2])], [other] if number else model.trainable_variables
+            )
     return tf.train.Checkpoint(model=model, **{name: optimizer for name, (optimizer, _) in optimizers.items()})
 
 

@@ -171,7 +171,7 @@ def test_a_layer_of_another_name_is_refused_in_a_class_of_another_name(tmp_path:
     model = BuiltOutside()
     trained(model)
     prefix = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
-    with pytest.raises(CheckpointMismatchError, match="model/click/_kernel.*'like/kernel' there"):
+    with pytest.raises(CheckpointMismatchError, match=r"model/click/_kernel.*'like/kernel' there"):
         export_saved_model(prefix, tmp_path / "m", model=lambda: (OneHead(), SPECS), workers=1)
 
 

@@ -573,9 +573,14 @@ def test_a_publish_that_was_stopped_leaves_the_next_one_alone(
 def test_a_digest_that_takes_longer_than_the_lease(
     exports: Path, redis: redis_servers.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = publishing._digest
+    digest = publishing._digest
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return digest(*arguments)
+
     monkeypatch.setattr(publishing, "_LEASE_SECONDS", 0.2)
-    monkeypatch.setattr(publishing, "_digest", lambda *arguments: (time.sleep(0.3), slow(*arguments))[1])
+    monkeypatch.setattr(publishing, "_digest", slow)
     done = publishing.publish_rows(exports / "lookups", url_of(redis), tmp_path / "rec", version=1)
     assert done.rows_written == ROWS
 

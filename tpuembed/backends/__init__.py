@@ -73,7 +73,8 @@ def _warn_without_effect(layer_options: LayerOptions, strategy: Any) -> None:
         "pipeline_execution_with_tensor_core": layer_options.pipelining,
         "batch_size": layer_options.batch_size,
         "sparse_core_embedding_config": layer_options.sparse_core_config,
-        "embedding_feature": not is_tpu_strategy(strategy) and _name_of(layer_options.embedding_feature) in ("V1", "V2"),
+        "embedding_feature": not is_tpu_strategy(strategy)
+        and _name_of(layer_options.embedding_feature) in ("V1", "V2"),
     }
     for option in (option for option, value in given.items() if value):
         warn(

@@ -64,7 +64,7 @@ class TableStore:
 class Backend(TableStore, abc.ABC):
     """A hardware path."""
 
-    def check_symbolic_call(self) -> None:  # noqa: B027 - accelerators check each call
+    def check_symbolic_call(self) -> None:
         """Raise TrainingError if a model that is being built could not train the tables."""
 
     @abc.abstractmethod

@@ -81,7 +81,9 @@ def fit_callbacks() -> Any:
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return None
-    threads = list(sys._current_frames().values())  # a replica's step runs in a thread of its own, for which `fit` waits
+    threads = list(
+        sys._current_frames().values()
+    )  # a replica's step runs in a thread of its own, for which `fit` waits
     return next((found for frame in threads if (found := _callbacks_in(_frames(frame))) is not None), None)
 
 

@@ -206,9 +206,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         if tables is None:
             with open_checkpoint(path, **options) as checkpoint:
                 tables = self._all_sources(checkpoint.tables())
-        return restore_tables(
-            self, path, tables, slots, by=by, resize=resize, lossy=lossy, updates=updates, **options
-        )
+        return restore_tables(self, path, tables, slots, by=by, resize=resize, lossy=lossy, updates=updates, **options)
 
     def _all_sources(self, names: Iterable[str]) -> Mapping[str, str] | None:
         """Return {table: its name in the checkpoint} if the checkpoint's `names` are exactly the layer's tables. Else

@@ -73,7 +73,9 @@ def test_an_unnamed_table_gets_tensorflows_name_and_a_warning() -> None:
 def test_two_tables_of_one_name_are_refused_and_one_object_is_one_table() -> None:
     table = FeatureConfig(TableConfig(3, 2, "t"))
     layer = TPUEmbedding({"x": table, "y": table}, optimizer="sgd")
-    assert len(layer.weights) == 4, "the table, the weight of its gradient, the count of updates, the weight of the step"
+    assert len(layer.weights) == 4, (
+        "the table, the weight of its gradient, the count of updates, the weight of the step"
+    )
     with refused(ConfigError, match="'t'"):
         TPUEmbedding({"x": table, "y": FeatureConfig(TableConfig(3, 2, "t"))})
     with refused(ConfigError, match="'t'"):

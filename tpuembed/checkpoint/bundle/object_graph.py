@@ -239,7 +239,6 @@ class ObjectGraph:
         lists = (self.nodes[node.children["_variables"]] for node in self.nodes if is_optimizer(node.children))
         return frozenset(kept.union(*(node.children.values() for node in lists)))
 
-
     @functools.cached_property
     def step_counters(self) -> frozenset[int]:
         """Return the variable nodes in which optimizers of Keras, legacy ones too, count their steps."""
