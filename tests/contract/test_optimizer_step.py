@@ -75,7 +75,7 @@ class Model:
         if self.is_reference:
             return np.asarray(self.layer.get_weights()[0])
         (variable,) = self.layer.embedding_tables.values()
-        return np.array(variable)
+        return np.asarray(variable.numpy().copy())
 
     @property
     def weights(self) -> list[Any]:

@@ -233,10 +233,12 @@ def test_schedules_go_on_at_the_steps_of_the_optimizer_that_trained_the_tables(t
     assert int(layer.updates.numpy()) == 10
 
 
-def test_the_count_of_tfrs() -> None:
-    golden = read_golden("tfrs/keras_adagrad")
-    layer = layer_of({name: arrays[None].shape for name, arrays in golden.tables.items()}, "adagrad")
-    assert layer.restore_tables(golden.path).updates == 1
+def test_the_counts_of_tfrs_and_of_keras_rs() -> None:
+    """Each was trained for one step."""
+    for name, rule in (("tfrs/keras_adagrad", "adagrad"), ("keras_rs/keras_adam", "adam")):
+        golden = read_golden(name)
+        layer = layer_of({name: arrays[None].shape for name, arrays in golden.tables.items()}, rule)
+        assert layer.restore_tables(golden.path).updates == 1, name
 
 
 @pytest.mark.parametrize("steps", [(), (1, 2)], ids=["none", "different"])

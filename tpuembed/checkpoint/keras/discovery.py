@@ -6,18 +6,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from tpuembed.checkpoint.bundle.layer_config import merge_configs
+import numpy as np
+
+from tpuembed.checkpoint.bundle.layer_config import checked_count, merge_configs
 from tpuembed.checkpoint.keras.hdf5 import Dataset
 from tpuembed.checkpoint.keras.tables import Table, keras_rs_tables, own_layer_configs, own_layer_tables
 from tpuembed.checkpoint.keras.weights import Weights
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, first_few
 
-__all__ = ["LayerConfig", "discover", "layer_configs"]
+__all__ = ["LayerConfig", "discover", "layer_configs", "optimizer_steps"]
 
 _SPARSE_CORE_REMEDY: Final = (
     "Keras does not save tables on SparseCores. Save them with tf.train.Checkpoint(emb=layer._tpu_embedding)"
 )
 _OPTIMIZER: Final = "optimizer"
+_SCALES: Final = "LossScaleOptimizer"
+"""Its arrays are others."""
 _LAYER_GROUP: Final = re.compile(r"distributed_embedding(_\d+)?")
 _LAYER: Final = "DistributedEmbedding"
 _TPUEMBED_PREFIX: Final = "tpuembed"
@@ -280,6 +284,19 @@ def _features(node: Any, tables: Mapping[int, str]) -> Any:
     if isinstance(node.get("name"), str) and type(node.get("table")) is int:
         return {"table": tables[node["table"]]}
     return {key: _features(child, tables) for key, child in node.items()}
+
+
+def optimizer_steps(weights: Weights) -> int | None:
+    """Return how many steps the optimizer of a `.keras` file made: its first array. None if it is not one of Keras' own."""
+    compiled = (weights.config or {}).get("compile_config")
+    optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
+    if not isinstance(optimizer, Mapping) or optimizer.get("module") != "keras.optimizers":
+        return None
+    group = weights.groups.get(_OPTIMIZER)
+    count = None if group is None or optimizer.get("class_name") == _SCALES else group.datasets.get("0")
+    if count is None or count.shape != () or count.dtype not in ("<i4", "<i8"):
+        return None
+    return checked_count(f"weights {weights.path}: the optimizer", count.read().astype(np.int64))
 
 
 def _optimizer_config(config: Mapping[str, Any] | None) -> OptimizerConfig | None:

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from tpuembed.checkpoint.keras.discovery import discover
+from tpuembed.checkpoint.keras.discovery import discover, optimizer_steps
 from tpuembed.checkpoint.keras.hdf5 import READ_BYTES, Dataset
 from tpuembed.checkpoint.keras.layers import config_below, objects_of_weights
 from tpuembed.checkpoint.keras.tables import Table, own_layer_stamps, own_layer_updates, own_layer_vocabularies
@@ -95,7 +95,10 @@ class KerasCheckpoint(Checkpoint):
 
     def update_counts(self) -> dict[str, int]:
         """See Checkpoint.update_counts."""
-        return own_layer_updates(self._weights)
+        counts = own_layer_updates(self._weights)
+        if not counts and (steps := optimizer_steps(self._weights)) is not None:
+            counts = dict.fromkeys(self.tables(), steps)
+        return counts
 
     @functools.cached_property
     def _stamps(self) -> Mapping[str, tuple[RowHistory, Dataset]]:
