@@ -49,7 +49,7 @@ _uses = option_group(
 
 @click.command(
     cls=Command,
-    api_names={"api_key=": "--api-key-file", "model=": "--model"},
+    api_names={"api_key=": "--api-key-file", "api_key": "--api-key-file", "model=": "--model"},
     short_help="List the versions of a MODEL_DIR.",
     examples=(
         "tpuembed versions models/rec",
@@ -101,7 +101,7 @@ def versions(model_dir: str, as_json: bool, **uses: Any) -> None:
 
 @click.command(
     cls=Command,
-    api_names={"api_key=": "--api-key-file", "model=": "--model"},
+    api_names={"api_key=": "--api-key-file", "api_key": "--api-key-file", "model=": "--model"},
     short_help="Remove old versions of a MODEL_DIR.",
     examples=(
         "tpuembed prune models/rec --dry-run",

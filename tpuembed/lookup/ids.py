@@ -76,6 +76,12 @@ def kind_of(tensor: Any) -> type["Ids"]:
     return SparseIds if isinstance(tensor, tf.SparseTensor) or getattr(tensor, "sparse", False) else DenseIds
 
 
+def _is_input(tensor: Any) -> bool:
+    """Return True for a `keras.Input`, whose kind is the one that the layer will get."""
+    history = getattr(tensor, "_keras_history", None)
+    return history is not None and isinstance(history.operation, keras.layers.InputLayer)
+
+
 @dataclasses.dataclass(frozen=True)
 class Ids(abc.ABC):
     """The ids of one feature. See `ids_of`.
@@ -149,6 +155,8 @@ class Ids(abc.ABC):
             check_type_of_names(named(self.path), dtype, vocabulary.dtype)
         else:
             self._check_integers(dtype)
+        if not all(_is_input(tensor) for tensor in (self.ids, self.weights) if tensor is not None):
+            return  # other layers of Keras do not say that their outputs are ragged or sparse
         self.check(self._layout(before_lookup=True).length)
         if self.weights is None:
             return

@@ -195,7 +195,7 @@ class BundleCheckpoint(Checkpoint):
         """Return how many steps the checkpoint's Keras optimizers made. None if it has none, or they differ."""
         keys = {key for node in graph.step_counters if (key := graph.nodes[node].value_key) in self.bundle.entries}
         counts = {checked_count(f"checkpoint {self.path}", self.bundle.read(key)) for key in keys if key is not None}
-        return counts.pop() if len(counts) == 1 else None
+        return (counts.pop() or None) if len(counts) == 1 else None  # one that made no step trained no table
 
     @functools.cached_property
     def _stamps(self) -> Mapping[str, tuple[RowHistory, str]]:

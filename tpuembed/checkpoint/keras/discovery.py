@@ -296,7 +296,7 @@ def optimizer_steps(weights: Weights) -> int | None:
     count = None if group is None or optimizer.get("class_name") == _SCALES else group.datasets.get("0")
     if count is None or count.shape != () or count.dtype not in ("<i4", "<i8"):
         return None
-    return checked_count(f"weights {weights.path}: the optimizer", count.read().astype(np.int64))
+    return checked_count(f"weights {weights.path}: the optimizer", count.read().astype(np.int64)) or None
 
 
 def _optimizer_config(config: Mapping[str, Any] | None) -> OptimizerConfig | None:
