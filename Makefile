@@ -15,7 +15,7 @@ NEWEST_PYTHON ?= 3.13
 OLDEST_TESTS := $(addprefix tests/unit/,layer export/graph checkpoint/keras) tests/contract/test_optimizer_step.py tests/e2e/test_road.py
 NEWEST_TESTS := $(addprefix tests/unit/,config files serving/core serving/http) tests/e2e/test_road.py
 MARKS := not nightly
-ALL_UNITS := tests/unit tests/conformance tests/e2e/test_road.py
+ALL_UNITS := tests/unit tests/conformance tests/contract/test_optimizer_step.py tests/e2e/test_road.py
 
 # Each process that a test starts would compile the project once more.
 unexport PYTHONDONTWRITEBYTECODE
