@@ -3,7 +3,7 @@
 `tpuembed publish` writes them, and the server reads them. `import tpuembed.row_store` does not import redis.
 """
 
-from tpuembed.row_store.client import PASSWORD_VARIABLE, PUBLISHER, RowStore, check_url, connect, masked
+from tpuembed.row_store.client import PASSWORD_VARIABLE, PUBLISHER, RowStore, check_url, connect
 from tpuembed.row_store.keys import RowKeys, check_model, hash_of
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "check_url",
     "connect",
     "hash_of",
-    "masked",
 ]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tpuembed.errors import ConfigError, MissingExtraError, RowStoreError
 from tpuembed.row_store.keys import RowKeys, hash_of
 
-__all__ = ["PASSWORD_VARIABLE", "RowStore", "check_url", "connect", "masked"]
+__all__ = ["PASSWORD_VARIABLE", "RowStore", "check_url", "connect"]
 
 PASSWORD_VARIABLE: Final = "TPUEMBED_REDIS_PASSWORD"
 PUBLISHER: Final = "publisher"

@@ -20,7 +20,7 @@ from tpuembed.errors import ConfigError, MissingExtraError, RowStoreDataError, R
 from tpuembed.id_messages import Span, outside_message
 from tpuembed.manifest import ActivationEntry, FeatureEntry, Manifest, RowStoreEntry, StackEntry, TableEntry
 from tpuembed.native_lookup import NativeLookups, available, mapped_array
-from tpuembed.row_store import RowKeys, RowStore, connect, masked
+from tpuembed.row_store import RowKeys, RowStore, connect
 from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.servable import Array, Signature
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument, timed_out
@@ -54,11 +54,6 @@ class RowStoreOptions(NamedTuple):
     url: str
     timeout_seconds: float
     max_bytes: int
-
-    @property
-    def shown_url(self) -> str:
-        """Return the URL for messages."""
-        return masked(self.url)
 
 
 def stored_calls(
@@ -327,7 +322,7 @@ class _StoredRows:
         value = values[place]
         fault = "is missing" if value is None else f"has {len(value)} bytes, and a row has {row_bytes}"
         raise RowStoreDataError(
-            f"Redis at {self._options.shown_url}: model {self._entry.name}: row {rows[place]} of "
+            f"Redis at {_connection_to(self._options).store.url}: model {self._entry.name}: row {rows[place]} of "
             f"table {table.entry.name} {fault}. Publish the version with --rewrite, and set maxmemory-policy noeviction."
         )
 
