@@ -286,11 +286,17 @@ def _features(node: Any, tables: Mapping[int, str]) -> Any:
     return {key: _features(child, tables) for key, child in node.items()}
 
 
+def _compiled_optimizer(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return what a model's config says of the optimizer that it was compiled with."""
+    compiled = (config or {}).get("compile_config")
+    optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
+    return optimizer if isinstance(optimizer, Mapping) else None
+
+
 def optimizer_steps(weights: Weights) -> int | None:
     """Return how many steps the optimizer of a `.keras` file made: its first array. None if it is not one of Keras' own."""
-    compiled = (weights.config or {}).get("compile_config")
-    optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
-    if not isinstance(optimizer, Mapping) or optimizer.get("module") != "keras.optimizers":
+    optimizer = _compiled_optimizer(weights.config)
+    if optimizer is None or optimizer.get("module") != "keras.optimizers":
         return None
     group = weights.groups.get(_OPTIMIZER)
     count = None if group is None or optimizer.get("class_name") == _SCALES else group.datasets.get("0")
@@ -301,10 +307,9 @@ def optimizer_steps(weights: Weights) -> int | None:
 
 def _optimizer_config(config: Mapping[str, Any] | None) -> OptimizerConfig | None:
     """Return the optimizer if it is one of Keras' own that keeps exactly `_SLOTS`; None otherwise."""
-    compiled = (config or {}).get("compile_config")
-    optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
-    fields = optimizer.get("config") if isinstance(optimizer, Mapping) else None
-    if not isinstance(optimizer, Mapping) or not isinstance(fields, Mapping):
+    optimizer = _compiled_optimizer(config)
+    fields = None if optimizer is None else optimizer.get("config")
+    if optimizer is None or not isinstance(fields, Mapping):
         return None
     slots = _SLOTS.get(str(optimizer.get("class_name")))
     if slots is None or optimizer.get("module") != "keras.optimizers":
