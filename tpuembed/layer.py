@@ -347,23 +347,17 @@ class TPUEmbedding(keras.layers.Layer):
     def checked_gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """Return those of `apply_gradients` that are of the tables' rows. Raises as it does."""
         weights, rule = self.trainable_variables, self._parts.rule
-        if len(gradients) != len(weights):
-            raise ConfigError(
-                f"layer {self.name!r}: apply_gradients got {len(gradients)} gradients, and the layer has {len(weights)} trainable "
-                "variables. Give one for each."
-            )
-        of_rows = list(rule.weights.values()) if isinstance(rule, RowGradients) else []
-        own = {id(weight) for weight in (*of_rows, self._dummy)}
+        of_rows = {id(weight) for weight in rule.weights.values()} if isinstance(rule, RowGradients) else set()
         found = []
-        for weight, gradient in zip(weights, gradients, strict=True):
-            if gradient is not None and id(weight) not in own:
+        for weight, gradient in weights_with_gradients(self.name, weights, gradients):
+            if gradient is not None and weight is not self._dummy and id(weight) not in of_rows:
                 raise ConfigError(
                     f"layer {self.name!r}: table {weight.path!r} has no optimizer. Apply its gradient with your own, and give None "
                     "for it here."
                 )
-            if any(weight is one for one in of_rows):
+            if id(weight) in of_rows:
                 found.append(gradient)
-        if of_rows and any(gradient is None for gradient in found):
+        if any(gradient is None for gradient in found):
             raise ConfigError(
                 f"layer {self.name!r}: no gradient reached its tables. Call the layer inside the tape, and the loss must need it."
             )
@@ -525,6 +519,16 @@ class TPUEmbedding(keras.layers.Layer):
 
 
 _KERAS_LISTS = ("_trainable_variables", "_non_trainable_variables")
+
+
+def weights_with_gradients(layer: str, weights: Sequence[Any], gradients: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return (weight, gradient) of each weight of `layer`. Raises ConfigError if there is not one gradient for each."""
+    if len(gradients) != len(weights):
+        raise ConfigError(
+            f"layer {layer!r}: apply_gradients got {len(gradients)} gradients, and the layer has {len(weights)} trainable "
+            "variables. Give one for each."
+        )
+    return list(zip(weights, gradients, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ from tpuembed.backends.training import wait_for_lookups
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
-from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
+from tpuembed.errors import CheckpointMismatchError, UnknownTableError
 from tpuembed.files import FilePath
-from tpuembed.layer import TPUEmbedding
+from tpuembed.layer import TPUEmbedding, weights_with_gradients
 from tpuembed.restore import RestoreReport, restore_saved, restore_tables
 from tpuembed.runtime.weight_files import (
     check_tables,
@@ -165,13 +165,8 @@ class PartitionedEmbedding(keras.layers.Layer):
 
     def apply_gradients(self, gradients: Iterable[Any]) -> None:
         """Update the tables of all places once, by `gradients` of `trainable_variables`. See `TPUEmbedding.apply_gradients`."""
-        given, weights = list(gradients), self.trainable_variables
-        if len(given) != len(weights):
-            raise ConfigError(
-                f"layer {self.name!r}: apply_gradients got {len(given)} gradients, and the layer has {len(weights)} trainable "
-                "variables. Give one for each."
-            )
-        by_weight = {id(weight): gradient for weight, gradient in zip(weights, given, strict=True)}
+        pairs = weights_with_gradients(self.name, self.trainable_variables, list(gradients))
+        by_weight = {id(weight): gradient for weight, gradient in pairs}
         shares = [[by_weight[id(weight)] for weight in layer.trainable_variables] for _, layer in self._parts]
         for (_, layer), share in zip(self._parts, shares, strict=True):
             layer.checked_gradients(share)
