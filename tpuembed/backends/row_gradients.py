@@ -48,7 +48,7 @@ _KEEP_SLICES: Final = (
 class TableGradient(keras.Variable):
     """The weight whose gradient is that of a table's rows. Its own value stays zero."""
 
-    table: "_Table"
+    table: "_TableRows"
 
     @property
     def overwrite_with_gradient(self) -> bool:
@@ -90,7 +90,7 @@ class TableGradient(keras.Variable):
         return tf.zeros(self.shape, dtype or tf.float32, name)
 
 
-class _Table:
+class _TableRows:
     """A table as its weight sees it."""
 
     def __init__(self, name: str, state: TableState, owner: "RowGradients") -> None:
@@ -166,7 +166,7 @@ class RowGradients:
         self._warned: set[str] = set()
         self._taken = self._applied = self.is_sparse = False
         self._tables = {
-            name: _Table(name, state, self) for name, state in states.items() if state.optimizer is not None
+            name: _TableRows(name, state, self) for name, state in states.items() if state.optimizer is not None
         }
         self.weights: dict[str, TableGradient] = {}
         with tf.init_scope():
