@@ -168,6 +168,7 @@ class RowStore:
         """Close all connections."""
         if self._threads is not None:
             self._threads.shutdown()
+            self.client.disconnect_connection_pools()  # close() leaves those that RedisCluster.from_url made
         self.client.close()
 
     def _spans(self, keys: RowKeys) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
