@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tpuembed.backends import Backend, LayerOptions, RowGradients, TakenGradients, choose, train
+from tpuembed.backends.checkpoint_keys import check_taken
 from tpuembed.backends.deferred import DeferredBackend
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import (
@@ -123,6 +124,7 @@ class TPUEmbedding(keras.layers.Layer):
             track_rows=track_rows,
         )
         self._parts = _Untracked(features, table_names, layer_options, choose(layer_options), takes_rows)
+        self._rows_were_given = False
         self._create_vocabularies()
         self._create_weights(updates)
 
@@ -223,6 +225,8 @@ class TPUEmbedding(keras.layers.Layer):
             ConfigError: `features` or `weights` have another structure than the config.
         """
         structure, backend = self._parts.structure(serving_config), self._parts.backend
+        if not self._rows_were_given and isinstance(backend, Backend):
+            check_taken(self.name, self._tpu_embedding)
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
         inputs = [
             each if each.config.vocabulary is None or self._parts.takes_rows else self._from_names(each)
@@ -373,6 +377,7 @@ class TPUEmbedding(keras.layers.Layer):
         """
         backend = self._parts.backend
         check_writable(self.name, doing, backend.states)
+        self._rows_were_given = True
         return LiveTables(self.name, backend.states, self.updates, backend.writing, backend.fetch, self._row_stamps)
 
     def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
@@ -494,6 +499,7 @@ class TPUEmbedding(keras.layers.Layer):
         """
         if self.saved_by_another or not self._parts.backend.states:
             return  # an export has no states: it reads the rows from its checkpoint
+        self._rows_were_given = True
         stamps = self._row_stamps
         if stamps is not None:
             check_tables(store, self.name, self.named_variables())  # a file that is refused changes no stamp

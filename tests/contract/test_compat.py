@@ -13,9 +13,10 @@ import tensorflow as tf
 from tests.golden import generate_keras_rs_training as keras_rs_golden
 from tests.support.contract_refusals import assert_each_is_refused
 from tests.support.goldens import read_golden
+from tests.support.messages import refused
 from tpuembed import TPUEmbedding
 from tpuembed.compat import keras_rs, tfrs
-from tpuembed.errors import ConfigError, TpuEmbedError
+from tpuembed.errors import CheckpointMismatchError, ConfigError, TpuEmbedError
 
 Array = np.ndarray[Any, Any]
 E = tf.tpu.experimental.embedding
@@ -162,3 +163,130 @@ def test_what_keras_rs_layers_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(TpuEmbedError, match="'u'") as caught:
         layer.set_embedding_tables({"u": np.zeros((10, 2), np.float32)})
     assert isinstance(caught.value, KeyError)
+
+
+# ---- restores that pass over the tables
+
+
+def whole_layer() -> TPUEmbedding:
+    """The layer that wrote tests/golden/tfrs/keras_model, without the tables of other kinds."""
+    ones = tf.constant_initializer(1.0)
+    user = E.TableConfig(7, 3, ones, name="user", combiner="sqrtn")
+    return TPUEmbedding({"ids": E.FeatureConfig(user)}, E.Adagrad(0.1), name="rows")
+
+
+def partial_layer() -> Any:
+    """The one that wrote tests/golden/tfrs/partial_model, with one of its large tables and one of its small ones."""
+    user, kind = E.TableConfig(9, 3, name="user", combiner="sum"), E.TableConfig(7, 3, name="kind")
+    return tfrs.PartialTPUEmbedding(
+        {"ids": E.FeatureConfig(user), "kind": E.FeatureConfig(kind)}, E.Adagrad(0.1), size_threshold=7, name="rows"
+    )
+
+
+def functional(layer: Any) -> keras.Model:
+    inputs = {name: keras.Input((), dtype="int32", name=name) for name in ("ids", "kind")}
+    rows = layer(inputs if isinstance(layer, tfrs.PartialTPUEmbedding) else {"ids": inputs["ids"]})["ids"]
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([rows, inputs["kind"][:, None]])))
+
+
+class Attributes(keras.Model):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.rows, self.score = layer, keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        ids = inputs if isinstance(self.rows, tfrs.PartialTPUEmbedding) else {"ids": inputs["ids"]}
+        return self.score(self.rows(ids)["ids"])
+
+
+IDS = {"ids": np.array([0, 3, 6]), "kind": np.array([0, 1, 2])}
+PASSED_OVER = "has not restored its tables from .* have other places in their model. Tables of the checkpoint: .*user.* Call layer"
+
+
+@pytest.mark.parametrize(("layer_of", "golden"), [(whole_layer, "keras_model"), (partial_layer, "partial_model")])
+@pytest.mark.parametrize("model_of", [functional, Attributes, lambda layer: keras.Sequential([functional(layer)])])
+@pytest.mark.parametrize("how", ["call", "predict", "fit", "function"])
+def test_a_restore_that_passes_over_the_tables_is_an_error_of_the_next_call(
+    layer_of: Any, golden: str, model_of: Any, how: str
+) -> None:
+    layer, file = layer_of(), read_golden(f"tfrs/{golden}")
+    model, path = model_of(layer), str(file.path)
+    model.compile("sgd", "mse")
+    tensors = {name: tf.constant(ids) for name, ids in IDS.items()}
+    calls: dict[str, Any] = {
+        "call": lambda: model(tensors),
+        "predict": lambda: model.predict(IDS, verbose=0),
+        "fit": lambda: model.fit(IDS, np.zeros([3, 1]), verbose=0),
+        "function": lambda: tf.function(lambda ids: model(ids))(tensors),
+    }
+    model(tensors)
+    if golden == "keras_model":  # Keras 2 saved it by save_weights
+        tf.train.Checkpoint(root=model).read(path).expect_partial()
+    else:
+        tf.train.Checkpoint(model=model).restore(path).expect_partial()
+    for _ in range(2):  # also if a notebook runs the cell again
+        with pytest.raises(CheckpointMismatchError, match=PASSED_OVER):
+            calls[how]()
+    layer.restore_tables(path, ["user", "kind"] if "partial" in golden else ["user"], slots=False)
+    expected = file.tables["user"][None][IDS["ids"]]
+    np.testing.assert_array_equal(layer(tensors if "partial" in golden else {"ids": tensors["ids"]})["ids"], expected)
+    calls[how]()
+
+
+def test_rows_may_also_be_restored_first() -> None:
+    layer, file = whole_layer(), read_golden("tfrs/keras_model")
+    model = functional(layer)
+    layer.restore_tables(file.path, ["user"])
+    tf.train.Checkpoint(root=model).read(str(file.path)).expect_partial()
+    model.predict(IDS, verbose=0)
+    np.testing.assert_array_equal(layer({"ids": IDS["ids"]})["ids"], file.tables["user"][None][IDS["ids"]])
+
+
+def test_tables_at_another_place_of_the_same_model_are_passed_over(tmp_path: Path) -> None:
+    """A layer more before them moves the numbers by which Keras 3 saves a functional model."""
+    path = tf.train.Checkpoint(model=functional(whole_layer())).write(str(tmp_path / "ckpt"))
+    ids = keras.Input((), dtype="int32", name="ids")
+    rows = whole_layer()({"ids": keras.ops.maximum(keras.layers.Identity()(ids), 0)})["ids"]
+    model = keras.Model(ids, keras.layers.Dense(1)(rows))
+    tf.train.Checkpoint(model=model).restore(path).expect_partial()
+    with refused(CheckpointMismatchError, match=PASSED_OVER):
+        model(tf.constant([1]))
+
+
+@pytest.mark.parametrize("when", ["before its layers", "after"])
+def test_a_restore_that_finds_the_tables_is_none(when: str, tmp_path: Path) -> None:
+    """Also if it finds only those of a layer that the model has beside new ones."""
+
+    class Late(keras.Model):
+        def build(self, _: Any) -> None:
+            self.new, self.old = TPUEmbedding({"ids": E.FeatureConfig(E.TableConfig(7, 3, name="new"))}), whole_layer()
+
+        def call(self, ids: Any) -> Any:
+            return self.old({"ids": ids}), self.new({"ids": ids})
+
+    saved = tf.Module()
+    saved.old = whole_layer()
+    saved.old.assign_rows("user", 0, np.full([7, 3], 7, np.float32))
+    path = tf.train.Checkpoint(model=saved).write(str(tmp_path / "ckpt"))
+    model = Late()
+    if when == "after":
+        model(tf.constant([2]))
+    tf.train.Checkpoint(model=model).restore(path).expect_partial()
+    np.testing.assert_array_equal(model(tf.constant([2]))[0]["ids"], np.full([1, 3], 7))
+
+
+def test_dense_layers_alone_are_restored_for_new_tables(tmp_path: Path) -> None:
+    """From a checkpoint without tables, or by the objects that the caller names."""
+    old, ids = Attributes(whole_layer()), {name: tf.constant(ids) for name, ids in IDS.items()}
+    old(ids)
+    old.score.set_weights([np.full([3, 1], 3, np.float32), np.zeros(1, np.float32)])
+    whole = tf.train.Checkpoint(model=old).write(str(tmp_path / "whole"))
+    dense = tf.train.Checkpoint(score=old.score).write(str(tmp_path / "dense"))
+    for part_of_model, path in ((False, dense), (True, whole)):
+        model = Attributes(whole_layer())
+        model(ids)
+        parts = {"score": model.score, "rows": model.rows}
+        if part_of_model:
+            parts = {"model": tf.train.Checkpoint(score=model.score)}
+        tf.train.Checkpoint(**parts).restore(path).expect_partial()
+        np.testing.assert_array_equal(model(ids), np.full([3, 1], 9))

@@ -1,11 +1,19 @@
-"""The keys of a layer's tables in a TensorFlow checkpoint. TensorFlow restores only the keys of the layer's own variables."""
+"""The keys of a layer's tables in a TensorFlow checkpoint. TensorFlow restores only the keys of the layer's own variables.
+
+`check_taken` uses private names of TensorFlow, because its public status of a restore is with the caller of the restore.
+"""
 
 import re
-from collections.abc import Iterable, Mapping
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["children_of", "saved_attributes", "saved_keys", "tables_with_keras_slots"]
+from tpuembed.errors import CheckpointMismatchError
+
+__all__ = ["check_taken", "children_of", "saved_attributes", "saved_keys", "tables_with_keras_slots"]
 
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _OPTIMIZER_SLOT = "/.OPTIMIZER_SLOT/"
@@ -42,6 +50,71 @@ def saved_attributes(keys: Iterable[str], node: str, attribute: str) -> list[str
     """Return the keys of `attribute` of the checkpoint's nodes called `node`."""
     end = f"{node}/.ATTRIBUTES/{attribute}"
     return [key for key in keys if key == end or key.endswith(f"/{end}")]
+
+
+_TABLES, _SMALL_TABLES = "_tpu_embedding", "_keras_embedding_layers"
+"""The nodes whose children are tables: of this layer and TensorFlow Recommenders' layers, and of its small tables."""
+_Trackable = tf.__internal__.tracking.Trackable
+_passed_over: weakref.WeakKeyDictionary[Any, dict[int, list[str]]] = weakref.WeakKeyDictionary()
+"""By restore: the tables below each place in the checkpoint for which it found no object."""
+
+
+def check_taken(layer: str, node: Any) -> None:
+    """Check that a restore of the model that calls `layer` has not passed over its tables.
+
+    TensorFlow finds objects by the attributes that lead to them. It keeps what it did not find at the object where the search
+    ended, for an attribute that may come later, and says nothing.
+
+    Args:
+        layer: its name.
+        node: its node in checkpoints.
+
+    Raises:
+        CheckpointMismatchError: no layer took any table of a checkpoint that has some.
+    """
+    for name, position in _without_object():
+        restore, number = position.checkpoint, position._proto_id
+        known = _passed_over.setdefault(restore, {})
+        if number not in known:
+            known[number] = sorted(_tables_below(restore.object_graph_proto.nodes, number, name))
+        tables = known[number]
+        if tables and not any(one is node for one in restore.object_by_proto_id.values()):
+            path = restore.save_path_string
+            raise CheckpointMismatchError(
+                f"layer {layer!r}: tf.train.Checkpoint.restore has not restored its tables from {path}, whose layers have other "
+                f"places in their model. Tables of the checkpoint: {', '.join(tables[:5])}. Call "
+                f"layer.restore_tables({path!r}), or restore the layers that you want: tf.train.Checkpoint(dense=model.dense)."
+            )
+
+
+def _without_object() -> Iterator[tuple[str, Any]]:
+    """Yield the attribute and the place in a checkpoint of what restores have not found in the objects that call the layer."""
+    frame, seen = sys._getframe(2), set[int]()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("__call__", "call") and code.co_varnames[:1] == ("self",):
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, _Trackable) and id(caller) not in seen:
+                seen.add(id(caller))
+                for each in (caller, *vars(caller).values(), *getattr(caller, "layers", ())):
+                    if isinstance(each, _Trackable):
+                        for name, positions in getattr(each, "_deferred_dependencies", {}).items():
+                            yield from ((name, position) for position in positions)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _tables_below(nodes: Any, start: int, name: str) -> Iterator[str]:
+    waiting, seen = [(start, name)], set[int]()
+    while waiting:
+        place, name = waiting.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        children = nodes[place].children
+        waiting += [(child.node_id, child.local_name) for child in children]
+        if name in (_TABLES, _SMALL_TABLES):
+            names = {one.local_name for one in children if name == _SMALL_TABLES or nodes[one.node_id].attributes}
+            yield from (one for one in names if one.rpartition("/")[0] not in names)  # without slots
 
 
 def _escaped(name: str) -> str:
