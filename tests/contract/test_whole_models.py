@@ -1,6 +1,7 @@
 """Whole models: an export computes what the trained model in memory computes."""
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +282,46 @@ def test_outputs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     wanted = [value.numpy() for value in model(tf.constant(USERS))]
     assert_same(call(loaded, {"user": USERS}), dict(zip(names, wanted, strict=True)))
     assert "from_activations" not in loaded.signatures
+
+
+def numbered(name: str | None = None) -> Any:
+    """Return a model whose input and output have names of Keras' own, or `name`."""
+    keras.layers.Dense(1)  # so that the next one has a number
+    user = keras.Input((), dtype="int64", name=name and "user")
+    rows = TPUEmbedding(FeatureConfig(TableConfig(20, 4, "users")), optimizer="adagrad", name="embedding")(user)
+    return keras.Model(user, keras.layers.Dense(1, name=name)(rows))
+
+
+def nested() -> Any:
+    rows = keras.Input((4,), name="rows")
+    heads = [keras.layers.Dense(1)(rows), keras.layers.Dense(1, name="like")(rows)]
+    user = keras.Input((), dtype="int64", name="user")
+    found = TPUEmbedding(FeatureConfig(TableConfig(20, 4, "users")), optimizer="adagrad", name="embedding")(user)
+    return keras.Model(user, keras.Model(rows, heads, name="ranker")(found))
+
+
+def as_dict() -> Any:
+    model = numbered("dense_7")
+    return keras.Model(model.inputs, {"dense_7": model.outputs[0]})
+
+
+@pytest.mark.parametrize(
+    ("build", "numbers"),
+    [
+        (numbered, ["input 'keras_tensor", "output 'dense_"]),
+        (nested, ["output 'ranker/dense_"]),
+        (lambda: numbered("score_2"), []),
+        (as_dict, []),
+    ],
+    ids=["of Keras", "in a sub-model", "of the author", "keys"],
+)
+@pytest.mark.filterwarnings("default:model. Keras has numbered:UserWarning")
+def test_names_that_keras_numbers_are_warned_of(build: Any, numbers: list[str], tmp_path: Path) -> None:
+    """Another process may number them otherwise, and its version would replace this one under the feet of clients."""
+    prefix = tf.train.Checkpoint(model=build()).write(str(tmp_path / "ckpt"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        export_saved_model(prefix, tmp_path / "m", model=build, workers=1)
+    said = sorted(str(each.message) for each in caught if "numbered" in str(each.message))
+    assert len(said) == len(numbers), said
+    assert all(number in text for number, text in zip(numbers, said, strict=True)), said

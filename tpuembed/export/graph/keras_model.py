@@ -1,6 +1,7 @@
 """The functions of a whole-model export: a Keras model built without tables, its named inputs in, its outputs out."""
 
 import importlib
+import re
 import sys
 import sysconfig
 import traceback
@@ -18,7 +19,7 @@ from tpuembed.errors import ConfigError, TpuEmbedError, one_line, warn
 from tpuembed.export.graph.dense_weights import raw_variables
 from tpuembed.export.graph.from_activations import trace_from_activations
 from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partners
-from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, symbolic_outputs
+from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, numbered_by_keras, symbolic_outputs
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.signature import check_input_names
 from tpuembed.export.graph.stacked_tables import StackedTables, ran_without_rows
@@ -168,7 +169,17 @@ def _named_inputs(model: Any, structure: Any) -> dict[str, Any]:
     named = {path if by_key else tensor.name: tensor for path, tensor in flatten(structure)}
     if len(named) < len(model.inputs):
         raise ConfigError(f"model: two of its inputs are called the same, of {', '.join(named)}. Rename one.")
+    for name in named:
+        if not by_key and re.fullmatch(r"keras_tensor(_[0-9]+)?", name):
+            _warn_of_number("input", name, 'Name it: keras.Input(..., name="...")')
     return named
+
+
+def _warn_of_number(what: str, name: str, remedy: str) -> None:
+    warn(
+        f"model: Keras has numbered the {what} {name!r}. The next process may number it otherwise, and clients of its version then "
+        f"do not find it. {remedy}."
+    )
 
 
 def _of_batch(spec: tf.TensorSpec) -> tf.TensorSpec:
@@ -194,6 +205,8 @@ class KerasModel(ExportableModel):
         made = symbolic_outputs(model)
         if not isinstance(made, list) or made:  # of other models they are known when they are called
             name_outputs(model, made)
+            for name in numbered_by_keras(model):
+                _warn_of_number("output", name, "Name its layer, or give the model a dict of outputs")
 
     def input_specs(self) -> dict[str, tf.TensorSpec]:
         """Return the spec of each input by name."""

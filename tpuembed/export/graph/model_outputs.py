@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["dense_outputs", "name_outputs", "symbolic_outputs"]
+__all__ = ["dense_outputs", "name_outputs", "numbered_by_keras", "symbolic_outputs"]
 
 Tensor = Any
 
@@ -35,6 +35,22 @@ def name_outputs(model: Any, outputs: Any) -> list[tuple[str, Any]]:
         if count > 1:
             raise ConfigError(f"model: two of its outputs are called {name!r}. Rename a layer or a key of its outputs.")
     return list(zip(numbered, (leaf for _, leaf in leaves), strict=True))
+
+
+def numbered_by_keras(model: Any) -> list[str]:
+    """Return the names of outputs of a functional model that have the name of a layer which Keras has numbered."""
+    made = symbolic_outputs(model)
+    layers = model._flatten_layers()
+    operations = [*layers, *(each for layer in layers for each in getattr(layer, "operations", ()))]
+    numbered = {each.name for each in operations if _is_numbered(each.name, type(each).__name__)}
+    names = zip(_leaves(made), name_outputs(model, made), strict=True)
+    return [name for (key, _), (name, _) in names if not key and numbered & set(name.split("/"))]
+
+
+def _is_numbered(name: str, kind: str) -> bool:
+    """Return True for "two_words_3" of a class TwoWords."""
+    words, _, number = name.rpartition("_")
+    return number.isdecimal() and words.replace("_", "") == kind.lower().replace("_", "")
 
 
 def symbolic_outputs(model: Any) -> Any:
