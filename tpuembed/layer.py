@@ -28,6 +28,7 @@ from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.layer_vocabularies import LayerVocabularies, check_names_can_arrive, shared_vocabularies
 from tpuembed.lookup import Ids, as_tensors, ids_of
 from tpuembed.row_stamps import RowStamps, TableWeight
+from tpuembed.runtime.callers import callers
 from tpuembed.runtime.table_scope import TableSource
 from tpuembed.runtime.weight_files import (
     check_tables,
@@ -124,7 +125,7 @@ class TPUEmbedding(keras.layers.Layer):
             track_rows=track_rows,
         )
         self._parts = _Untracked(features, table_names, layer_options, choose(layer_options), takes_rows)
-        self._rows_were_given = False
+        self._rows_were_given = self._tables_were_compared = False
         self._create_vocabularies()
         self._create_weights(updates)
 
@@ -235,10 +236,29 @@ class TPUEmbedding(keras.layers.Layer):
         if serving_config is not None or not self.trainable or isinstance(backend, DeferredBackend):
             activations = backend.lookup(inputs)
         else:
+            self._compare_tables()
             dummy = None if self._dummy is None else tf.convert_to_tensor(self._dummy.value)
             parts = self._parts
             activations = train(backend, inputs, dummy, parts.layer_options.updates, parts.rule, self)
         return pack_like(structure, [tf.cast(activation, self.compute_dtype) for activation in activations])
+
+    def _compare_tables(self) -> None:
+        """Check, before the first step, that no other layer of the model has a table of the same name."""
+        if self._tables_were_compared:
+            return
+        model = next((caller for caller in callers() if isinstance(caller, keras.Model)), None)
+        if model is None:
+            return
+        own = {table.name for table in self._parts.layer_options.tables}
+        for layer in model._flatten_layers():
+            if not isinstance(layer, TPUEmbedding) or layer is self:
+                continue
+            if shared := sorted(own & {table.name for table in layer._parts.layer_options.tables}):
+                raise ConfigError(
+                    f"layers {self.name!r} and {layer.name!r} of model {model.name!r} both have a table {shared[0]!r}. An "
+                    "export could not tell them apart. Rename one, or use one layer for the features of both."
+                )
+        self._tables_were_compared = True
 
     def _from_names(self, given: Ids) -> Ids:
         vocabulary, table, backend = self.vocabularies[given.table], given.table, self._parts.backend

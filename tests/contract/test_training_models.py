@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tpuembed import SGD, FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
 
@@ -215,3 +216,61 @@ def test_mixed_bfloat16_keeps_tables_in_float32() -> None:
     assert found.dtype == tf.bfloat16
     np.testing.assert_array_equal(found, tf.cast(BEGIN["users"], tf.bfloat16))
     np.testing.assert_array_equal(next(iter(layer.embedding_tables.values())), BEGIN["users"])
+
+
+# ---- tables of one name
+
+
+class TwoLayers(keras.Model):
+    """Two layers, each in a block or a model of its own if `inside` makes one, of tables of these names."""
+
+    def __init__(self, names: tuple[str, str], inside: Any = None) -> None:
+        super().__init__(name="two")
+        for attribute, table in zip(("first", "second"), names, strict=True):
+            layer = TPUEmbedding({"u": FeatureConfig(TableConfig(9, 2, name=table))}, "sgd", name=f"rows_{attribute}")
+            setattr(self, attribute, layer if inside is None else inside(layer))
+
+    def build(self, _: Any) -> None:
+        """There is nothing to build. Without this method, Keras first tries a call, and warns of its error."""
+
+    def call(self, inputs: Any) -> Any:
+        return sum(part({"u": inputs["u"]})["u"] for part in (self.first, self.second))
+
+
+class Block(keras.layers.Layer):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.rows = layer
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.rows(inputs)
+
+
+class Tower(keras.Model):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.rows = layer
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.rows(inputs)
+
+
+@pytest.mark.parametrize("inside", [None, Block])
+def test_two_layers_with_a_table_of_one_name_are_refused_before_the_first_step(inside: Any) -> None:
+    """No export could tell them apart after it."""
+    model, ids = TwoLayers(("users", "users"), inside), {"u": np.arange(9)}
+    model.compile("sgd", "mse")
+    with pytest.raises(ConfigError, match=r"'rows_first' and 'rows_second' of model 'two' both have a table 'users'"):
+        model.fit(ids, np.zeros([9, 2]), verbose=0)
+
+
+@pytest.mark.parametrize(("names", "inside"), [(("users", "items"), None), (("users", "users"), Tower)])
+def test_layers_of_two_tables_or_two_models_train(names: tuple[str, str], inside: Any) -> None:
+    """Of a teacher and its student, for example, an export chooses one by `root`."""
+    model, ids = TwoLayers(names, inside), {"u": np.arange(9)}
+    model.compile("sgd", "mse")
+    before = model.predict(ids, verbose=0)
+    model.fit(ids, np.ones([9, 2]), verbose=0)
+    assert np.abs(model.predict(ids, verbose=0) - before).max() > 1e-4

@@ -4,7 +4,6 @@
 """
 
 import re
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpuembed.errors import CheckpointMismatchError
+from tpuembed.runtime.callers import callers
 
 __all__ = ["check_taken", "children_of", "saved_attributes", "saved_keys", "tables_with_keras_slots"]
 
@@ -89,18 +89,11 @@ def check_taken(layer: str, node: Any) -> None:
 
 def _without_object() -> Iterator[tuple[str, Any]]:
     """Yield the attribute and the place in a checkpoint of what restores have not found in the objects that call the layer."""
-    frame, seen = sys._getframe(2), set[int]()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name in ("__call__", "call") and code.co_varnames[:1] == ("self",):
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, _Trackable) and id(caller) not in seen:
-                seen.add(id(caller))
-                for each in (caller, *vars(caller).values(), *getattr(caller, "layers", ())):
-                    if isinstance(each, _Trackable):
-                        for name, positions in getattr(each, "_deferred_dependencies", {}).items():
-                            yield from ((name, position) for position in positions)
-        frame = frame.f_back  # type: ignore[assignment]
+    for caller in callers():
+        for each in (caller, *vars(caller).values(), *getattr(caller, "layers", ())):
+            if isinstance(each, _Trackable):
+                for name, positions in getattr(each, "_deferred_dependencies", {}).items():
+                    yield from ((name, position) for position in positions)
 
 
 def _tables_below(nodes: Any, start: int, name: str) -> Iterator[str]:
