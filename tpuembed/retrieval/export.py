@@ -287,6 +287,7 @@ class _Request:
         self._sources = StackedTables.of(checkpoint)
         self._query = build_model(query, self._sources)
         self._query.compare_vocabularies(checkpoint.path, self._sources.given_names(checkpoint))
+        self._query.check_features(checkpoint.path, checkpoint.layer_config, None)
         self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
             checkpoint.layer_config, self._sources.quantization, {}
         )

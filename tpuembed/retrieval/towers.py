@@ -90,6 +90,7 @@ class Tower:
         tables = _CheckpointTables(checkpoint)
         self._model = build_model(factory, tables)
         self._model.compare_vocabularies(checkpoint.path, tables.given_names(checkpoint))
+        self._model.check_features(checkpoint.path, checkpoint.layer_config, None)
         restore_dense_weights(self._model.model, checkpoint, tables.required, allow_unused_weights=True)
         tables.open(quantization_of(checkpoint.layer_config, tables.quantization))
         self._tables, self._checkpoint = tables, checkpoint

@@ -12,7 +12,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from tpuembed.config import ServingConfig, ServingFeature
+from tpuembed.config import ServingConfig
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, pack_like
 from tpuembed.errors import ConfigError, TpuEmbedError, one_line, warn
@@ -23,6 +23,7 @@ from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, num
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.signature import check_input_names
 from tpuembed.export.graph.stacked_tables import StackedTables, ran_without_rows
+from tpuembed.export.graph.trained_features import check_stated, check_trained, features_of
 from tpuembed.export.graph.vocabularies import compare_vocabularies, nodes_below, vocabularies_of
 from tpuembed.export.graph.warmup import BATCHES, sample_inputs
 from tpuembed.manifest import FromActivations, VocabularyEntry
@@ -329,24 +330,35 @@ class KerasModel(ExportableModel):
             raise ConfigError(f"model: its call failed while it was traced: {one_line(error)}") from error
         return dense_outputs(name_outputs(self.model, outputs))
 
-    def check_serving_config(self, config: ServingConfig) -> None:
-        """Raise ConfigError where `config` asks for what the model's own inputs and layers decide otherwise."""
-        for name, table in config.tables.items():
-            if table.combiner is not None:
-                raise ConfigError(
-                    f"serving_config: table {name!r}: the model's layer decides the combiner. Remove combiner."
-                )
+    def check_features(self, source: str, trained: Mapping[str, Any] | None, config: ServingConfig | None) -> None:
+        """Compare the features of the embedding layers with those of the checkpoint and of a serving_config.
+
+        Args:
+            source: the checkpoint, for messages.
+            trained: its `layer_config`.
+            config: what the export was given.
+
+        Raises:
+            ConfigError: `config` asks for what the model's own inputs and layers decide otherwise.
+            CheckpointMismatchError: the layers have other rules than in training, which `config` does not state.
+        """
+        layers = [node.checkpoint_config() for node in nodes_below(self.model) if hasattr(node, "checkpoint_config")]
+        features = [feature for layer in layers for feature in features_of(layer)]
+        if config is not None:
+            check_stated(features, config)
+            self._check_inputs(config)
+        check_trained(features, features_of(trained), source, config)
+
+    def _check_inputs(self, config: ServingConfig) -> None:
         for name, feature in config.features.items():
             if name not in self._specs:
                 raise ConfigError(
                     f"serving_config: feature {name!r} is no input of the model; {did_you_mean(name, self._specs)}"
                 )
-            for field in ("combiner", "weighted", "max_sequence_length", "out_of_vocabulary"):
-                value, default = getattr(feature, field), ServingFeature.__dataclass_fields__[field].default
-                if value != default:
-                    raise ConfigError(
-                        f"serving_config: feature {name!r}: the model's layer decides this. Remove {field}."
-                    )
+            if feature.weighted:
+                raise ConfigError(
+                    f"serving_config: feature {name!r}: the model's inputs decide about weights. Remove weighted."
+                )
             rank = 1 if feature.input == "id" else 2
             if self._specs[name].shape.rank != rank:
                 raise ConfigError(

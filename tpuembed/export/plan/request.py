@@ -189,17 +189,16 @@ class _ModelRequest:
 def check_model_config(
     model: "KerasModel", checkpoint: "Checkpoint", serving_config: Any
 ) -> Mapping[str, QuantizationConfig | None]:
-    """Check that a model's signature agrees with `serving_config`, and return the quantization that it states by table.
+    """Check that a model agrees with the checkpoint and with `serving_config`. Return the quantization that this states by table.
 
     Raises:
         ConfigError, CheckpointMismatchError, UnknownTableError: they differ.
     """
-    if serving_config is None:
-        return {}
-    config = ServingConfig.parse(serving_config)
-    check_tables(config, checkpoint.tables())
-    model.check_serving_config(config)
-    return quantization_in(config)
+    config = None if serving_config is None else ServingConfig.parse(serving_config)
+    if config is not None:
+        check_tables(config, checkpoint.tables())
+    model.check_features(checkpoint.path, checkpoint.layer_config, config)
+    return {} if config is None else quantization_in(config)
 
 
 def quantization_in(config: ServingConfig) -> Mapping[str, QuantizationConfig | None]:
