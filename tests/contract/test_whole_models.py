@@ -1,5 +1,6 @@
 """Whole models: an export computes what the trained model in memory computes."""
 
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.support import contract_models
 from tests.support.contract_command import json_of, tpuembed
 from tests.support.contract_lookups import answers, call, load
 from tests.support.contract_models import WholeModel
+from tests.support.goldens import read_golden
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError, TpuEmbedError
 
@@ -225,6 +227,52 @@ def test_a_weight_without_its_counterpart_is_listed(
     assert not list(tmp_path.glob("m/*"))
 
 
+def stacked(layers: int, *, normalised: bool = False) -> Any:
+    """Return a model whose dense layers Keras numbers."""
+    user = keras.Input((), dtype="int64", name="user")
+    rows = TPUEmbedding(FeatureConfig(TableConfig(20, 4, "users")), optimizer="adagrad", name="embedding")(user)
+    for _ in range(layers):
+        rows = keras.layers.Dense(4)(rows)
+    rows = keras.layers.BatchNormalization()(rows) if normalised else rows
+    return keras.Model(user, {"out": keras.layers.Dense(1)(rows)})
+
+
+@pytest.mark.parametrize("form", ["ckpt", "m.keras", "m.weights.h5"])
+def test_the_first_layer_that_differs_is_named_and_no_number_of_keras(form: str, tmp_path: Path) -> None:
+    model, path = stacked(2), str(tmp_path / form)
+    if form == "ckpt":
+        tf.train.Checkpoint(model=model).write(path)
+    else:
+        (model.save if form == "m.keras" else model.save_weights)(path)
+    for build, words in (
+        (lambda: stacked(3), r"4 such layers. Only in the model: weights \[4, 4\], \[4\]\. "),
+        (lambda: stacked(1), r"2 such layers. Only there: weights \[4, 4\], \[4\]\. "),
+        (
+            lambda: stacked(2, normalised=True),
+            r"4 such layers. Only in the model: weights \[4\], \[4\], \[4\], \[4\]\. ",
+        ),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=words) as raised:
+            export_saved_model(path, tmp_path / "m", model=build, workers=1)
+        assert not re.search(r"dense_\d", str(raised.value)), str(raised.value)
+
+
+def test_a_functional_model_of_keras_2_says_what_it_is(tmp_path: Path) -> None:
+    golden = read_golden("tfrs/keras_model")
+
+    def build() -> Any:
+        tables = [TableConfig(*shape, name) for name, shape in GOLDEN_TABLES.items()]
+        ids = [keras.Input((), dtype="int64", name=f"id{number}") for number in range(len(tables))]
+        layer = TPUEmbedding([FeatureConfig(table) for table in tables], optimizer="adagrad", name="embedding")
+        return keras.Model(ids, {"out": keras.layers.Dense(1)(keras.layers.Concatenate()(layer(ids)))})
+
+    with pytest.raises(CheckpointMismatchError, match=r"It is of Keras 2.*layer_with_weights-1/kernel.*compat\.md"):
+        export_saved_model(golden.path, tmp_path / "m", model=build, workers=1)
+
+
+GOLDEN_TABLES = {"video/table.v1": (11, 4), "user": (7, 3), "table_2": (5, 2)}
+
+
 def test_a_factory_that_fails_shows_its_own_message_and_line(
     two_heads: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +301,86 @@ def test_the_command_imports_the_factory_from_the_current_directory(
     report = json_of(*command, "--allow-unused-weights")
     assert (report["path"], report["tables"], report["bytes_written"]) == ("m/1", ["users"], 20 * 4 * 4)
     assert_same(answers(tmp_path / "m" / "1", {"user": USERS}), {"click": two_heads[1]["click"]})
+
+
+# ---- features that differ from those of the training
+
+
+def by_rules(name: str = "ids", **rules: Any) -> Any:
+    """Return a model of one feature by these rules, and of one that has always the same."""
+    users, items = TableConfig(20, 4, "users", combiner=rules.pop("combiner", "sum")), TableConfig(20, 4, "items")
+    features = {name: FeatureConfig(users, **rules), "item": FeatureConfig(items)}
+    ids = keras.Input((None,), dtype="int64", name="ids", ragged=True)
+    item = keras.Input((), dtype="int64", name="item")
+    rows = TPUEmbedding(features, optimizer="adagrad", name="embedding")({name: ids, "item": item})
+    return keras.Model({"ids": ids, "item": item}, {"out": rows[name], "item": rows["item"]})
+
+
+def in_list(swapped: bool = False) -> Any:
+    """Return a model whose features have no names but their places."""
+    tables = [TableConfig(20, 4, "users"), TableConfig(20, 4, "items")]
+    inputs = [keras.Input((), dtype="int64", name=name) for name in ("first", "second")]
+    layer = TPUEmbedding([FeatureConfig(table) for table in tables[:: -1 if swapped else 1]], "adagrad", name="rows")
+    return keras.Model(inputs, dict(zip(("a", "b"), layer(inputs), strict=True)))
+
+
+RULES: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+    ({}, {"combiner": "mean"}, r"combiner 'mean', and was trained in .* with 'sum'"),
+    ({"combiner": "sqrtn"}, {"combiner": "sum"}, r"combiner 'sum', and was trained in .* with 'sqrtn'"),
+    ({}, {"max_sequence_length": 3}, r"max_sequence_length 3, and was trained in .* with 0"),
+    ({"max_sequence_length": 5}, {"max_sequence_length": 3}, r"max_sequence_length 3, .* with 5"),
+    ({}, {"out_of_vocabulary": "zeros"}, r"out_of_vocabulary 'zeros', .* with 'error'"),
+    ({"out_of_vocabulary": 3}, {"out_of_vocabulary": 4}, r"out_of_vocabulary 4, .* with 3"),
+    ({}, {"combiner": "mean", "name": "renamed"}, r"'renamed' of table 'users' has combiner 'mean'"),
+)
+
+
+@pytest.mark.parametrize(("trained", "built", "words"), RULES, ids=[str(number) for number in range(len(RULES))])
+@pytest.mark.parametrize("form", ["ckpt", "model.keras"])
+def test_a_factory_with_other_rules_than_the_training_is_refused(
+    trained: dict[str, Any], built: dict[str, Any], words: str, form: str, tmp_path: Path
+) -> None:
+    """Unless a serving_config states the new rule: then the export computes what the new model computes."""
+    model = by_rules(**trained)
+    if form == "ckpt":
+        path = tf.train.Checkpoint(model=model).write(str(tmp_path / form))
+    else:
+        model.save(path := str(tmp_path / form))
+    options: dict[str, Any] = {"model": lambda: by_rules(**built), "workers": 1}
+    with pytest.raises(CheckpointMismatchError, match=words):
+        export_saved_model(path, tmp_path / "m", **options)
+    same = export_saved_model(path, tmp_path / "m", model=lambda: by_rules(**trained), workers=1).path
+    assert {each.name for each in (tmp_path / "m").iterdir() if each.name.isdecimal()} == {same.name}
+    stated: dict[str, Any] = {key: value for key, value in built.items() if key != "name"}
+    tables = {"users": {"combiner": stated.pop("combiner")}} if "combiner" in stated else {}
+    config = {"features": {"ids": {"table": "users", **stated}}, "tables": tables}
+    version = export_saved_model(path, tmp_path / "m", serving_config=config, **options).path
+    other = by_rules(**built)
+    other.get_layer("embedding").restore_tables(path)
+    ids = tf.ragged.constant([[1, 2, 2], [19], [4, 0]], dtype=tf.int64)
+    wanted = {name: value.numpy() for name, value in other({"ids": ids, "item": tf.constant(USERS)}).items()}
+    assert_same(answers(version, {"ids": ids.to_tensor(-1).numpy(), "item": USERS}), wanted)
+
+
+@pytest.mark.parametrize(
+    "config", [{"tables": {"users": {"combiner": "mean"}}}, {"features": {"ids": {"out_of_vocabulary": "zeros"}}}]
+)
+def test_a_serving_config_that_contradicts_the_model_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    path = tf.train.Checkpoint(model=by_rules()).write(str(tmp_path / "ckpt"))
+    given = {
+        "tables": config.get("tables", {}),
+        "features": {"ids": {"table": "users", **config.get("features", {}).get("ids", {})}},
+    }
+    with pytest.raises(ConfigError, match="and the model's layer has"):
+        export_saved_model(path, tmp_path / "m", model=by_rules, serving_config=given, workers=1)
+
+
+def test_features_in_another_order_are_refused(tmp_path: Path) -> None:
+    """A list has no names: the ids of the one table would be looked up in the other."""
+    path = tf.train.Checkpoint(model=in_list()).write(str(tmp_path / "ckpt"))
+    with pytest.raises(CheckpointMismatchError, match=r"'0' looks up in table 'items', and in .* in table 'users'"):
+        export_saved_model(path, tmp_path / "m", model=lambda: in_list(swapped=True), workers=1)
+    export_saved_model(path, tmp_path / "m", model=in_list, workers=1)
 
 
 # ---- outputs

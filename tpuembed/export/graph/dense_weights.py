@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import keras
@@ -110,17 +110,35 @@ def _find(where: str, names: Names, own: OwnNames, wanted: "_Wanted", saved: Obj
     try:
         return match_by_name(names, wanted.objects, saved)
     except Mismatch as error:
-        mine, theirs = wanted.objects.weights(), saved.weights()
-        known, asked = {weight.name for weight in theirs.values()}, {weight.name for weight in mine.values()}
-        without = [weight for weight in mine.values() if weight.name not in known] or list(mine.values())
-        left = [weight for weight in theirs.values() if weight.name not in asked and not weight.is_count]
-        nearest = f" In the most similar saved model, {failures[0]}." if failures else ""
         raise CheckpointMismatchError(
-            f"{where}: no saved model is proven to hold every weight of this model. Without a value: {_shown(without)}. Left over "
-            f"in the checkpoint: {_shown(left)}. Names do not match: {error}.{nearest} Build the model as it was trained, give its "
-            "layers names, or name the saved model with --checkpoint-option root=PATH. For a part of the trained model, also pass "
-            "allow_unused_weights=True."
+            f"{where}: no saved model is proven to hold every weight of this model. "
+            f"{_difference(names, wanted.objects, saved, failures, error)}"
         ) from None
+
+
+def _difference(names: Names, wanted: Objects, saved: Objects, failures: Sequence[Mismatch], error: Mismatch) -> str:
+    """Return the first difference that the author of the model made, and what to do about it."""
+    mine, theirs = wanted.weights(), saved.weights()
+    if numbered := [weight for weight in theirs.values() if "layer_with_weights-" in weight.key]:
+        return (
+            f"It is of Keras 2, which saved the layers of a functional model by their numbers alone ({_shown(numbered[:1])}). "
+            "Build the model in memory, restore its tables with restore_tables, assign its other weights, and export it with "
+            "export_model. docs/compat.md has the lines under Checkpoints of TFRS."
+        )
+    known, asked = {weight.name for weight in theirs.values()}, {weight.name for weight in mine.values()}
+    without = [weight for weight in mine.values() if weight.name not in known]
+    left = [weight for weight in theirs.values() if weight.name not in asked and not weight.is_count]
+    said = [f"In the most similar saved model, {failures[0]}."] if failures else []
+    for what, weights in (("Without a value", without), ("Left over in the checkpoint", left)):
+        chosen = [one for one in weights if not any(names.number(part) for part in one.name.split("/")[:-1])]
+        if chosen or not failures:
+            said.append(f"{what}: {_shown(chosen or weights)}.")
+    if not failures:
+        said.append(f"Names do not match: {error}.")
+    said.append(
+        "Build the model as it was trained, give its layers names, or name the saved model with --checkpoint-option root=PATH."
+    )
+    return " ".join(said)
 
 
 def _shown(weights: Iterable[Weight]) -> str:

@@ -245,6 +245,17 @@ class _Walk:
             if any(later <= earlier for earlier, later in itertools.pairwise(inside)):
                 raise Mismatch(f"{theirs!r} was made before or after other layers than {mine!r} in the model")
 
+    def _difference(self, mine: Sequence[int], theirs: Sequence[int]) -> str:
+        """Say which layers, by the shapes of their weights, one side has more of."""
+        here, there = (
+            Counter(
+                ", ".join(str(list(one.shape)) for one in each.nodes[number].weights.values()) for number in numbers
+            )
+            for each, numbers in ((self._model, mine), (self._saved, theirs))
+        )
+        sides = {"Only there": there - here, "Only in the model": here - there}
+        return ". ".join(f"{side}: weights {' and '.join(more.elements())}" for side, more in sides.items() if more)
+
     def _pairs_in_lists(self, model: SavedObject, where: SavedObject) -> dict[int, int]:
         """The members of two lists that correspond: those of one chosen name, and of the rest those in one place.
 
@@ -274,7 +285,7 @@ class _Walk:
         if len(rest) != len(others):
             raise Mismatch(
                 f"{where.path} has {len(others)} layers without a name of their own, or with one that the model lacks, and the "
-                f"model has {len(rest)} such layers"
+                f"model has {len(rest)} such layers. {self._difference(rest, others)}"
             )
         pairs = dict(zip(rest, others, strict=True))
         self._check_alike(pairs, where)
