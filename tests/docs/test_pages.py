@@ -31,6 +31,7 @@ NEEDS = {"docs/how-to/load-test.md": "wrk", "docs/how-to/redis.md": "redis-serve
 def test_the_page_does_what_it_says(page: str, tmp_path: Path) -> None:
     if page in NEEDS and shutil.which(NEEDS[page]) is None and "CI" not in os.environ:
         pytest.skip(f"{NEEDS[page]} is not installed: apt-get install {NEEDS[page]}")
+    shutil.copytree(ROOT / "examples", tmp_path / "page" / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     run(PAGES[page], tmp_path / "page")
 
 

@@ -1,6 +1,9 @@
 """The models of examples/criteo.py, small: trained, resumed, exported and served with the numbers of training."""
 
 import dataclasses
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -139,3 +142,27 @@ def test_served_lookups_answer_the_trained_rows(trained: dict[str, Trained], ser
         wanted |= {feature: np.array(rows) for feature, rows in found.model.get_layer(layer)(of_layer).items()}
     for outputs in answers(server, f"{name}_lookups", ids):
         assert_near(outputs, wanted)
+
+
+@pytest.mark.nightly
+def test_the_example_takes_a_file_and_bfloat16(tmp_path: Path) -> None:
+    criteo.generate(tmp_path / "train.txt", LINES, SCALE)
+    options = [
+        "--data",
+        "train.txt",
+        "--model",
+        "dcn",
+        "--dtype",
+        "mixed_bfloat16",
+        "--epochs",
+        "1",
+        "--scale",
+        str(SCALE),
+    ]
+    done = subprocess.run(
+        [sys.executable, criteo.__file__, *options], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Warning" not in done.stderr
+    (difference,) = re.findall(r"differ from model.predict by (\S+) at most", done.stdout)
+    assert float(difference) < 0.02  # bfloat16 has three digits
