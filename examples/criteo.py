@@ -142,7 +142,7 @@ def train(model: Any, data: Any, validation: Any, epochs: int, out: Path) -> Any
         keras.callbacks.EarlyStopping("val_auc", mode="max"),
         keras.callbacks.ModelCheckpoint(out / "best.keras", "val_auc", mode="max", save_best_only=True),
     ]
-    if importlib.util.find_spec("tensorboard"):  # TensorFlow does not install it since 2.21
+    if importlib.util.find_spec("tensorboard"):  # TensorFlow 2.21 does not install it
         callbacks.append(keras.callbacks.TensorBoard(out / "tensorboard"))
     model.fit(data, validation_data=validation, epochs=epochs, verbose=2, shuffle=False, callbacks=callbacks)
     return keras.models.load_model(out / "best.keras")
