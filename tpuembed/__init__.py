@@ -27,13 +27,12 @@ if TYPE_CHECKING:
     from tpuembed.export import (
         ExportReport,
         compact_version,
-        export_saved_model,
         list_versions,
         prune_versions,
         rollback_version,
     )
     from tpuembed.layer import TPUEmbedding
-    from tpuembed.live import export_model
+    from tpuembed.live import export_model, export_saved_model
     from tpuembed.live.callback import ExportCallback
     from tpuembed.lookup_layers import read_vocabulary
     from tpuembed.restore import RestoreReport, restore_tables
@@ -67,7 +66,7 @@ _HOME = {
     "configure_tpu": "tpuembed.runtime.tpu",
     "export_model": "tpuembed.live",
     "export_retrieval": "tpuembed.retrieval.export",
-    "export_saved_model": "tpuembed.export",
+    "export_saved_model": "tpuembed.live",
     "in_batch_softmax": "tpuembed.retrieval.training",
     "input_options": "tpuembed.backends.input_pipeline",
     "list_versions": "tpuembed.export",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from tpuembed.backends import Backend, LayerOptions, RowGradients, TakenGradients, choose, train
 from tpuembed.backends.checkpoint_keys import check_taken
@@ -29,6 +30,7 @@ from tpuembed.layer_vocabularies import LayerVocabularies, check_names_can_arriv
 from tpuembed.lookup import Ids, as_tensors, ids_of
 from tpuembed.row_stamps import RowStamps, TableWeight
 from tpuembed.runtime.callers import callers
+from tpuembed.runtime.keras_saving import check_built, exports_a_model, hide_default_signature
 from tpuembed.runtime.table_scope import TableSource
 from tpuembed.runtime.weight_files import (
     check_tables,
@@ -233,6 +235,8 @@ class TPUEmbedding(keras.layers.Layer):
             each if each.config.vocabulary is None or self._parts.takes_rows else self._from_names(each)
             for each in inputs
         ]
+        if serving_config is None and not in_symbolic_scope():  # there, Keras makes dense tensors of ragged inputs
+            self._note_kinds(inputs)
         if serving_config is not None or not self.trainable or isinstance(backend, DeferredBackend):
             activations = backend.lookup(inputs)
         else:
@@ -259,6 +263,30 @@ class TPUEmbedding(keras.layers.Layer):
                     "export could not tell them apart. Rename one, or use one layer for the features of both."
                 )
         self._tables_were_compared = True
+
+    def _note_kinds(self, inputs: Sequence[Ids]) -> None:
+        """Note which features take lists. Raises ConfigError if an exporter traces a model that gives such a feature a matrix."""
+        kinds = self._parts.kinds
+        dense = [each.path for each in inputs if not each.is_combined and len(each.ids.shape) > 1]
+        if (
+            any(kinds.get(path) == {True} for path in dense)
+            and exports_a_model()
+            and (refusal := self.export_refusal())
+        ):
+            raise refusal
+        for each in inputs:
+            kinds.setdefault(each.path, set()).add(each.is_combined)
+
+    def export_refusal(self) -> ConfigError | None:
+        """Return the error of an export that would look up dense ids, or None if no feature takes lists alone."""
+        lists = [path for path, kinds in self._parts.kinds.items() if kinds == {True}]
+        if not lists:
+            return None
+        return ConfigError(
+            f"layer {self.name!r}: its ids{_of(lists)} were ragged or sparse in every call, and this export gives the model a "
+            "dense matrix, whose ids are looked up one by one. Call tpuembed.export_saved_model(model, MODEL_DIR), with (model, "
+            "specs of its inputs) for a subclassed model, or give tf.saved_model.save a function that makes ragged or sparse ids."
+        )
 
     def _from_names(self, given: Ids) -> Ids:
         vocabulary, table, backend = self.vocabularies[given.table], given.table, self._parts.backend
@@ -305,6 +333,8 @@ class TPUEmbedding(keras.layers.Layer):
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
         for each in inputs:
             each.check_symbolic(takes_names=not self._parts.takes_rows)
+        if serving_config is None:
+            self._note_kinds([each for each in inputs if each.is_of_input()])
         shapes = [(*each.known_shape(), each.config.table.dim) for each in inputs]
         return pack_like(structure, [keras.KerasTensor(shape, self.compute_dtype) for shape in shapes])
 
@@ -473,6 +503,9 @@ class TPUEmbedding(keras.layers.Layer):
         hidden: tuple[str, ...] = in_checkpoint
         if save_type != "checkpoint":
             hidden = (*in_model, "_vocabularies")
+            children["_table_weights"] = [
+                weight.value for weight in self._table_weights
+            ]  # a session finds no Keras variable
             children |= {} if self._vocabularies is None else self._vocabularies.variables()
         return {name: child for name, child in children.items() if name not in hidden}
 
@@ -516,7 +549,9 @@ class TPUEmbedding(keras.layers.Layer):
 
         Raises:
             CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape.
+            ConfigError: Keras could not build the model of the file, and would skip weights of other layers.
         """
+        check_built(self.name)
         if self.saved_by_another or not self._parts.backend.states:
             return  # an export has no states: it reads the rows from its checkpoint
         self._rows_were_given = True
@@ -544,6 +579,17 @@ class TPUEmbedding(keras.layers.Layer):
         return self._tpu_embedding.updates
 
 
+def _of(features: Sequence[str]) -> str:
+    return f" of {', '.join(features)}" if any(features) else ""
+
+
+def _refusal(model: Any) -> ConfigError | None:
+    layers = (each for each in model._flatten_layers() if isinstance(each, TPUEmbedding))
+    return next((refusal for layer in layers if (refusal := layer.export_refusal()) is not None), None)
+
+
+hide_default_signature(_refusal)
+
 _KERAS_LISTS = ("_trainable_variables", "_non_trainable_variables")
 
 
@@ -568,6 +614,8 @@ class _Untracked:
     takes_rows: bool = False
     rule: RowGradients | TakenGradients = dataclasses.field(default_factory=TakenGradients)
     input_shapes: Mapping[str, tuple[int | None, ...]] = dataclasses.field(default_factory=dict)
+    kinds: dict[str, set[bool]] = dataclasses.field(default_factory=dict)
+    """By feature: whether the ids of calls were combined."""
 
     def checkpoint_config(self) -> dict[str, Any]:
         """Return the layer's config for a checkpoint, so that an export needs no serving_config."""

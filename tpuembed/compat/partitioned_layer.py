@@ -18,6 +18,7 @@ from tpuembed.errors import CheckpointMismatchError, UnknownTableError
 from tpuembed.files import FilePath
 from tpuembed.layer import TPUEmbedding, weights_with_gradients
 from tpuembed.restore import RestoreReport, restore_saved, restore_tables
+from tpuembed.runtime.keras_saving import check_built
 from tpuembed.runtime.weight_files import (
     check_tables,
     load_tables,
@@ -133,6 +134,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         Raises:
             CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape.
         """
+        check_built(self.name)
         if variables := self._named_variables():  # none inside an export, which reads the rows from its checkpoint
             check_tables(store, self.name, variables)  # a file that is refused changes no name
             of_parts = [layer._vocabularies for _, layer in self._parts if layer._vocabularies is not None]

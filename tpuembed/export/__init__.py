@@ -59,7 +59,8 @@ def export_saved_model(
     only if the object does not exist yet.
 
     Args:
-        checkpoint: a prefix, a directory, or any file or folder that a reader recognises.
+        checkpoint: a prefix, a directory, or any file or folder that a reader recognises. `tpuembed.export_saved_model` also
+            takes a model in memory, with the options of `export_model`.
         model_dir: a folder, created if it is missing, or s3://BUCKET/KEY, whose bucket exists.
         serving_config: the features to serve (see `tpuembed.ServingConfig`): YAML or JSON path, dict, or a nested
             structure of FeatureConfig. None: the features of the layer that wrote the checkpoint.

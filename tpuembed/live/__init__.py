@@ -3,18 +3,26 @@
 The tables look like a checkpoint to the exporter, and threads of this process write the shards.
 """
 
+import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
+from tpuembed import export
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.report import ExportReport
 from tpuembed.export.run import Progress, run_export
 from tpuembed.files import FilePath
-from tpuembed.live.engine import ThreadEngine
-from tpuembed.live.request import request_of
-from tpuembed.live.tables import live_checkpoint, registered
 
-__all__ = ["export_model"]
+__all__ = ["export_model", "export_saved_model"]
+
+
+@functools.wraps(export.export_saved_model)
+def export_saved_model(checkpoint: Any, model_dir: str | FilePath, **options: Any) -> ExportReport:
+    """See `tpuembed.export.export_saved_model`. A model in the place of the checkpoint is exported as by `export_model`."""
+    if isinstance(checkpoint, str | os.PathLike | FilePath):
+        return export.export_saved_model(checkpoint, model_dir, **options)  # type: ignore[arg-type]
+    return export_model(checkpoint, model_dir, **options)
 
 
 def export_model(
@@ -49,6 +57,11 @@ def export_model(
     Raises:
         TpuEmbedError: nothing was published. The message says what to change.
     """
+    # here, because an export of a checkpoint imports no Keras
+    from tpuembed.live.engine import ThreadEngine
+    from tpuembed.live.request import request_of
+    from tpuembed.live.tables import live_checkpoint, registered
+
     chosen = ExportOptions.of("export_model", options, without=("engine",))
     with live_checkpoint(model) as checkpoint, registered(checkpoint) as source:
         request = request_of(checkpoint, model, serving_config, tables, features)

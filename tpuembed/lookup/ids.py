@@ -76,12 +76,6 @@ def kind_of(tensor: Any) -> type["Ids"]:
     return SparseIds if isinstance(tensor, tf.SparseTensor) or getattr(tensor, "sparse", False) else DenseIds
 
 
-def _is_input(tensor: Any) -> bool:
-    """Return True for a `keras.Input`, whose kind is the one that the layer will get."""
-    history = getattr(tensor, "_keras_history", None)
-    return history is not None and isinstance(history.operation, keras.layers.InputLayer)
-
-
 @dataclasses.dataclass(frozen=True)
 class Ids(abc.ABC):
     """The ids of one feature. See `ids_of`.
@@ -155,7 +149,7 @@ class Ids(abc.ABC):
             check_type_of_names(named(self.path), dtype, vocabulary.dtype)
         else:
             self._check_integers(dtype)
-        if not all(_is_input(tensor) for tensor in (self.ids, self.weights) if tensor is not None):
+        if not self.is_of_input():
             return  # other layers of Keras do not say that their outputs are ragged or sparse
         self.check(self._layout(before_lookup=True).length)
         if self.weights is None:
@@ -166,6 +160,12 @@ class Ids(abc.ABC):
             raise ConfigError(
                 f"{named(self.path)}: the ids have the shape {of_ids}, and the weights {of_weights}. Give one weight for each id."
             )
+
+    def is_of_input(self) -> bool:
+        """Return True if ids and weights are each a `keras.Input`, whose kind is the one that the layer will get."""
+        given = (tensor for tensor in (self.ids, self.weights) if tensor is not None)
+        histories = [getattr(tensor, "_keras_history", None) for tensor in given]
+        return all(each is not None and isinstance(each.operation, keras.layers.InputLayer) for each in histories)
 
     # ---- shapes
 

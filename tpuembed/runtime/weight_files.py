@@ -55,6 +55,11 @@ def check_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> None:
     beside = (_CONFIG, _HISTORY)
     names = [name for name in store.keys() if name not in beside and not name.startswith((_STAMPS, _VOCABULARY))]  # noqa: SIM118 - an h5 store
     in_file = {name: tuple(store[name].shape) for name in names}
+    if not in_file:
+        raise CheckpointMismatchError(
+            f"layer {layer!r}: the file has no tables at its place. Keras saves a layer that several models share once, and "
+            "loads it as one layer for each of them. Build the model in code, and call its load_weights with this file."
+        )
     in_layer = {_saved(name): tuple(variable.shape) for name, variable in variables.items()} | {_UPDATES: ()}
     if in_file != in_layer:
         raise CheckpointMismatchError(

@@ -1,0 +1,110 @@
+"""What the layer reads of Keras and TensorFlow while they save, export or load a model, through names that they do not document.
+
+tests/contract/test_saved_models.py fails with a version that has other names.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+from keras.src.saving import saving_lib
+from keras.src.utils.naming import to_snake_case
+
+from tpuembed.errors import ConfigError
+
+__all__ = ["check_built", "exports_a_model", "hide_default_signature"]
+
+_EXPORTERS: Final = ("keras.src.export.", "tensorflow.python.saved_model.", "tensorflow.lite.")
+_DEFAULT_SIGNATURE: Final = "_default_save_signature"
+_LOOKS_FOR_A_SIGNATURE: Final = "find_function_to_export"
+_LOADS_WEIGHTS: Final = "_load_state"
+
+
+def exports_a_model() -> bool:
+    """Return True if an exporter of Keras or TensorFlow traces a model, which calls the caller."""
+    is_in_model = False
+    for frame in _frames():
+        is_in_model |= isinstance(frame.f_locals.get("self"), keras.Model)
+        if frame.f_globals.get("__name__", "").startswith(_EXPORTERS):
+            return is_in_model
+    return False
+
+
+def hide_default_signature(refusal: Callable[[Any], Exception | None]) -> None:
+    """Make Keras offer its default signature only of models for which `refusal` returns None.
+
+    This signature has dense inputs. `tf.saved_model.save` traces it also beside the signatures that it is given, and it has no
+    option to leave it out. Where it is hidden, a save without signatures raises the error that `refusal` returns.
+
+    Source: TFLayer in keras/src/backend/tensorflow/layer.py, tensorflow/python/saved_model/signature_serialization.py.
+    """
+    owner = next((each for each in keras.Model.__mro__ if _DEFAULT_SIGNATURE in vars(each)), None)
+    if owner is None:
+        return  # Keras before 3.13 has none
+    of_keras = vars(owner)[_DEFAULT_SIGNATURE]
+
+    def signature(model: Any) -> Any:
+        error = refusal(model)
+        if error is None:
+            return of_keras.fget(model)
+        if not any(frame.f_code.co_name == _LOOKS_FOR_A_SIGNATURE for frame in _frames()):
+            return None
+
+        @tf.function(
+            input_signature=[], autograph=False
+        )  # TensorFlow swallows what an attribute raises, and not what a trace does
+        def refused() -> None:
+            raise error
+
+        return refused
+
+    setattr(owner, _DEFAULT_SIGNATURE, property(signature))
+
+
+def check_built(layer: str) -> None:
+    """Raise ConfigError if Keras, which loads `layer` from a file at the moment, skips weights of layers that are not built.
+
+    Keras builds a subclassed model by a call with the saved shapes of its inputs, as dense floats. If this fails, it only warns.
+    """
+    loading = [frame.f_locals for frame in _frames() if frame.f_code.co_name == _LOADS_WEIGHTS]
+    if not loading or not isinstance(loading[-1]["saveable"], keras.layers.Layer):
+        return
+    root = loading[-1]
+    if unbuilt := list(_unbuilt(root["saveable"], root["inner_path"], root["weights_store"].h5_file, set())):
+        raise ConfigError(
+            f"layer {layer!r}: layers {', '.join(unbuilt)} of its model are not built, so Keras would not load their weights. A "
+            "file has no record of inputs that are ragged, sparse, integers or text, so Keras cannot build a subclassed model that "
+            "needs them. Build the model in code, call it once, and call its load_weights with this file."
+        )
+
+
+def _unbuilt(held: Any, path: str, file: Any, seen: set[int]) -> Iterator[str]:
+    """Yield the names of unbuilt layers below `held`. Source: `_load_state` in keras/src/saving/saving_lib.py."""
+    if id(held) in seen:
+        return
+    seen.add(id(held))
+    if isinstance(held, keras.layers.Layer):
+        if not held.built and len(file.get(f"{path}/vars", ())):
+            yield held.name
+        children = list(saving_lib._walk_saveable(held))
+    else:
+        values = list(held.values() if isinstance(held, dict) else held)
+        kinds = [
+            to_snake_case(type(each).__name__) if isinstance(each, keras.layers.Layer) else "container"
+            for each in values
+        ]
+        numbers = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]
+        children = [(f"{kind}_{n}" if n else kind, each) for kind, n, each in zip(kinds, numbers, values, strict=True)]
+    for name, child in children:
+        if isinstance(child, keras.layers.Layer | list | tuple | dict):
+            yield from _unbuilt(child, f"{path}/{name}".lstrip("/"), file, seen)
+
+
+def _frames() -> Iterator[Any]:
+    """Yield the frames from the caller's caller to the outermost."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
