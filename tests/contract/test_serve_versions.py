@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,6 +15,7 @@ from tensorflow_serving.apis import model_management_pb2
 
 from tests.support.contract_load import Clients
 from tests.support.contract_serve import Server, config_of, eventually
+from tests.support.messages import said
 from tests.support.serving.models import save_scale
 from tests.support.serving.process import run_command
 from tpuembed import export_saved_model
@@ -150,6 +152,26 @@ def test_a_broken_version_is_named_and_the_old_one_serves(server: Server, folder
     assert factor(server, "swaps") == 3.0
     assert server.is_ready()
     shutil.rmtree(folder / "swaps" / str(number))
+
+
+def test_a_version_that_a_session_cannot_run_is_never_ready(server: Server, folder: Path) -> None:
+    """It was, and each request failed. TensorFlow's own save of a Keras 3 model is such a version; `Model.export` is not."""
+    inputs = keras.Input((2,), name="x")
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(3)(inputs)))
+    tf.saved_model.save(model, str(folder / "beside-90"))
+    (folder / "beside-90").rename(folder / "swaps" / "90")
+    eventually(lambda: states(server, "swaps").get("90") == "END")
+    (failed,) = [one for one in server.get("/v1/models/swaps").value["model_version_status"] if one["version"] == "90"]
+    assert failed["status"]["error_code"] == "FAILED_PRECONDITION"
+    said(failed["status"]["error_message"])
+    assert factor(server, "swaps") in {1.0, 3.0}
+    model.export(folder / "beside-91", verbose=False)
+    (folder / "beside-91").rename(folder / "swaps" / "91")
+    eventually(lambda: states(server, "swaps").get("91") == "AVAILABLE")
+    ((found,),) = server.post("swaps:predict", {"instances": [[1.0, 2.0]]}).value["predictions"]
+    np.testing.assert_allclose(found, model(np.array([[1.0, 2.0]]))[0, 0], rtol=1e-5)
+    for version in ("90", "91"):
+        shutil.rmtree(folder / "swaps" / version)
 
 
 def test_a_version_that_disappears_is_unloaded(server: Server, folder: Path) -> None:

@@ -47,6 +47,8 @@ _PADDING = -1
 """The padding of lists of ids, and of integers that are names, in every export of lookups."""
 _VARIABLE_OPS = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _LOOP_OPS = frozenset({"While", "StatelessWhile", "NextIteration", "RefNextIteration", "For"})
+_SHOWN = 4
+"""How many names of variables a message has."""
 _SHORT = 0.9
 """A client with less than this share of the callables' timeout left gets a run with its own timeout."""
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
@@ -473,6 +475,8 @@ def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) 
     try:
         with session.graph.as_default():
             loader.load(session, [tf.saved_model.SERVING])
+            if manifest is None:  # an export is known to hold them
+                _check_values(session, meta_graph, version_dir)
     except BaseException:
         session.close()
         raise
@@ -495,6 +499,31 @@ def _check_variables(version_dir: Path, meta_graph: Any) -> None:
         if node.op in _VARIABLE_OPS:
             what = f"{INDEX_FILE} is missing though the graph has variables ({node.name})"
             raise StatusError(Code.NOT_FOUND, f"version {version_dir.name}: {what}. Write the version again")
+
+
+def _check_values(session: Any, meta_graph: Any, version_dir: Path) -> None:
+    """Raise FAILED_PRECONDITION if a signature reads a variable without a value. Each request would fail.
+
+    `tf.saved_model.save` saves a variable of Keras 3 in a way that `tf.saved_model.load` follows, and a session does not.
+    """
+    operations = {operation.name: operation for operation in session.graph.get_operations()}
+    for name, signature in sorted(meta_graph.signature_def.items()):
+        outputs = (info.name.partition(":")[0] for info in signature.outputs.values())
+        pending = [operations[output] for output in outputs if output in operations]
+        seen = set(pending)
+        for operation in pending:  # grows while it is walked
+            before = {*(value.op for value in operation.inputs), *operation.control_inputs} - seen
+            seen |= before
+            pending += before
+        variables = sorted((one for one in seen if one.type == "VarHandleOp"), key=lambda one: one.name)
+        have = session.run([tf.raw_ops.VarIsInitializedOp(resource=one.outputs[0]) for one in variables])
+        if missing := [one.name for one, has in zip(variables, have, strict=True) if not has]:
+            raise StatusError(
+                Code.FAILED_PRECONDITION,
+                f"version {version_dir.name}: signature {name!r}: TensorFlow's session finds no values of its variables "
+                f"{', '.join(missing[:_SHOWN])}. tf.saved_model.save of a Keras 3 model writes such versions. Write it with "
+                "model.export(FOLDER) or tpuembed.export_saved_model(model, MODEL_DIR)",
+            )
 
 
 def _is_steady(graph: Any, manifest: Manifest | None) -> bool:
