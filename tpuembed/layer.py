@@ -171,8 +171,12 @@ class TPUEmbedding(keras.layers.Layer):
             RowStamps(backend.states, updates) if self._parts.layer_options.track_rows and states else None
         )
         # Keras counts, lists and freezes them as weights of the layer. They are wrapped, not copied.
-        variables = backend.weights() + ([(updates, False)] if trained_here else [])
-        self._table_weights = [TableWeight(variable, trainable) for variable, trainable in variables]
+        self._table_weights = [TableWeight(variable, trainable) for variable, trainable in backend.weights()]
+        if (
+            trained_here
+        ):  # its name differs between the layers of a model, because Keras refuses paths twice in a state tree
+            name = f"{states[0].config.name}_updates".replace("/", "_")
+            self._table_weights.append(TableWeight(updates, trainable=False, name=name))
         if self._row_stamps is not None:
             self._tpu_embedding.restoring = self._row_stamps.rewritten
             for weight in self._table_weights:

@@ -13,6 +13,7 @@ from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_config import SavedNode, local
 from tpuembed.errors import ConfigError
 from tpuembed.row_history import UNKNOWN, RowHistory
+from tpuembed.runtime.keras_saving import check_state_tree
 
 __all__ = ["RowStamps", "TableWeight"]
 
@@ -147,9 +148,9 @@ class TableWeight(keras.Variable):
 
     watcher: RowStamps | None = None
 
-    def __init__(self, variable: Any, trainable: bool) -> None:
+    def __init__(self, variable: Any, trainable: bool, name: str | None = None) -> None:
         """Wrap `variable`, of any shape. Its name scope is left out, such as a model's `build`: Keras allows no "/" in names."""
-        name, shape = variable.name.split(":")[0].rpartition("/")[2], variable.shape
+        name, shape = name or variable.name.split(":")[0].rpartition("/")[2], variable.shape
         dtype = variable.dtype.name
         super().__init__(lambda *_, **__: variable, shape, dtype, trainable=trainable, autocast=False, name=name)
 
@@ -164,8 +165,9 @@ class TableWeight(keras.Variable):
         """Assign `value`, after a new history has begun.
 
         Raises:
-            ConfigError: the call is in a graph, where no row would be stamped.
+            ConfigError: the call is in a graph, where no row would be stamped; or Keras loads a state that does not fit its model.
         """
+        check_state_tree(self.name)
         if self.watcher is not None:
             if not tf.executing_eagerly():
                 raise ConfigError(

@@ -13,7 +13,7 @@ from tests.support import capi
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.compat.tfrs import PartialTPUEmbedding
-from tpuembed.errors import ConfigError
+from tpuembed.errors import CheckpointMismatchError, ConfigError
 
 Array = np.ndarray[Any, Any]
 
@@ -124,7 +124,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("style", "kind", "way"), CASES)
 def test_a_default_signature_that_would_look_ids_up_one_by_one_is_refused(
     tmp_path: Path, style: str, kind: str, way: Any
@@ -220,7 +220,7 @@ def test_a_session_finds_the_tables_of_a_saved_layer(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, rows[USER])
 
 
-# ---- .keras
+# ---- files of Keras
 
 
 @pytest.mark.filterwarnings("ignore:Model '.*ranker.*' had a build config:UserWarning")
@@ -270,3 +270,51 @@ def test_a_layer_that_two_models_share_is_refused_with_the_way_out(tmp_path: Pat
     again = towers()
     again.load_weights(tmp_path / "m.keras")
     np.testing.assert_array_equal(again.predict(ids, verbose=0), model.predict(ids, verbose=0))
+
+
+def two_layers() -> Any:
+    inputs = {name: keras.Input((), dtype="int64", name=name) for name in ("user", "video")}
+    rows = [
+        TPUEmbedding(FeatureConfig(TableConfig(9, 4, f"{name}s")), "adam", name=f"{name}_rows")(ids)
+        for name, ids in inputs.items()
+    ]
+    model = keras.Model(inputs, keras.layers.Dense(1, name="score")(keras.layers.Concatenate()(rows)))
+    model.compile("sgd", "mse")  # Keras numbers the optimizers of a process, and finds their state by name
+    return model
+
+
+def test_a_model_of_two_layers_comes_back_from_a_state_tree() -> None:
+    """As `keras.callbacks.OrbaxCheckpoint` saves and loads a model."""
+    ids = {"user": np.arange(9), "video": np.arange(9)[::-1].copy()}
+    model, again = two_layers(), two_layers()
+    model.fit(ids, np.ones((9, 1)), epochs=3, verbose=0, shuffle=False)
+    again.optimizer.build(again.trainable_variables)
+    again.set_state_tree(model.get_state_tree(value_format="numpy_array"))
+    for one in (model, again):
+        one.fit(ids, np.ones((9, 1)), epochs=2, verbose=0, shuffle=False)
+    np.testing.assert_array_equal(again.predict(ids, verbose=0), model.predict(ids, verbose=0))
+    assert [int(again.get_layer(f"{name}_rows").updates.numpy()) for name in ids] == [5, 5]
+
+
+def test_a_state_tree_that_a_model_cannot_hold_is_refused() -> None:
+    model = Ranker()
+    model.compile("adam", "mse")
+    model.train_on_batch(given("ragged"), np.ones((4, 1)))
+    state = model.get_state_tree(value_format="numpy_array")
+    with refused(ConfigError):
+        Ranker().set_state_tree(state)
+
+
+def test_a_checkpoint_that_was_written_asynchronously_names_the_way_out(tmp_path: Path) -> None:
+    """Its copies of Keras' weights have no names. Its tables do."""
+    ids = {"user": np.arange(9), "video": np.arange(9)}
+    model = two_layers()
+    checkpoint = tf.train.Checkpoint(model=model)
+    prefix = checkpoint.write(str(tmp_path / "ckpt"), tf.train.CheckpointOptions(enable_async=True))
+    checkpoint.sync()
+    with refused(CheckpointMismatchError):
+        export_saved_model(prefix, tmp_path / "m", model=two_layers, workers=1)
+    again = two_layers()
+    tf.train.Checkpoint(model=again).read(prefix).expect_partial()
+    (found,) = capi.predict(export_saved_model(again, tmp_path / "m").path, ids).values()
+    np.testing.assert_allclose(found, model.predict(ids, verbose=0), atol=1e-6)

@@ -14,12 +14,15 @@ from keras.src.utils.naming import to_snake_case
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["check_built", "exports_a_model", "hide_default_signature"]
+__all__ = ["check_built", "check_state_tree", "exports_a_model", "hide_default_signature"]
 
 _EXPORTERS: Final = ("keras.src.export.", "tensorflow.python.saved_model.", "tensorflow.lite.")
 _DEFAULT_SIGNATURE: Final = "_default_save_signature"
 _LOOKS_FOR_A_SIGNATURE: Final = "find_function_to_export"
 _LOADS_WEIGHTS: Final = "_load_state"
+_SETS_STATE: Final = "set_state_tree"
+_OF_STEPS: Final = ("gradient_trap", "_rows")
+"""The ends of the paths of weights that hold no values."""
 
 
 def exports_a_model() -> bool:
@@ -77,6 +80,25 @@ def check_built(layer: str) -> None:
             f"layer {layer!r}: layers {', '.join(unbuilt)} of its model are not built, so Keras would not load their weights. A "
             "file has no record of inputs that are ragged, sparse, integers or text, so Keras cannot build a subclassed model that "
             "needs them. Build the model in code, call it once, and call its load_weights with this file."
+        )
+
+
+def check_state_tree(table: str) -> None:
+    """Raise ConfigError if the state that Keras assigns, as of an Orbax checkpoint, has weights that the model does not.
+
+    Keras assigns the state by the paths of weights, and skips the others without a word.
+    """
+    frame = next((frame for frame in _frames() if frame.f_code.co_name == _SETS_STATE), None)
+    if frame is None:
+        return
+    model = frame.f_locals["self"]
+    saved = model._flatten_nested_dict(frame.f_locals["state_tree"].get("trainable_variables", {}))
+    known = {variable.path for variable in model.variables}
+    if lost := [path for path in saved if path not in known and not path.endswith(_OF_STEPS)]:
+        raise ConfigError(
+            f"table {table!r}: the state that Keras loads has {', '.join(lost)}, and the model has no such weights. Keras "
+            "could not build the model as it was saved, or its layers have other names. Name the layers, build the model in code, "
+            "call and compile it, and load the state into that."
         )
 
 

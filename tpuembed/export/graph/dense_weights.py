@@ -31,6 +31,8 @@ _SHOWN: Final = 40
 _LOOKUPS: Final = (keras.layers.StringLookup, keras.layers.IntegerLookup)
 _OF_LOOKUPS: Final = ("idf_weights", "num_documents")
 """The plain variables of these layers: Keras saves the first by a function of theirs, and no call reads the second."""
+_NO_NAME: Final = "Variable"
+"""What TensorFlow calls the copies of Keras' variables that it writes with CheckpointOptions(enable_async=True)."""
 _WEIGHTS_FILE: Final = "model.save_weights('model.weights.h5')"
 
 
@@ -128,6 +130,12 @@ def _difference(names: Names, wanted: Objects, saved: Objects, failures: Sequenc
     known, asked = {weight.name for weight in theirs.values()}, {weight.name for weight in mine.values()}
     without = [weight for weight in mine.values() if weight.name not in known]
     left = [weight for weight in theirs.values() if weight.name not in asked and not weight.is_count]
+    if left and all(weight.name == _NO_NAME for weight in left):
+        return (
+            f"Its weights have no names, because TensorFlow wrote it asynchronously: {_shown(left)}. You can export its tables without "
+            "a model. For a whole model, read it into the model with tf.train.Checkpoint(model=model).read(PATH), and call "
+            "tpuembed.export_saved_model(model, MODEL_DIR). Or write it without enable_async=True."
+        )
     said = [f"In the most similar saved model, {failures[0]}."] if failures else []
     for what, weights in (("Without a value", without), ("Left over in the checkpoint", left)):
         chosen = [one for one in weights if not any(names.number(part) for part in one.name.split("/")[:-1])]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tpuembed.checkpoint.keras.trained_vocabularies import check_names_in
 from tpuembed.config import QuantizationConfig, ServingConfig
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from tpuembed.export.graph.keras_model import KerasModel
 
 __all__ = ["ExportRequest", "LookupRequest", "check_model_config", "make_request"]
+
+_OF_KERAS: Final = "pytree/non_trainable_variables/"
+"""Where `keras.callbacks.OrbaxCheckpoint` saves the tables and slots of layers."""
 
 
 class ExportRequest(Protocol):
@@ -66,6 +69,14 @@ def make_request(
         _check_names(what, names)
     for name in tables or ():
         find_table(name, checkpoint.tables())
+    variables = [name for name in checkpoint.tables() if name.startswith(_OF_KERAS)]
+    if variables and (model is not None or serving_config is None):
+        raise ConfigError(
+            f"checkpoint {checkpoint.path}: keras.callbacks.OrbaxCheckpoint wrote it, without the features of the layers. "
+            "Load the model with keras.models.load_model, or build it and call its load_weights. Then call "
+            "tpuembed.export_saved_model(model, MODEL_DIR). For lookups, a serving_config may name the tables as there: "
+            f"{', '.join(variables)}."
+        )
     if model is None:
         if allow_unused_weights:
             raise ConfigError(
