@@ -12,10 +12,11 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 OLDEST := tensorflow==2.19.1 keras==3.11.0
 NEWEST_PYTHON ?= 3.13
 # Where their interfaces are met; `make test-long` runs the unit and conformance tests of `make test` with both.
-OLDEST_TESTS := $(addprefix tests/unit/,layer export/graph checkpoint/keras) tests/contract/test_optimizer_step.py tests/e2e/test_road.py
+PRIVATE_NAMES := $(addprefix tests/contract/,test_optimizer_step.py test_saved_models.py)
+OLDEST_TESTS := $(addprefix tests/unit/,layer export/graph checkpoint/keras) $(PRIVATE_NAMES) tests/e2e/test_road.py
 NEWEST_TESTS := $(addprefix tests/unit/,config files serving/core serving/http) tests/e2e/test_road.py
 MARKS := not nightly
-ALL_UNITS := tests/unit tests/conformance tests/contract/test_optimizer_step.py tests/e2e/test_road.py
+ALL_UNITS := tests/unit tests/conformance $(PRIVATE_NAMES) tests/e2e/test_road.py
 
 # Each process that a test starts would compile the project once more.
 unexport PYTHONDONTWRITEBYTECODE

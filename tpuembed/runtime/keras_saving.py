@@ -45,7 +45,7 @@ def hide_default_signature(refusal: Callable[[Any], Exception | None]) -> None:
     """
     owner = next((each for each in keras.Model.__mro__ if _DEFAULT_SIGNATURE in vars(each)), None)
     if owner is None:
-        return  # Keras before 3.13 has none
+        return  # a Keras that offers no such signature
     of_keras = vars(owner)[_DEFAULT_SIGNATURE]
 
     def signature(model: Any) -> Any:

@@ -132,8 +132,8 @@ def _difference(names: Names, wanted: Objects, saved: Objects, failures: Sequenc
     left = [weight for weight in theirs.values() if weight.name not in asked and not weight.is_count]
     if left and all(weight.name == _NO_NAME for weight in left):
         return (
-            f"Its weights have no names, because TensorFlow wrote it asynchronously: {_shown(left)}. You can export its tables without "
-            "a model. For a whole model, read it into the model with tf.train.Checkpoint(model=model).read(PATH), and call "
+            f"Its weights have no names, because TensorFlow wrote it asynchronously: {_shown(left)}. You can export its tables "
+            "without a model. For a whole model, read it into the model with tf.train.Checkpoint(model=model).read(PATH), and call "
             "tpuembed.export_saved_model(model, MODEL_DIR). Or write it without enable_async=True."
         )
     said = [f"In the most similar saved model, {failures[0]}."] if failures else []

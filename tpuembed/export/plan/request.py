@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExportRequest", "LookupRequest", "check_model_config", "make_request"]
 
-_OF_KERAS: Final = "pytree/non_trainable_variables/"
+_OF_KERAS: Final = "non_trainable_variables"
 """Where `keras.callbacks.OrbaxCheckpoint` saves the tables and slots of layers."""
 
 
@@ -69,7 +69,7 @@ def make_request(
         _check_names(what, names)
     for name in tables or ():
         find_table(name, checkpoint.tables())
-    variables = [name for name in checkpoint.tables() if name.startswith(_OF_KERAS)]
+    variables = [name for name in checkpoint.tables() if _OF_KERAS in name.split("/")[:2]]
     if variables and (model is not None or serving_config is None):
         raise ConfigError(
             f"checkpoint {checkpoint.path}: keras.callbacks.OrbaxCheckpoint wrote it, without the features of the layers. "
