@@ -235,12 +235,12 @@ class TPUEmbedding(keras.layers.Layer):
         if not self._rows_were_given and isinstance(backend, Backend):
             check_taken(self.name, self._tpu_embedding)
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
+        if serving_config is None and not in_symbolic_scope():  # there, Keras makes dense tensors of ragged inputs
+            self._note_kinds(inputs)
         inputs = [
             each if each.config.vocabulary is None or self._parts.takes_rows else self._from_names(each)
             for each in inputs
         ]
-        if serving_config is None and not in_symbolic_scope():  # there, Keras makes dense tensors of ragged inputs
-            self._note_kinds(inputs)
         if serving_config is not None or not self.trainable or isinstance(backend, DeferredBackend):
             activations = backend.lookup(inputs)
         else:

@@ -299,7 +299,7 @@ def test_a_model_of_two_layers_comes_back_from_a_state_tree() -> None:
 
 
 def test_a_state_tree_that_a_model_cannot_hold_is_refused() -> None:
-    model = Ranker()
+    model = Ranker(name="ranker")
     model.compile("adam", "mse")
     model.train_on_batch(given("ragged"), np.ones((4, 1)))
     state = model.get_state_tree(value_format="numpy_array")
