@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from tpuembed.backends import Backend, LayerOptions, RowGradients, TakenGradients, choose, train
 from tpuembed.backends.checkpoint_keys import check_taken
@@ -30,7 +29,7 @@ from tpuembed.layer_vocabularies import LayerVocabularies, check_names_can_arriv
 from tpuembed.lookup import Ids, as_tensors, ids_of
 from tpuembed.row_stamps import RowStamps, TableWeight
 from tpuembed.runtime.callers import callers
-from tpuembed.runtime.keras_saving import check_built, exports_a_model, hide_default_signature
+from tpuembed.runtime.keras_saving import check_built, exports_a_model, hide_default_signature, in_symbolic_scope
 from tpuembed.runtime.table_scope import TableSource
 from tpuembed.runtime.weight_files import (
     check_tables,
@@ -174,7 +173,7 @@ class TPUEmbedding(keras.layers.Layer):
         self._table_weights = [TableWeight(variable, trainable) for variable, trainable in backend.weights()]
         if (
             trained_here
-        ):  # its name differs between the layers of a model, because Keras refuses paths twice in a state tree
+        ):  # named after a table, because Keras refuses a path of two weights in the state tree of a model
             name = f"{states[0].config.name}_updates".replace("/", "_")
             self._table_weights.append(TableWeight(updates, trainable=False, name=name))
         if self._row_stamps is not None:
@@ -272,11 +271,8 @@ class TPUEmbedding(keras.layers.Layer):
         """Note which features take lists. Raises ConfigError if an exporter traces a model that gives such a feature a matrix."""
         kinds = self._parts.kinds
         dense = [each.path for each in inputs if not each.is_combined and len(each.ids.shape) > 1]
-        if (
-            any(kinds.get(path) == {True} for path in dense)
-            and exports_a_model()
-            and (refusal := self.export_refusal())
-        ):
+        changed = any(kinds.get(path) == {True} for path in dense)
+        if changed and exports_a_model() and (refusal := self.export_refusal()) is not None:
             raise refusal
         for each in inputs:
             kinds.setdefault(each.path, set()).add(each.is_combined)
@@ -507,9 +503,8 @@ class TPUEmbedding(keras.layers.Layer):
         hidden: tuple[str, ...] = in_checkpoint
         if save_type != "checkpoint":
             hidden = (*in_model, "_vocabularies")
-            children["_table_weights"] = [
-                weight.value for weight in self._table_weights
-            ]  # a session finds no Keras variable
+            # A session finds no variable of Keras.
+            children["_table_weights"] = [weight.value for weight in self._table_weights]
             children |= {} if self._vocabularies is None else self._vocabularies.variables()
         return {name: child for name, child in children.items() if name not in hidden}
 

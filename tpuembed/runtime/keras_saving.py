@@ -9,12 +9,13 @@ from typing import Any, Final
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.saving import saving_lib
 from keras.src.utils.naming import to_snake_case
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["check_built", "check_state_tree", "exports_a_model", "hide_default_signature"]
+__all__ = ["check_built", "check_state_tree", "exports_a_model", "hide_default_signature", "in_symbolic_scope"]
 
 _EXPORTERS: Final = ("keras.src.export.", "tensorflow.python.saved_model.", "tensorflow.lite.")
 _DEFAULT_SIGNATURE: Final = "_default_save_signature"
@@ -55,9 +56,8 @@ def hide_default_signature(refusal: Callable[[Any], Exception | None]) -> None:
         if not any(frame.f_code.co_name == _LOOKS_FOR_A_SIGNATURE for frame in _frames()):
             return None
 
-        @tf.function(
-            input_signature=[], autograph=False
-        )  # TensorFlow swallows what an attribute raises, and not what a trace does
+        # TensorFlow swallows what an attribute raises, and not what a trace does.
+        @tf.function(input_signature=[], autograph=False)
         def refused() -> None:
             raise error
 
