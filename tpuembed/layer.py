@@ -126,7 +126,7 @@ class TPUEmbedding(keras.layers.Layer):
             track_rows=track_rows,
         )
         self._parts = _Untracked(features, table_names, layer_options, choose(layer_options), takes_rows)
-        self._rows_were_given = self._tables_were_compared = False
+        self._tables_were_compared = False
         self._create_vocabularies()
         self._create_weights(updates)
 
@@ -231,7 +231,7 @@ class TPUEmbedding(keras.layers.Layer):
             ConfigError: `features` or `weights` have another structure than the config.
         """
         structure, backend = self._parts.structure(serving_config), self._parts.backend
-        if not self._rows_were_given and isinstance(backend, Backend):
+        if isinstance(backend, Backend):
             check_taken(self.name, self._tpu_embedding)
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
         if serving_config is None and not in_symbolic_scope():  # there, Keras makes dense tensors of ragged inputs
@@ -263,7 +263,8 @@ class TPUEmbedding(keras.layers.Layer):
             if shared := sorted(own & {table.name for table in layer._parts.layer_options.tables}):
                 raise ConfigError(
                     f"layers {self.name!r} and {layer.name!r} of model {model.name!r} both have a table {shared[0]!r}. An "
-                    "export could not tell them apart. Rename one, or use one layer for the features of both."
+                    "export could not tell them apart. Rename one, use one layer for the features of both, or put each into a "
+                    "keras.Model of its own, of which an export chooses one."
                 )
         self._tables_were_compared = True
 
@@ -427,8 +428,13 @@ class TPUEmbedding(keras.layers.Layer):
         """
         backend = self._parts.backend
         check_writable(self.name, doing, backend.states)
-        self._rows_were_given = True
-        return LiveTables(self.name, backend.states, self.updates, backend.writing, backend.fetch, self._row_stamps)
+        return LiveTables(self.name, backend.states, self.updates, self._writing, backend.fetch, self._row_stamps)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        with self._parts.backend.writing():
+            yield
+        self._tpu_embedding.rows_were_given = True
 
     def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
         """Overwrite rows [start, start + n) of a table, or of one of its slots, in place, in every replica's copy.
@@ -553,7 +559,6 @@ class TPUEmbedding(keras.layers.Layer):
         check_built(self.name)
         if self.saved_by_another or not self._parts.backend.states:
             return  # an export has no states: it reads the rows from its checkpoint
-        self._rows_were_given = True
         stamps = self._row_stamps
         if stamps is not None:
             check_tables(store, self.name, self.named_variables())  # a file that is refused changes no stamp
@@ -562,6 +567,7 @@ class TPUEmbedding(keras.layers.Layer):
             check_tables(store, self.name, self.named_variables())
             self._vocabularies.load(saved_vocabularies(store, self.vocabularies), f"layer {self.name!r}: the file")
         self.updates.assign(load_tables(store, self.name, self.named_variables()))
+        self._tpu_embedding.rows_were_given = True
         if stamps is not None:
             saved = load_stamps(store, self._parts.backend.states, stamps.write)
             if saved is not None:

@@ -16,7 +16,7 @@ from tests.support.goldens import read_golden
 from tests.support.messages import refused
 from tpuembed import TPUEmbedding
 from tpuembed.compat import keras_rs, tfrs
-from tpuembed.errors import CheckpointMismatchError, ConfigError, TpuEmbedError
+from tpuembed.errors import CheckpointMismatchError, ConfigError, TpuEmbedError, UnknownTableError
 
 Array = np.ndarray[Any, Any]
 E = tf.tpu.experimental.embedding
@@ -290,3 +290,75 @@ def test_dense_layers_alone_are_restored_for_new_tables(tmp_path: Path) -> None:
             parts = {"model": tf.train.Checkpoint(score=model.score)}
         tf.train.Checkpoint(**parts).restore(path).expect_partial()
         np.testing.assert_array_equal(model(ids), np.full([3, 1], 9))
+
+
+class Layers(keras.Model):
+    """A layer with one table for each attribute."""
+
+    def __init__(self, **tables: str) -> None:
+        super().__init__()
+        self.names, self.score = list(tables), keras.layers.Dense(1)
+        for name, table in tables.items():
+            setattr(self, name, TPUEmbedding(E.FeatureConfig(E.TableConfig(9, 2, name=table)), "sgd", name=name))
+
+    def call(self, ids: Any) -> Any:
+        return self.score(tf.add_n([getattr(self, name)(ids) for name in self.names]))
+
+    def scores(self, ids: Any) -> Any:
+        return getattr(self, self.names[0])(ids)
+
+
+def written(folder: Path, **tables: str) -> str:
+    model = Layers(**tables)
+    model(tf.constant([1]))
+    for number, (name, table) in enumerate(tables.items(), 5):
+        getattr(model, name).assign_rows(table, 0, np.full([9, 2], number, np.float32))
+    return str(tf.train.Checkpoint(model=model).write(str(folder / "-".join(tables) / "ckpt")))
+
+
+def test_the_last_restore_counts(tmp_path: Path) -> None:
+    """Also if the file before it was a wrong one, which left its mark on the model."""
+    wrong, right = written(tmp_path, other="users"), written(tmp_path, first="users")
+    model = Layers(first="users")
+    for path in (wrong, right):
+        tf.train.Checkpoint(model=model).restore(path).expect_partial()
+    np.testing.assert_array_equal(model.scores(tf.constant([2])), [[5, 5]])
+    model(tf.constant([2]))
+    tf.train.Checkpoint(model=model).restore(wrong).expect_partial()
+    with pytest.raises(CheckpointMismatchError, match=r"other/ckpt"):
+        model(tf.constant([2]))
+
+
+def test_a_table_that_is_gone_does_not_count_against_a_new_one(tmp_path: Path) -> None:
+    model = Layers(first="users", third="items")
+    tf.train.Checkpoint(model=model).restore(written(tmp_path, first="users", second="ads")).expect_partial()
+    model(tf.constant([2]))
+    np.testing.assert_array_equal(model.scores(tf.constant([2])), [[5, 5]])
+
+
+@pytest.mark.parametrize(
+    ("saved", "tables"),
+    [
+        ({"first": "users"}, {"first": "members"}),
+        ({"first": "users", "second": "ads"}, {"first": "ads", "second": "users"}),
+    ],
+    ids=["renamed", "swapped"],
+)
+@pytest.mark.parametrize("method", ["__call__", "scores"])
+def test_tables_of_other_names_at_their_place_are_passed_over(
+    saved: dict[str, str], tables: dict[str, str], method: str, tmp_path: Path
+) -> None:
+    """TensorFlow finds the layer, and none of its tables."""
+    path, model = written(tmp_path, **saved), Layers(**tables)
+    tf.train.Checkpoint(model=model).restore(path).expect_partial()
+    with pytest.raises(CheckpointMismatchError, match=r"Tables of the checkpoint: .*users"):
+        getattr(model, method)(tf.constant([2]))
+
+
+def test_rows_that_are_refused_were_not_given(tmp_path: Path) -> None:
+    model, path = Layers(first="users"), written(tmp_path, other="users")
+    tf.train.Checkpoint(model=model).restore(path).expect_partial()
+    with pytest.raises(UnknownTableError):
+        model.first.restore_tables(path, {"users": "absent"})
+    with pytest.raises(CheckpointMismatchError, match="has not restored its tables"):
+        model(tf.constant([2]))

@@ -331,6 +331,7 @@ RULES: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     ({"max_sequence_length": 5}, {"max_sequence_length": 3}, r"max_sequence_length 3, .* with 5"),
     ({}, {"out_of_vocabulary": "zeros"}, r"out_of_vocabulary 'zeros', .* with 'error'"),
     ({"out_of_vocabulary": 3}, {"out_of_vocabulary": 4}, r"out_of_vocabulary 4, .* with 3"),
+    ({"max_sequence_length": 3}, {"max_sequence_length": 0}, r"max_sequence_length 0, .* with 3"),
     ({}, {"combiner": "mean", "name": "renamed"}, r"'renamed' of table 'users' has combiner 'mean'"),
 )
 
@@ -378,9 +379,55 @@ def test_a_serving_config_that_contradicts_the_model_is_refused(config: dict[str
 def test_features_in_another_order_are_refused(tmp_path: Path) -> None:
     """A list has no names: the ids of the one table would be looked up in the other."""
     path = tf.train.Checkpoint(model=in_list()).write(str(tmp_path / "ckpt"))
+    options: dict[str, Any] = {"model": lambda: in_list(swapped=True), "workers": 1}
     with pytest.raises(CheckpointMismatchError, match=r"'0' looks up in table 'items', and in .* in table 'users'"):
-        export_saved_model(path, tmp_path / "m", model=lambda: in_list(swapped=True), workers=1)
+        export_saved_model(path, tmp_path / "m", **options)
+    stated = {name: {"table": table, "input": "id"} for name, table in (("first", "items"), ("second", "users"))}
+    export_saved_model(path, tmp_path / "m", serving_config={"features": stated}, **options)
     export_saved_model(path, tmp_path / "m", model=in_list, workers=1)
+
+
+def nested_rules(inner: Any, outer: Any, *, is_whole: bool = True) -> Any:
+    """Return (a model whose feature `x` has the policy `outer`, and `q/x` the policy `inner`; specs)."""
+    users = TableConfig(20, 4, "users")
+    features: dict[str, Any] = {"x": FeatureConfig(users, out_of_vocabulary=outer)}
+    if is_whole:
+        features["q"] = {"x": FeatureConfig(users, out_of_vocabulary=inner)}
+    ids = {"x": keras.Input((), dtype="int64", name="x")} | (
+        {"q": {"x": keras.Input((), dtype="int64", name="q")}} if is_whole else {}
+    )
+    rows = TPUEmbedding(features, optimizer="adagrad", name="embedding")(ids)
+    return keras.Model(ids, {"x": rows["x"]})
+
+
+def test_a_feature_is_compared_with_that_of_its_own_path(tmp_path: Path) -> None:
+    path = tf.train.Checkpoint(model=nested_rules(0, "zeros")).write(str(tmp_path / "ckpt"))
+    with pytest.raises(CheckpointMismatchError, match=r"'x' of table 'users' has out_of_vocabulary 0, .* with 'zeros'"):
+        export_saved_model(path, tmp_path / "m", model=lambda: nested_rules(0, 0, is_whole=False), workers=1)
+    export_saved_model(path, tmp_path / "m", model=lambda: nested_rules(0, "zeros", is_whole=False), workers=1)
+
+
+def test_a_serving_config_states_the_rule_of_one_feature(tmp_path: Path) -> None:
+    """And none of another one of its table."""
+
+    def two(policy: Any) -> Any:
+        users = TableConfig(20, 4, "users")
+        ids = {name: keras.Input((), dtype="int64", name=name) for name in ("x", "w")}
+        features = {name: FeatureConfig(users, out_of_vocabulary=policy) for name in ids}
+        return keras.Model(ids, TPUEmbedding(features, optimizer="adagrad", name="embedding")(ids))
+
+    path = tf.train.Checkpoint(model=two("zeros")).write(str(tmp_path / "ckpt"))
+    stated = {"table": "users", "input": "id", "out_of_vocabulary": 3}
+    options: dict[str, Any] = {"model": lambda: two(3), "workers": 1}
+    with pytest.raises(CheckpointMismatchError, match="feature 'x' of table 'users' has out_of_vocabulary 3"):
+        export_saved_model(path, tmp_path / "m", serving_config={"features": {"w": stated}}, **options)
+    export_saved_model(path, tmp_path / "m", serving_config={"features": {"w": stated, "x": stated}}, **options)
+
+
+def test_sequences_of_another_combiner_are_the_same(tmp_path: Path) -> None:
+    path = tf.train.Checkpoint(model=by_rules(max_sequence_length=3)).write(str(tmp_path / "ckpt"))
+    model = lambda: by_rules(max_sequence_length=3, combiner="mean")  # noqa: E731
+    export_saved_model(path, tmp_path / "m", model=model, workers=1)
 
 
 # ---- outputs

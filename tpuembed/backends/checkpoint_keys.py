@@ -55,8 +55,8 @@ def saved_attributes(keys: Iterable[str], node: str, attribute: str) -> list[str
 _TABLES, _SMALL_TABLES = "_tpu_embedding", "_keras_embedding_layers"
 """The nodes whose children are tables: of this layer and TensorFlow Recommenders' layers, and of its small tables."""
 _Trackable = tf.__internal__.tracking.Trackable
-_passed_over: weakref.WeakKeyDictionary[Any, dict[int, list[str]]] = weakref.WeakKeyDictionary()
-"""By restore: the tables below each place in the checkpoint for which it found no object."""
+_known: weakref.WeakKeyDictionary[Any, dict[int | None, Any]] = weakref.WeakKeyDictionary()
+"""By restore: the tables below each place in the checkpoint for which it found no object, and the places of all (None)."""
 
 
 def check_taken(layer: str, node: Any) -> None:
@@ -67,36 +67,65 @@ def check_taken(layer: str, node: Any) -> None:
 
     Args:
         layer: its name.
-        node: its node in checkpoints.
+        node: its `TablesNode`.
 
     Raises:
-        CheckpointMismatchError: no layer took any table of a checkpoint that has some.
+        CheckpointMismatchError: a checkpoint has a table of this layer's that the restore did not find, or it has tables and the
+            restore found none of them.
     """
-    for name, position in _without_object():
+    if node.rows_were_given:
+        return
+    passed: dict[Any, set[str]] = {}
+    for holder, name, position in _without_object():
         restore, number = position.checkpoint, position._proto_id
-        known = _passed_over.setdefault(restore, {})
+        known = _known.setdefault(restore, {})
         if number not in known:
-            known[number] = sorted(_tables_below(restore.object_graph_proto.nodes, number, name))
-        tables = known[number]
-        if tables and not any(one is node for one in restore.object_by_proto_id.values()):
+            below = _tables_below(restore.object_graph_proto.nodes, number, name)
+            known[number] = {name} if holder is node else set(below)
+        passed.setdefault(restore, set()).update(known[number])
+    for restore, names in passed.items():
+        found = list(restore.object_by_proto_id.values())
+        came_later = node.visited_at > restore.restore_uid and not any(one is node for one in found)
+        if not names or came_later:
+            continue
+        missing = {name for name, table in node.own_tables().items() if not any(one is table for one in found)}
+        if missing & names or not _all_tables(restore) & set(restore.object_by_proto_id):
             path = restore.save_path_string
             raise CheckpointMismatchError(
                 f"layer {layer!r}: tf.train.Checkpoint.restore has not restored its tables from {path}, whose layers have other "
-                f"places in their model. Tables of the checkpoint: {', '.join(tables[:5])}. Call "
-                f"layer.restore_tables({path!r}), or restore the layers that you want: tf.train.Checkpoint(dense=model.dense)."
+                f"places in their model. Tables of the checkpoint: {', '.join(sorted(names)[:5])}. Call "
+                f"layer.restore_tables({path!r}). To start with new tables, build the model again and restore the layers that you "
+                "want alone: tf.train.Checkpoint(dense=model.dense)."
             )
 
 
-def _without_object() -> Iterator[tuple[str, Any]]:
-    """Yield the attribute and the place in a checkpoint of what restores have not found in the objects that call the layer."""
+def _without_object() -> Iterator[tuple[Any, str, Any]]:
+    """Yield (object, attribute, place in a checkpoint) of what restores have not found in the objects that call a layer."""
     for caller in callers():
         for each in (caller, *vars(caller).values(), *getattr(caller, "layers", ())):
             if isinstance(each, _Trackable):
                 for name, positions in getattr(each, "_deferred_dependencies", {}).items():
-                    yield from ((name, position) for position in positions)
+                    yield from ((each, name, position) for position in positions)
+
+
+def _all_tables(restore: Any) -> set[int]:
+    """Return the places of all tables in the checkpoint."""
+    known, nodes = _known.setdefault(restore, {}), restore.object_graph_proto.nodes
+    if None not in known:
+        known[None] = {
+            one.node_id
+            for parent in nodes
+            for child in parent.children
+            if child.local_name in (_TABLES, _SMALL_TABLES)
+            for one in nodes[child.node_id].children
+            if child.local_name == _SMALL_TABLES or nodes[one.node_id].attributes
+        }
+    places: set[int] = known[None]
+    return places
 
 
 def _tables_below(nodes: Any, start: int, name: str) -> Iterator[str]:
+    """Yield the names of the tables below a place. `name` is the attribute that leads to it."""
     waiting, seen = [(start, name)], set[int]()
     while waiting:
         place, name = waiting.pop()

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tpuembed.backends.checkpoint_keys import saved_keys, tables_with_keras_slots
 from tpuembed.backends.stacked_table import StackLayout
-from tpuembed.backends.tf_config import SavedNode, resolve_optimizer
+from tpuembed.backends.tf_config import SavedNode, resolve_optimizer, restores_so_far
 from tpuembed.backends.tf_tpu import saved_layouts
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError
@@ -228,6 +228,7 @@ class TablesNode(SavedNode):
         self._tables = [state.config.name for state in states]
         self._slots = {state.config.name: tuple(state.slots) for state in states}
         self._rows_lie_elsewhere = False
+        self.visited_at, self.rows_were_given = 0, False
         self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None
         self.restoring: Callable[[], None] = lambda: None
         self.saving: Callable[[], None] = lambda: None
@@ -244,6 +245,7 @@ class TablesNode(SavedNode):
         saved. Both are restored here.
         """
         self.check_saved(path)
+        self.visited_at = restores_so_far()
         self._rows_lie_elsewhere = saved_layouts(path) != self._layouts
         tables = self._tables if self._rows_lie_elsewhere else tables_with_keras_slots(saved_keys(path), self._slots)
         if tables and self.restore_rows is not None:
@@ -252,6 +254,11 @@ class TablesNode(SavedNode):
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         return None if self._rows_lie_elsewhere else super()._lookup_dependency(name, cached_dependencies)
+
+    def own_tables(self) -> dict[str, Any]:
+        """Return the tables among the children, without slots, by name."""
+        children = self._trackable_children()
+        return {name: child for name, child in children.items() if name.rpartition("/")[0] not in children}
 
     @property
     def table_names(self) -> set[str]:

@@ -50,6 +50,7 @@ __all__ = [
     "optimizer_to_dict",
     "optimizer_to_tf",
     "resolve_optimizer",
+    "restores_so_far",
     "sparse_core_config_from_dict",
     "sparse_core_config_to_dict",
     "unchecked_gathers",
@@ -118,6 +119,12 @@ def _free_with_graph(operation: Any) -> None:
     found = weakref.ref(gradient)
     registry[name]["type"] = lambda *arguments: found()(*arguments)  # type: ignore[misc]
     weakref.finalize(graph, registry.pop, name).atexit = False
+
+
+def restores_so_far() -> int:
+    """Return a number above that of each restore until now, and below that of each later one."""
+    number: int = ops.uid()
+    return number
 
 
 def in_xla_context() -> bool:

@@ -12,11 +12,11 @@ _Trackable = tf.__internal__.tracking.Trackable
 
 
 def callers() -> Iterator[Any]:
-    """Yield the layers and models that are being called, the innermost first, each once."""
+    """Yield the layers and models whose methods run, the innermost first, each once."""
     frame, seen = sys._getframe(1), set[int]()
     while frame is not None:
         code = frame.f_code
-        if code.co_name in ("__call__", "call") and code.co_varnames[:1] == ("self",):
+        if code.co_varnames[:1] == ("self",):
             caller = frame.f_locals.get("self")
             if isinstance(caller, _Trackable) and id(caller) not in seen:
                 seen.add(id(caller))

@@ -1,7 +1,7 @@
 """Compares the features of a factory's model with those of the layers that wrote the checkpoint, which may have been built by other
 code: another combiner gives other numbers, and no error."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tpuembed.config import ServingConfig, feature_config_from_dict
@@ -54,40 +54,52 @@ def check_stated(features: Iterable[Feature], config: ServingConfig) -> None:
 
 
 def check_trained(
-    features: Iterable[Feature], trained: Iterable[Feature], source: str, config: ServingConfig | None
+    features: Sequence[Feature], trained: Sequence[Feature], source: str, config: ServingConfig | None
 ) -> None:
     """Raise CheckpointMismatchError where a feature of the model was trained by another rule, which `config` does not state.
 
     A feature is compared with that of its path, and one of a new path with all of its table.
     """
-    trained = list(trained)
+    paths = {feature.path for feature in features}
     for feature in features:
-        same_path = [one for one in trained if f"/{one.path}".endswith(f"/{feature.path}")]
+        asked = {} if config is None else _asked(config, feature, paths)
+        same_path = [one for one in trained if one.path == feature.path]
+        same_path = same_path or [one for one in trained if one.path.endswith(f"/{feature.path}")]
         others = [one for one in same_path if one.table == feature.table]
-        if same_path and not others:
+        if same_path and not others and not asked:
             raise CheckpointMismatchError(
                 f"model: feature {feature.path!r} looks up in table {feature.table!r}, and in {source} in table "
-                f"{same_path[0].table!r}. Build the features in the order, and by the names, of the training."
+                f"{same_path[0].table!r}. Build the features in the order, and by the names, of the training, or name the table of "
+                "each input in a serving_config."
             )
         others = others or [one for one in trained if one.table == feature.table]
-        if not others or any(one.rules() == feature.rules() for one in others):
+        differences = [_differences(feature, one) for one in others]
+        if not differences or not min(differences, key=len):
             continue
-        asked = {} if config is None else _of_table(config, feature.table)
-        for name, value in feature.rules().items():
-            if value != others[0].rules()[name] and asked.get(name) != value:
+        for name, (here, there) in differences[0].items():
+            if asked.get(name) != here:
                 raise CheckpointMismatchError(
-                    f"model: feature {feature.path!r} of table {feature.table!r} has {name} {value!r}, and was trained in {source} "
-                    f"with {others[0].rules()[name]!r}. Build the model as in training, or state the new rule in a serving_config."
+                    f"model: feature {feature.path!r} of table {feature.table!r} has {name} {here!r}, and was trained in {source} "
+                    f"with {there!r}. Build the model as in training, or state the new rule in a serving_config."
                 )
 
 
-def _of_table(config: ServingConfig, table: str) -> dict[str, Any]:
-    """Return the rules that `config` states for a table."""
+def _differences(one: Feature, other: Feature) -> dict[str, tuple[Any, Any]]:
+    """Return (value of the one, value of the other) by name of a rule."""
+    found = {name: (value, other.rules()[name]) for name, value in one.rules().items() if value != other.rules()[name]}
+    if one.max_sequence_length and other.max_sequence_length:
+        found.pop("combiner", None)  # a sequence is not combined
+    return found
+
+
+def _asked(config: ServingConfig, feature: Feature, paths: Collection[str]) -> dict[str, Any]:
+    """Return the rules that `config` states for a feature: those of its path, of its table, and of inputs that are no path."""
     rules: dict[str, Any] = {}
-    for one in config.features.values():
-        if one.table == table:
-            rules |= {name: value for name, value in _stated(one).items() if value is not None}
-    stated = config.tables.get(table)
+    for name, one in config.features.items():
+        if one.table == feature.table and (name == feature.path or name not in paths):
+            rules |= {key: value for key, value in _stated(one).items() if value is not None}
+            rules.setdefault("max_sequence_length", 0)
+    stated = config.tables.get(feature.table)
     return rules | ({"combiner": stated.combiner} if stated is not None and stated.combiner else {})
 
 
