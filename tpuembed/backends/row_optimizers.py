@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.backends.tf_config import in_xla_context
+from tpuembed.backends.tf_config import in_xla_context, unchecked_gathers
 from tpuembed.config import FTRL, SGD, Adagrad, AdagradMomentum, Adam, Optimizer
 from tpuembed.errors import TrainingError
 from tpuembed.lookup.ranges import NOT_FOR_XLA, is_inside
@@ -19,6 +19,7 @@ from tpuembed.lookup.ranges import NOT_FOR_XLA, is_inside
 __all__ = ["RULES", "dedupe", "ignores_zeros", "is_additive", "learning_rate", "update_every_row", "update_rows"]
 
 Tensor = Any
+_MOST_COLUMNS, _LEAST_COLUMNS = 31, 8  # with fewer columns a piece than the least, the loop is no faster
 Rule = Callable[..., tuple[Tensor, ...]]
 
 
@@ -147,7 +148,30 @@ def dedupe(ids: Tensor, gradients: Tensor, rows: int, droppable: bool = True) ->
         unique, index, _ = tf.unique_with_counts(ids, name=NOT_FOR_XLA)
     else:
         unique, index = tf.unique(ids)
-    return unique, tf.math.unsorted_segment_sum(gradients, index, tf.size(unique))
+    return unique, _segment_sum(gradients, index, unique)
+
+
+def _segment_sum(gradients: Tensor, index: Tensor, unique: Tensor) -> Tensor:
+    """Return the sums [u, dim] of gradients [n, dim]. `index` [n] is the place of each in `unique` [u].
+
+    On CPUs it is the product with a sparse matrix of ones, because TensorFlow has a plain loop for less than 32 columns.
+    2,048 rows of 16 take 32 us on one core, and 77 us in `unsorted_segment_sum`. Rows of 64, in four pieces: 160 us, and 230 us.
+    """
+    dim = gradients.shape[-1]
+    width = max(size for size in range(1, _MOST_COLUMNS + 1) if dim % size == 0)
+    if unchecked_gathers() or width < min(dim, _LEAST_COLUMNS):
+        return tf.math.unsorted_segment_sum(gradients, index, tf.size(unique))
+    pieces, places = dim // width, tf.cast(index, tf.int64)
+    if pieces > 1:
+        places = tf.reshape(places[:, None] * pieces + tf.range(pieces, dtype=tf.int64), [-1])
+    count = tf.size(places, tf.int64)
+    sums = tf.raw_ops.SparseTensorDenseMatMul(
+        a_indices=tf.stack([places, tf.range(count)], 1),
+        a_values=tf.ones_like(places, tf.float32),
+        a_shape=tf.stack([tf.size(unique, tf.int64) * pieces, count]),
+        b=tf.reshape(gradients, [-1, width]),
+    )
+    return tf.reshape(sums, [-1, dim])
 
 
 def _dedupe_static(ids: Tensor, gradients: Tensor, rows: int) -> tuple[Tensor, Tensor]:
