@@ -200,7 +200,9 @@ class Attributes(keras.Model):
 
 
 IDS = {"ids": np.array([0, 3, 6]), "kind": np.array([0, 1, 2])}
-PASSED_OVER = "has not restored its tables from .* have other places in the model, or .* Tables of the checkpoint: .*user.* Call layer"
+PASSED_OVER = (
+    "has not restored its tables from .* have other places in the model, or .* Tables of the checkpoint: .*user.* Call"
+)
 
 
 @pytest.mark.parametrize(("layer_of", "golden"), [(whole_layer, "keras_model"), (partial_layer, "partial_model")])

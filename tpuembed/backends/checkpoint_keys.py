@@ -90,7 +90,10 @@ def check_taken(layer: str, node: Any) -> None:
             continue
         missing = {name for name, table in node.own_tables().items() if not any(one is table for one in found)}
         if missing & names or not _all_tables(restore) & set(restore.object_by_proto_id):
-            path, shown = restore.save_path_string, sorted(name for name in names if name.rpartition("/")[0] not in names)
+            path, shown = (
+                restore.save_path_string,
+                sorted(name for name in names if name.rpartition("/")[0] not in names),
+            )
             raise CheckpointMismatchError(
                 f"layer {layer!r}: tf.train.Checkpoint.restore has not restored its tables from {path}, where layers have other "
                 f"places in the model, or tables other names. Tables of the checkpoint: {', '.join(shown[:5])}. Call "
