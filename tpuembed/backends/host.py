@@ -144,6 +144,8 @@ class HostBackend(Backend):
         assert state.optimizer is not None, "a table without an optimizer is never trapped"
         check_same_strategy(self._strategy)
         ids, gradients, droppable = gather_replicas(ids, gradients, droppable or unchecked_gathers())
+        if gradients.shape[-1] is None:  # MirroredStrategy's sums of replicas
+            gradients = tf.ensure_shape(gradients, [None, state.config.dim])
         unique, summed = dedupe(ids, gradients, state.config.vocabulary_size, droppable)
         rate = learning_rate(state.optimizer, local(self._updates).read_value())
         update = update_every_row if not getattr(state.optimizer, "lazy_adam", True) else update_rows
