@@ -74,6 +74,18 @@ def _training() -> Iterator[Line]:
         for key, peer in peers.items():
             what = f"a step of 4,096 ids, {optimizer}, {int(rows):,} rows"
             yield _faster(what, "ms", one["tpuembed_ms"], peer, one[f"{key}_ms"], "train_step")
+    models = _result("real_models")
+    shown = {
+        "dense": "the dense part alone",
+        "keras": "Keras",
+        "embedding_bag": "EmbeddingBag of torch",
+        "fbgemm": "FBGEMM",
+    }
+    for case in (name for name in models if "batch" in name):
+        ours, what = models[case]["ms"]["tpuembed"], f"a step of a DLRM, 26 tables, Adagrad, {case}"
+        for key, peer in shown.items():
+            ratio = 1 / models[case]["tpuembed / dense"] if key == "dense" else models[case][f"{key} / tpuembed"]
+            yield Line(what, "ms", ours, peer, ours * ratio, ratio, "real_models")
     gpu = _result("gpu")
     for case in ("adam, vocabulary 10000, batch 4096", "adam, vocabulary 10000000, batch 65536"):
         size, ids = (int(part.split()[-1]) for part in case.split(", ")[1:])
