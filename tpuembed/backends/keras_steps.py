@@ -5,6 +5,7 @@ It does not say which optimizer it is, nor by what the loss was multiplied. The 
 tests/contract/test_optimizer_step.py fails with a Keras that has other names. It runs with the oldest and with the newest one.
 """
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tpuembed.errors import TrainingError
+from tpuembed.runtime.callers import frames
 
 __all__ = ["Handover", "asking_optimizer", "fit_callbacks", "handover"]
 
@@ -47,15 +49,15 @@ def handover() -> Handover | None:
     Raises:
         TrainingError: the loss is scaled, and by how much cannot be found.
     """
-    frames = _frames()
-    next(frames)  # `assign`
-    step = next(frames, None)
+    around = _frames()
+    next(around)  # `assign`
+    step = next(around, None)
     if step is None or step.f_code.co_name != _HANDS_OVER:
         return None
     optimizer, variables = step.f_locals["self"], list(step.f_locals["vars"])
     scales = [] if optimizer.loss_scale_factor is None else [optimizer.loss_scale_factor]
     wrappers = [
-        frame for frame in frames if isinstance(frame.f_locals.get("self"), keras.optimizers.LossScaleOptimizer)
+        frame for frame in around if isinstance(frame.f_locals.get("self"), keras.optimizers.LossScaleOptimizer)
     ]
     if wrappers:
         unscaling = [frame for frame in wrappers if frame.f_code.co_name in _UNSCALES]
@@ -87,8 +89,8 @@ def fit_callbacks() -> Any:
     return next((found for frame in threads if (found := _callbacks_in(_frames(frame))) is not None), None)
 
 
-def _callbacks_in(frames: Iterator[Any]) -> Any:
-    for frame in frames:
+def _callbacks_in(around: Iterator[Any]) -> Any:
+    for frame in around:
         callbacks = frame.f_locals.get("callbacks") if frame.f_code.co_name == "fit" else None
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
@@ -96,10 +98,5 @@ def _callbacks_in(frames: Iterator[Any]) -> Any:
 
 
 def _frames(frame: Any = None) -> Iterator[Any]:
-    """Yield frames from the inside to the outside: from `frame` on, or from the caller's caller."""
-    frame = frame or sys._getframe(2)
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
+    """Yield the innermost of `frames`."""
+    return itertools.islice(frames(frame), _MOST_FRAMES)

@@ -6,19 +6,25 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["callers"]
+__all__ = ["callers", "frames"]
 
 _Trackable = tf.__internal__.tracking.Trackable
 
 
+def frames(frame: Any = None) -> Iterator[Any]:
+    """Yield frames from the inside to the outside: from `frame` on, or from the caller's caller."""
+    frame = frame or sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def callers() -> Iterator[Any]:
     """Yield the layers and models whose methods run, the innermost first, each once."""
-    frame, seen = sys._getframe(1), set[int]()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_varnames[:1] == ("self",):
+    seen = set[int]()
+    for frame in frames():
+        if frame.f_code.co_varnames[:1] == ("self",):
             caller = frame.f_locals.get("self")
             if isinstance(caller, _Trackable) and id(caller) not in seen:
                 seen.add(id(caller))
                 yield caller
-        frame = frame.f_back  # type: ignore[assignment]

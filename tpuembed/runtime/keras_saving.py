@@ -3,7 +3,6 @@
 tests/contract/test_saved_models.py fails with a version that has other names.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ from keras.src.saving import saving_lib
 from keras.src.utils.naming import to_snake_case
 
 from tpuembed.errors import ConfigError
+from tpuembed.runtime.callers import frames
 
 __all__ = ["check_built", "check_state_tree", "exports_a_model", "hide_default_signature", "in_symbolic_scope"]
 
@@ -29,7 +29,7 @@ _OF_STEPS: Final = ("gradient_trap", "_rows")
 def exports_a_model() -> bool:
     """Return True if an exporter of Keras or TensorFlow traces a model, which calls the caller."""
     is_in_model = False
-    for frame in _frames():
+    for frame in frames():
         is_in_model |= isinstance(frame.f_locals.get("self"), keras.Model)
         if frame.f_globals.get("__name__", "").startswith(_EXPORTERS):
             return is_in_model
@@ -53,7 +53,7 @@ def hide_default_signature(refusal: Callable[[Any], Exception | None]) -> None:
         error = refusal(model)
         if error is None:
             return of_keras.fget(model)
-        if not any(frame.f_code.co_name == _LOOKS_FOR_A_SIGNATURE for frame in _frames()):
+        if not any(frame.f_code.co_name == _LOOKS_FOR_A_SIGNATURE for frame in frames()):
             return None
 
         # TensorFlow swallows what an attribute raises, and not what a trace does.
@@ -71,7 +71,7 @@ def check_built(layer: str) -> None:
 
     Keras builds a subclassed model by a call with the saved shapes of its inputs, as dense floats. If this fails, it only warns.
     """
-    loading = [frame.f_locals for frame in _frames() if frame.f_code.co_name == _LOADS_WEIGHTS]
+    loading = [frame.f_locals for frame in frames() if frame.f_code.co_name == _LOADS_WEIGHTS]
     if not loading or not isinstance(loading[-1]["saveable"], keras.layers.Layer):
         return
     root = loading[-1]
@@ -88,7 +88,7 @@ def check_state_tree(table: str) -> None:
 
     Keras assigns the state by the paths of weights, and skips the others without a word.
     """
-    frame = next((frame for frame in _frames() if frame.f_code.co_name == _SETS_STATE), None)
+    frame = next((frame for frame in frames() if frame.f_code.co_name == _SETS_STATE), None)
     if frame is None:
         return
     model = frame.f_locals["self"]
@@ -122,11 +122,3 @@ def _unbuilt(held: Any, path: str, file: Any, seen: set[int]) -> Iterator[str]:
     for name, child in children:
         if isinstance(child, keras.layers.Layer | list | tuple | dict):
             yield from _unbuilt(child, f"{path}/{name}".lstrip("/"), file, seen)
-
-
-def _frames() -> Iterator[Any]:
-    """Yield the frames from the caller's caller to the outermost."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
