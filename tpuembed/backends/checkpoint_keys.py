@@ -90,10 +90,8 @@ def check_taken(layer: str, node: Any) -> None:
             continue
         missing = {name for name, table in node.own_tables().items() if not any(one is table for one in found)}
         if missing & names or not _all_tables(restore) & set(restore.object_by_proto_id):
-            path, shown = (
-                restore.save_path_string,
-                sorted(name for name in names if name.rpartition("/")[0] not in names),
-            )
+            path = restore.save_path_string
+            shown = sorted(name for name in names if name.rpartition("/")[0] not in names)
             raise CheckpointMismatchError(
                 f"layer {layer!r}: tf.train.Checkpoint.restore has not restored its tables from {path}, where layers have other "
                 f"places in the model, or tables other names. Tables of the checkpoint: {', '.join(shown[:5])}. Call "
@@ -115,16 +113,19 @@ def _all_tables(restore: Any) -> set[int]:
     """Return the places of all tables in the checkpoint."""
     known, nodes = _known.setdefault(restore, {}), restore.object_graph_proto.nodes
     if None not in known:
+        children = (child for parent in nodes for child in parent.children)
         known[None] = {
-            one.node_id
-            for parent in nodes
-            for child in parent.children
-            if child.local_name in (_TABLES, _SMALL_TABLES)
-            for one in nodes[child.node_id].children
-            if child.local_name == _SMALL_TABLES or nodes[one.node_id].attributes
+            one.node_id for child in children for one in _children_with_rows(nodes, child.node_id, child.local_name)
         }
     places: set[int] = known[None]
     return places
+
+
+def _children_with_rows(nodes: Any, place: int, name: str) -> list[Any]:
+    """Return the tables and slots directly below a place to which the attribute `name` leads."""
+    if name not in (_TABLES, _SMALL_TABLES):
+        return []
+    return [one for one in nodes[place].children if name == _SMALL_TABLES or nodes[one.node_id].attributes]
 
 
 def _tables_below(nodes: Any, start: int, name: str) -> Iterator[str]:
@@ -135,11 +136,9 @@ def _tables_below(nodes: Any, start: int, name: str) -> Iterator[str]:
         if place in seen:
             continue
         seen.add(place)
-        children = nodes[place].children
-        waiting += [(child.node_id, child.local_name) for child in children]
-        if name in (_TABLES, _SMALL_TABLES):
-            names = {one.local_name for one in children if name == _SMALL_TABLES or nodes[one.node_id].attributes}
-            yield from (one for one in names if one.rpartition("/")[0] not in names)  # without slots
+        waiting += [(child.node_id, child.local_name) for child in nodes[place].children]
+        names = {one.local_name for one in _children_with_rows(nodes, place, name)}
+        yield from (one for one in names if one.rpartition("/")[0] not in names)  # without slots
 
 
 def _escaped(name: str) -> str:
