@@ -19,7 +19,7 @@ from tpuembed.errors import ConfigError, TpuEmbedError, one_line, warn
 from tpuembed.export.graph.dense_weights import raw_variables
 from tpuembed.export.graph.from_activations import trace_from_activations
 from tpuembed.export.graph.model_inputs import InputForm, forms_of, with_partners
-from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, numbered_by_keras, symbolic_outputs
+from tpuembed.export.graph.model_outputs import dense_outputs, name_outputs, numbered_by_keras
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.signature import check_input_names
 from tpuembed.export.graph.stacked_tables import StackedTables, ran_without_rows
@@ -203,11 +203,8 @@ class KerasModel(ExportableModel):
         self.forms, self._structure = forms, structure
         self._vocabularies: tuple[VocabularyEntry, ...] | None = None
         check_input_names(self._specs)
-        made = symbolic_outputs(model)
-        if not isinstance(made, list) or made:  # of other models they are known when they are called
-            name_outputs(model, made)
-            for name in numbered_by_keras(model):
-                _warn_of_number("output", name, "Name its layer, or give the model a dict of outputs")
+        for name in numbered_by_keras(model):  # of other models the outputs are known when they are called
+            _warn_of_number("output", name, "Name its layer, or give the model a dict of outputs")
 
     def input_specs(self) -> dict[str, tf.TensorSpec]:
         """Return the spec of each input by name."""

@@ -38,7 +38,11 @@ def name_outputs(model: Any, outputs: Any) -> list[tuple[str, Any]]:
 
 
 def numbered_by_keras(model: Any) -> list[str]:
-    """Return the names of outputs of a functional model that have the name of a layer which Keras has numbered."""
+    """Return the names of outputs of a functional model that have the name of a layer which Keras has numbered.
+
+    Raises:
+        ConfigError: two outputs have the same name.
+    """
     made = symbolic_outputs(model)
     layers = model._flatten_layers()
     operations = [*layers, *(each for layer in layers for each in getattr(layer, "operations", ()))]
