@@ -139,6 +139,26 @@ class Cluster:
             for client in (new, old):
                 client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
 
+    def replicate(self) -> None:
+        """Wait until each replica has what its master has."""
+        ends = time.monotonic() + _START_SECONDS
+        for master, replica in zip(self.nodes[:3], self.nodes[3:], strict=True):
+            with master.client() as one, replica.client() as other:
+                while one.dbsize() != other.dbsize():
+                    assert time.monotonic() < ends, "a replica has not all keys"
+                    time.sleep(0.05)
+
+    def views(self) -> list[bytes | str]:
+        """Return what each node says of the cluster, for the message of a test that fails."""
+        found: list[bytes | str] = []
+        for node in self.nodes:
+            try:
+                with node.client() as client:
+                    found.append(client.execute_command("CLUSTER", "NODES"))
+            except redis.RedisError as error:
+                found.append(str(error))
+        return found
+
     def promote(self, master: int) -> None:
         """Put the replica of a master in its place, without the vote for which a cluster first waits until the master is silent."""
         with self.nodes[master + 3].client() as client:

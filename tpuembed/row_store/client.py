@@ -158,6 +158,15 @@ class RowStore:
         with self.refusals():
             return bool(self.client.eval(_NOTE, 1, hash_of(model), token, field, *([] if value is None else [value])))
 
+    def ping(self) -> None:
+        """Ask whether Redis answers: of a cluster the masters, because rows are not read from replicas.
+
+        Raises:
+            RowStoreError: a node has not answered in time, or refused.
+        """
+        with self.refusals():
+            self.client.ping(**({"target_nodes": "primaries"} if self._is_cluster else {}))
+
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
         """Raise RowStoreError for errors of redis-py inside the block."""

@@ -425,8 +425,9 @@ class _Connection:
     def _wait(self) -> None:
         while True:
             time.sleep(_PROBE_SECONDS)
-            with contextlib.suppress(RowStoreError), self.store.refusals():
-                self.store.client.ping()
+            # Whatever the client raises: if this thread ended, all requests would fail until the server is started again.
+            with contextlib.suppress(Exception):
+                self.store.ping()
                 self._fault = None
                 return
 
