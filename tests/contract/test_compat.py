@@ -357,6 +357,54 @@ def test_tables_of_other_names_at_their_place_are_passed_over(
         getattr(model, method)(tf.constant([2]))
 
 
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [("root", "model"), ("model", "root"), ("model", "other"), ("root", "inside")],
+)
+@pytest.mark.parametrize("is_held", [False, True])
+def test_no_place_of_the_checkpoint_is_one_of_the_model(
+    saved: str, restored: str, is_held: bool, tmp_path: Path
+) -> None:
+    def checkpoint(model: Any, form: str) -> Any:
+        if form == "root":
+            return tf.train.Checkpoint(model)
+        return tf.train.Checkpoint(**{form: [model] if form == "inside" else model})
+
+    models = [Layers(first="users"), Layers(first="users")]
+    trained, scores = [model(tf.constant([2])) for model in models]
+    assert not np.array_equal(trained, scores)
+    path = checkpoint(models[0], saved).write(str(tmp_path / "ckpt"))
+    restoring = checkpoint(models[1], restored)
+    restoring.restore(path).expect_partial()
+    if not is_held:
+        del restoring
+    for _ in range(2):
+        with pytest.raises(CheckpointMismatchError, match=r"Tables of the checkpoint: users\. Call"):
+            models[1](tf.constant([2]))
+    models[1].first.restore_tables(path)
+    models[1].score.set_weights(models[0].score.get_weights())
+    np.testing.assert_array_equal(models[1](tf.constant([2])), trained)
+
+
+def test_a_second_restore_at_the_right_place_is_the_one_that_counts(tmp_path: Path) -> None:
+    model, other = Layers(first="users"), Layers(first="users")
+    wanted, _ = model(tf.constant([2])), other(tf.constant([2]))
+    path = tf.train.Checkpoint(model).write(str(tmp_path / "ckpt"))
+    tf.train.Checkpoint(model=other).restore(path).expect_partial()
+    tf.train.Checkpoint(other).restore(path).expect_partial()
+    np.testing.assert_array_equal(other(tf.constant([2])), wanted)
+
+
+def test_a_checkpoint_of_one_model_restores_beside_a_new_one(tmp_path: Path) -> None:
+    old, new, made = Layers(first="users"), Layers(first="users"), Layers(first="users")
+    wanted, started = made(tf.constant([2])), new(tf.constant([2]))
+    old(tf.constant([2]))
+    path = tf.train.Checkpoint(old=made).write(str(tmp_path / "ckpt"))
+    tf.train.Checkpoint(old=old, new=new).restore(path).expect_partial()
+    np.testing.assert_array_equal(old(tf.constant([2])), wanted)
+    np.testing.assert_array_equal(new(tf.constant([2])), started)
+
+
 def test_rows_that_are_refused_were_not_given(tmp_path: Path) -> None:
     model, path = Layers(first="users"), written(tmp_path, other="users")
     tf.train.Checkpoint(model=model).restore(path).expect_partial()

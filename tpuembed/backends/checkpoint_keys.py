@@ -3,17 +3,27 @@
 `check_taken` uses private names of TensorFlow, because its public status of a restore is with the caller of the restore.
 """
 
+import functools
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.checkpoint.checkpoint import _CheckpointRestoreCoordinator
 
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.runtime.callers import callers
 
-__all__ = ["check_taken", "children_of", "saved_attributes", "saved_keys", "tables_with_keras_slots"]
+__all__ = [
+    "Restore",
+    "check_taken",
+    "children_of",
+    "saved_attributes",
+    "saved_keys",
+    "tables_with_keras_slots",
+    "watch_restores",
+]
 
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _OPTIMIZER_SLOT = "/.OPTIMIZER_SLOT/"
@@ -59,6 +69,40 @@ _known: weakref.WeakKeyDictionary[Any, dict[int | None, Any]] = weakref.WeakKeyD
 """By restore: the tables below each place in the checkpoint for which it found no object, and the places of all (None)."""
 
 
+class Restore(NamedTuple):
+    """A restore of a checkpoint with tables.
+
+    Attributes:
+        path: of the checkpoint.
+        tables: the name of each table or slot, by its place in the checkpoint.
+        objects: what each place was restored into, once TensorFlow has found it.
+    """
+
+    path: str
+    tables: dict[int, str]
+    objects: Mapping[int, Any]
+
+
+def watch_restores(kind: type) -> None:
+    """Let objects of type `kind` have `last_restore`, the last restore of an object that leads to them.
+
+    TensorFlow tells an object of a restore only if the checkpoint has it at the same place. From `Checkpoint(model)` to
+    `Checkpoint(model=model)` no place is the same, and what is left over is with an object that may be gone.
+    """
+    begin = _CheckpointRestoreCoordinator.__init__
+
+    @functools.wraps(begin)
+    def noted(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        if tables := _tables_in(self.object_graph_proto.nodes):
+            restore = Restore(self.save_path_string, tables, self.object_by_proto_id)
+            for each in self.graph_view.breadth_first_traversal()[0]:
+                if isinstance(each, kind):
+                    each.last_restore = restore  # type: ignore[attr-defined]
+
+    _CheckpointRestoreCoordinator.__init__ = noted
+
+
 def check_taken(layer: str, node: Any) -> None:
     """Check that a restore of the model that calls `layer` has not passed over its tables.
 
@@ -75,6 +119,11 @@ def check_taken(layer: str, node: Any) -> None:
     """
     if node.rows_were_given:
         return
+    if (last := node.last_restore) is not None:
+        found = list(last.objects.values())
+        left = {name for place, name in last.tables.items() if place not in last.objects}
+        _check_tables(layer, node, last.path, left, found, any(place in last.objects for place in last.tables))
+        node.last_restore = None
     passed: dict[Any, set[str]] = {}
     for holder, name, position in _without_object():
         restore, number = position.checkpoint, position._proto_id
@@ -88,16 +137,21 @@ def check_taken(layer: str, node: Any) -> None:
         came_later = node.visited_at > restore.restore_uid and not any(one is node for one in found)
         if not names or came_later:
             continue
-        missing = {name for name, table in node.own_tables().items() if not any(one is table for one in found)}
-        if missing & names or not _all_tables(restore) & set(restore.object_by_proto_id):
-            path = restore.save_path_string
-            shown = sorted(name for name in names if name.rpartition("/")[0] not in names)
-            raise CheckpointMismatchError(
-                f"layer {layer!r}: tf.train.Checkpoint.restore has not restored its tables from {path}, where layers have other "
-                f"places in the model, or tables other names. Tables of the checkpoint: {', '.join(shown[:5])}. Call "
-                f"layer.restore_tables({path!r}). To start with new tables, build the model again and restore the layers that you "
-                "want alone: tf.train.Checkpoint(dense=model.dense)."
-            )
+        is_one_found = bool(_all_tables(restore) & set(restore.object_by_proto_id))
+        _check_tables(layer, node, restore.save_path_string, names, found, is_one_found)
+
+
+def _check_tables(layer: str, node: Any, path: str, left: set[str], found: Sequence[Any], is_one_found: bool) -> None:
+    """Raise CheckpointMismatchError if a restore found none of its tables, or left one with the name of one of the layer's."""
+    missing = {name for name, table in node.own_tables().items() if not any(one is table for one in found)}
+    if left and (missing & left or not is_one_found):
+        shown = sorted(name for name in left if name.rpartition("/")[0] not in left)
+        raise CheckpointMismatchError(
+            f"layer {layer!r}: tf.train.Checkpoint.restore has not restored its tables from {path}, where layers have other "
+            f"places in the model, or tables other names. Tables of the checkpoint: {', '.join(shown[:5])}. Call "
+            f"layer.restore_tables({path!r}). To start with new tables, build the model again and restore the layers that you "
+            "want alone: tf.train.Checkpoint(dense=model.dense)."
+        )
 
 
 def _without_object() -> Iterator[tuple[Any, str, Any]]:
@@ -111,14 +165,21 @@ def _without_object() -> Iterator[tuple[Any, str, Any]]:
 
 def _all_tables(restore: Any) -> set[int]:
     """Return the places of all tables in the checkpoint."""
-    known, nodes = _known.setdefault(restore, {}), restore.object_graph_proto.nodes
+    known = _known.setdefault(restore, {})
     if None not in known:
-        children = (child for parent in nodes for child in parent.children)
-        known[None] = {
-            one.node_id for child in children for one in _children_with_rows(nodes, child.node_id, child.local_name)
-        }
+        known[None] = set(_tables_in(restore.object_graph_proto.nodes))
     places: set[int] = known[None]
     return places
+
+
+def _tables_in(nodes: Any) -> dict[int, str]:
+    """Return the name of each table and slot in a checkpoint, by its place."""
+    children = (child for parent in nodes for child in parent.children)
+    return {
+        one.node_id: one.local_name
+        for child in children
+        for one in _children_with_rows(nodes, child.node_id, child.local_name)
+    }
 
 
 def _children_with_rows(nodes: Any, place: int, name: str) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from tpuembed.backends.checkpoint_keys import saved_keys, tables_with_keras_slots
+from tpuembed.backends.checkpoint_keys import Restore, saved_keys, tables_with_keras_slots, watch_restores
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.tf_config import SavedNode, resolve_optimizer, restores_so_far
 from tpuembed.backends.tf_tpu import saved_layouts
@@ -229,6 +229,7 @@ class TablesNode(SavedNode):
         self._slots = {state.config.name: tuple(state.slots) for state in states}
         self._rows_lie_elsewhere = False
         self.visited_at, self.rows_were_given = 0, False
+        self.last_restore: Restore | None = None
         self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None
         self.restoring: Callable[[], None] = lambda: None
         self.saving: Callable[[], None] = lambda: None
@@ -271,3 +272,6 @@ class TablesNode(SavedNode):
 
     def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
         return self.updates.assign(restored["tpuembed_iterations"])
+
+
+watch_restores(TablesNode)
