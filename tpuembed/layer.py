@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tpuembed.backends import Backend, LayerOptions, RowGradients, TakenGradients, choose, train
-from tpuembed.backends.checkpoint_keys import check_taken
+from tpuembed.backends.checkpoint_keys import check_last_restore, check_taken
 from tpuembed.backends.deferred import DeferredBackend
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import (
@@ -162,7 +162,7 @@ class TPUEmbedding(keras.layers.Layer):
         self._tpu_embedding = TablesNode(
             self._parts.checkpoint_config(), states, backend.checkpoint_children(), backend.layouts(), updates
         )
-        self._tpu_embedding.restore_rows = self.restore_saved
+        self._tpu_embedding.restore_rows, self._tpu_embedding.saving = self.restore_saved, self._check_before_saving
         if self._vocabularies is not None:
             self._tpu_embedding.check_saved = self._vocabularies.check_saved
         trained_here = any(state.optimizer is not None for state in states)
@@ -189,7 +189,6 @@ class TPUEmbedding(keras.layers.Layer):
                 rows = backend.row_gradients()
         if rows is not None:
             self._parts = dataclasses.replace(self._parts, rule=rows)
-            self._tpu_embedding.saving = self._warn_unapplied
             self._row_weights = list(rows.weights.values())
         self.built = True
 
@@ -366,14 +365,16 @@ class TPUEmbedding(keras.layers.Layer):
         """Return the layer's config for checkpoints: features, tables and their optimizers, as JSON values."""
         return self._parts.checkpoint_config()
 
-    def _warn_unapplied(self) -> None:
+    def _check_before_saving(self) -> None:
+        if isinstance(self._parts.backend, Backend):
+            check_last_restore(self.name, self._tpu_embedding)
         if isinstance(self._parts.rule, RowGradients):
             self._parts.rule.warn_unapplied(f"layer {self.name!r} is saved")
 
     @contextlib.contextmanager
     def looking_up_in(self, source: TableSource) -> Iterator[None]:
         """Make calls take their rows from `source` inside the context. The layer's own tables do not change."""
-        self._warn_unapplied()
+        self._check_before_saving()
         own = self._parts
         self._parts = dataclasses.replace(own, backend=DeferredBackend(own.layer_options.tables, source))
         try:
@@ -428,7 +429,11 @@ class TPUEmbedding(keras.layers.Layer):
         """
         backend = self._parts.backend
         check_writable(self.name, doing, backend.states)
-        return LiveTables(self.name, backend.states, self.updates, self._writing, backend.fetch, self._row_stamps)
+        return LiveTables(self.name, backend.states, self.updates, self._writing, self._fetch, self._row_stamps)
+
+    def _fetch(self) -> None:
+        check_last_restore(self.name, self._tpu_embedding)
+        self._parts.backend.fetch()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -541,7 +546,7 @@ class TPUEmbedding(keras.layers.Layer):
 
     def save_own_variables(self, store: Any) -> None:
         """Write tables, slots, count of updates and config into `.weights.h5` and `.keras`, by name."""
-        self._warn_unapplied()
+        self._check_before_saving()
         if not self.saved_by_another:
             save_tables(store, self.named_variables(), int(self.updates.numpy()), self.checkpoint_config())
             if self._row_stamps is not None:

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.checkpoint.checkpoint import _CheckpointRestoreCoordinator
+from tensorflow.python.checkpoint.checkpoint import TrackableSaver, _CheckpointRestoreCoordinator
 
 from tpuembed.errors import CheckpointMismatchError
-from tpuembed.runtime.callers import callers
+from tpuembed.runtime.callers import callers, frames
 
 __all__ = [
     "Restore",
+    "check_last_restore",
     "check_taken",
     "children_of",
     "saved_attributes",
@@ -65,8 +66,8 @@ def saved_attributes(keys: Iterable[str], node: str, attribute: str) -> list[str
 _TABLES, _SMALL_TABLES = "_tpu_embedding", "_keras_embedding_layers"
 """The nodes whose children are tables: of this layer and TensorFlow Recommenders' layers, and of its small tables."""
 _Trackable = tf.__internal__.tracking.Trackable
-_known: weakref.WeakKeyDictionary[Any, dict[int | None, Any]] = weakref.WeakKeyDictionary()
-"""By restore: the tables below each place in the checkpoint for which it found no object, and the places of all (None)."""
+_known: weakref.WeakKeyDictionary[Any, dict[int, set[str]]] = weakref.WeakKeyDictionary()
+"""By restore: the tables below each place in the checkpoint for which it found no object."""
 
 
 class Restore(NamedTuple):
@@ -114,43 +115,52 @@ def check_taken(layer: str, node: Any) -> None:
         node: its `TablesNode`.
 
     Raises:
-        CheckpointMismatchError: a checkpoint has a table of this layer's that the restore did not find, or it has tables and the
-            restore found none of them.
+        CheckpointMismatchError: the restore left a table of the checkpoint over, and did not restore one of the layer's.
     """
     if node.rows_were_given:
         return
-    if (last := node.last_restore) is not None:
-        found = list(last.objects.values())
-        left = {name for place, name in last.tables.items() if place not in last.objects}
-        _check_tables(layer, node, last.path, left, found, any(place in last.objects for place in last.tables))
-        node.last_restore = None
+    check_last_restore(layer, node)
     passed: dict[Any, set[str]] = {}
     for holder, name, position in _without_object():
         restore, number = position.checkpoint, position._proto_id
         known = _known.setdefault(restore, {})
         if number not in known:
-            below = _tables_below(restore.object_graph_proto.nodes, number, name)
-            known[number] = {name} if holder is node else set(below)
+            nodes = restore.object_graph_proto.nodes
+            known[number] = _without_slots(_tables_in(nodes).values(), {name}) if holder is node else set()
+            known[number].update(_tables_below(nodes, number, name))
         passed.setdefault(restore, set()).update(known[number])
     for restore, names in passed.items():
         found = list(restore.object_by_proto_id.values())
         came_later = node.visited_at > restore.restore_uid and not any(one is node for one in found)
         if not names or came_later:
             continue
-        is_one_found = bool(_all_tables(restore) & set(restore.object_by_proto_id))
-        _check_tables(layer, node, restore.save_path_string, names, found, is_one_found)
+        _check_tables(layer, node, restore.save_path_string, names, found)
 
 
-def _check_tables(layer: str, node: Any, path: str, left: set[str], found: Sequence[Any], is_one_found: bool) -> None:
-    """Raise CheckpointMismatchError if a restore found none of its tables, or left one with the name of one of the layer's."""
-    missing = {name for name, table in node.own_tables().items() if not any(one is table for one in found)}
-    if left and (missing & left or not is_one_found):
-        shown = sorted(name for name in left if name.rpartition("/")[0] not in left)
+def check_last_restore(layer: str, node: Any) -> None:
+    """Check what `check_taken` does for the last restore that the node was told of. It needs no caller: saving has none."""
+    last, restore = node.last_restore, TrackableSaver.restore.__code__
+    if any(frame.f_code is restore for frame in frames()):
+        return  # TensorFlow asks for what it saves also to restore it, before it has
+    if last is not None and not node.rows_were_given:
+        left = (name for place, name in last.tables.items() if place not in last.objects)
+        _check_tables(layer, node, last.path, _without_slots(last.tables.values(), left), list(last.objects.values()))
+    node.last_restore = None
+
+
+def _check_tables(layer: str, node: Any, path: str, left: set[str], found: Sequence[Any]) -> None:
+    """Raise CheckpointMismatchError if a restore left tables of the checkpoint over, and not all of the node's got rows.
+
+    Nothing says whether the one is the other's rows under an old name, or the one was dropped and the other is new.
+    """
+    missing = [name for name, table in node.own_tables().items() if not any(one is table for one in found)]
+    if left and missing:
         raise CheckpointMismatchError(
-            f"layer {layer!r}: tf.train.Checkpoint.restore has not restored its tables from {path}, where layers have other "
-            f"places in the model, or tables other names. Tables of the checkpoint: {', '.join(shown[:5])}. Call "
-            f"layer.restore_tables({path!r}). To start with new tables, build the model again and restore the layers that you "
-            "want alone: tf.train.Checkpoint(dense=model.dense)."
+            f"layer {layer!r}: tf.train.Checkpoint.restore has not restored its tables {', '.join(missing[:5])} from {path}, where "
+            "layers have other places in the model, or tables other names. Tables of the checkpoint: "
+            f"{', '.join(sorted(left)[:5])}. Call layer.restore_tables({path!r}), with tables={{NAME: OLD_NAME}} if names differ, "
+            "and without those that are new. To start with new tables, build the model again and restore the other layers alone, "
+            "at their places in the checkpoint: tf.train.Checkpoint(model=tf.train.Checkpoint(dense=model.dense))."
         )
 
 
@@ -163,15 +173,6 @@ def _without_object() -> Iterator[tuple[Any, str, Any]]:
                     yield from ((each, name, position) for position in positions)
 
 
-def _all_tables(restore: Any) -> set[int]:
-    """Return the places of all tables in the checkpoint."""
-    known = _known.setdefault(restore, {})
-    if None not in known:
-        known[None] = set(_tables_in(restore.object_graph_proto.nodes))
-    places: set[int] = known[None]
-    return places
-
-
 def _tables_in(nodes: Any) -> dict[int, str]:
     """Return the name of each table and slot in a checkpoint, by its place."""
     children = (child for parent in nodes for child in parent.children)
@@ -180,6 +181,12 @@ def _tables_in(nodes: Any) -> dict[int, str]:
         for child in children
         for one in _children_with_rows(nodes, child.node_id, child.local_name)
     }
+
+
+def _without_slots(every: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Return those of `names` that are tables. A slot is called after a table of `every`."""
+    tables = set(every)
+    return {name for name in names if name.rpartition("/")[0] not in tables}
 
 
 def _children_with_rows(nodes: Any, place: int, name: str) -> list[Any]:
@@ -199,7 +206,7 @@ def _tables_below(nodes: Any, start: int, name: str) -> Iterator[str]:
         seen.add(place)
         waiting += [(child.node_id, child.local_name) for child in nodes[place].children]
         names = {one.local_name for one in _children_with_rows(nodes, place, name)}
-        yield from (one for one in names if one.rpartition("/")[0] not in names)  # without slots
+        yield from _without_slots(names, names)
 
 
 def _escaped(name: str) -> str:
