@@ -171,6 +171,35 @@ def test_weights_of_another_layer_are_refused(tmp_path: Path, trained: Any, othe
         other().load_weights(tmp_path / "m.weights.h5")
 
 
+class Subclassed(keras.Model):
+    def __init__(self, table: str, optimizer: str) -> None:
+        super().__init__()
+        self.rows = TPUEmbedding(FeatureConfig(TableConfig(9, 4, table)), optimizer, name="embedding")
+        self.score = keras.layers.Dense(1)
+
+    def call(self, ids: Any) -> Any:
+        return self.score(self.rows(ids))
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("file", ["weights.h5", "keras"])
+@pytest.mark.parametrize("other", [("users", "sgd"), ("people", "adam")])
+def test_weights_of_another_layer_of_a_subclassed_model(tmp_path: Path, file: str, other: tuple[str, str]) -> None:
+    """Keras looks for them at two places of the file."""
+    models = [Subclassed(*each) for each in (("users", "adam"), other, ("users", "adam"))]
+    for model in models:
+        model(IDS["user"])
+    path = tmp_path / f"model.{file}"
+    models[0].save_weights(path) if file == "weights.h5" else models[0].save(path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"the file holds .*users.*The layer has"):
+            models[1].load_weights(path)
+    models[2].load_weights(path)
+    np.testing.assert_array_equal(models[2](IDS["user"]), models[0](IDS["user"]))
+
+
 @pytest.mark.filterwarnings("ignore:a TableConfig without a name")
 def test_a_checkpoint_of_tensorflow_recommenders_restores_and_looks_up() -> None:
     """Its own layer wrote the checkpoint and the activations, with the weights of ids and without."""
