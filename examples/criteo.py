@@ -56,6 +56,18 @@ def generate(file: Path, lines: int, scale: float) -> Any:
     return probabilities
 
 
+def count_lines(file: Path) -> int:
+    """Return how many lines a log has. Ends the program, with the line's number, if one has not the fields of the format."""
+    fields, lines = 1 + NUMBERS + len(COLUMNS), 0
+    with file.open("rb") as opened:
+        for lines, line in enumerate(opened, 1):
+            if (found := line.count(b"\t") + 1) != fields:
+                sys.exit(f"{file}, line {lines}: {found} fields, separated by tabs. Criteo's format has {fields}.")
+    if lines < 100:
+        sys.exit(f"{file} has {lines} lines. Give at least 100, of which the last 10 are those to test on.")
+    return lines
+
+
 def read(file: Path, start: int, stop: int) -> Any:
     """Read some lines of a log, in batches. It is in the order of time, so that the last lines are those to test on."""
 
@@ -193,8 +205,7 @@ def main() -> None:
     if options.data is None:
         probabilities = generate(file, lines, options.scale)
     else:
-        with file.open("rb") as opened:
-            lines = sum(1 for _ in opened)
+        lines = count_lines(file)
     first, second = lines * 8 // 10, lines * 9 // 10
 
     def factory() -> Any:
@@ -214,7 +225,7 @@ def main() -> None:
     with serving(options.out / options.model) as url:
         inputs, _ = next(iter(test))
         difference = np.abs(ask(url, inputs) - model.predict(inputs, verbose=0)).max()
-    print(f"{BATCH} served predictions differ from model.predict by {difference:.1e} at most")
+    print(f"{len(inputs['numbers'])} served predictions differ from model.predict by {difference:.1e} at most")
 
 
 if __name__ == "__main__":

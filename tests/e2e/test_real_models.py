@@ -144,6 +144,22 @@ def test_served_lookups_answer_the_trained_rows(trained: dict[str, Trained], ser
         assert_near(outputs, wanted)
 
 
+def test_the_example_names_a_line_that_is_not_of_the_format(tmp_path: Path) -> None:
+    file = tmp_path / "train.txt"
+    criteo.generate(file, 100, SCALE)
+    assert criteo.count_lines(file) == 100
+    lines = file.read_text().splitlines(keepends=True)
+    for content, said in (
+        ([*lines, "\n"], "line 101: 1 fields"),
+        ([*lines[:7], lines[7].rstrip("\n") + "\t\n", *lines[8:]], "line 8: 41 fields"),
+        (lines[:9], "has 9 lines"),
+        ([], "has 0 lines"),
+    ):
+        file.write_text("".join(content))
+        with pytest.raises(SystemExit, match=said):
+            criteo.count_lines(file)
+
+
 @pytest.mark.nightly
 def test_the_example_takes_a_file_and_bfloat16(tmp_path: Path) -> None:
     criteo.generate(tmp_path / "train.txt", LINES, SCALE)
