@@ -1,6 +1,8 @@
 """`tpuembed export`: what it prints, what it publishes, and what it refuses."""
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,14 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(lookups: Lookups, config: 
     assert "videos: 40 rows" in done.stdout
     assert json_of(*options)["table_bytes"] == TABLE_BYTES
     assert not (tmp_path / "m").exists()
+    places = [
+        [int(number.replace(",", "")) for number in found]
+        for found in re.findall(r"([\d,]+) rows from row ([\d,]+); bytes ([\d,]+) to ([\d,]+)", done.stdout)
+    ]
+    assert sum(rows for rows, *_ in places) == sum(rows for rows, _ in SHAPES.values())
+    for rows, start, first, last in places:
+        assert (last + 1 - first) * start == first * rows
+        assert last + 1 - first in {rows * dim * 4 for _, dim in SHAPES.values()}
 
 
 def test_a_checkpoint_is_a_file_of_it_or_a_directory_with_its_latest(tmp_path: Path) -> None:
@@ -119,6 +129,7 @@ def test_a_checkpoint_is_a_file_of_it_or_a_directory_with_its_latest(tmp_path: P
 def test_rows_are_stored_as_numpy_rounds_them(
     lookups: Lookups, tmp_path_factory: pytest.TempPathFactory, storage: str, layout: str
 ) -> None:
+    started = time.monotonic()
     folder = tmp_path_factory.getbasetemp() / "storage"  # equal tables are shared by the versions of one folder
     report = export_saved_model(
         lookups.prefix, folder, serving_config=IDS, storage=storage, layout=layout, workers=1, max_memory_bytes=1 << 20
@@ -132,6 +143,7 @@ def test_rows_are_stored_as_numpy_rounds_them(
         else:
             stored = tf.cast(tf.cast(rows, storage), tf.float32)
             np.testing.assert_array_equal(found[name], stored)
+    assert 0 < report.stream_seconds < report.seconds < time.monotonic() - started
     codes = sum(rows * (dim + 8) for rows, dim in SHAPES.values())
     assert report.bytes_written == (codes if storage == "int8" else TABLE_BYTES // 4 * size[storage])
 
