@@ -161,6 +161,21 @@ def test_a_layer_is_called_once_in_a_step() -> None:
             layer(ids)
 
 
+def test_a_second_gradient_through_one_call_is_refused() -> None:
+    with simulated_tpu() as strategy:
+        with strategy.scope():
+            layer = TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t", optimizer=SGD())), batch_size=EXAMPLES)
+
+        def step() -> None:
+            with tf.GradientTape(persistent=True) as tape:
+                loss = tf.reduce_sum(layer(tf.zeros(EXAMPLES, tf.int64)))
+            tape.gradient(loss, layer.trainable_variables)
+            with refused(TrainingError):
+                tape.gradient(loss, layer.trainable_variables)
+
+        strategy.run(step)
+
+
 @pytest.mark.parametrize("kind", sorted(REFUSED))
 def test_what_sparse_cores_cannot_do_is_refused(kind: str) -> None:
     with (
