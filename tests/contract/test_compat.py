@@ -1,5 +1,6 @@
 """The names of TensorFlow Recommenders and of keras-rs, against what these libraries wrote and against numpy."""
 
+import gc
 import importlib
 import json
 from pathlib import Path
@@ -386,6 +387,35 @@ def test_one_table_of_another_name_among_those_of_a_layer(use: Any, tmp_path: Pa
     use(new, tmp_path / "out")
     for name, each in new(tf.constant([2])).items():
         np.testing.assert_array_equal(each, rows[name])
+
+
+def test_a_restore_of_an_older_file_before_the_right_one_does_not_count(tmp_path: Path) -> None:
+    old, trained, new = Two("users", "ads"), Two("users", "banners"), Two("users", "banners")
+    old(tf.constant([2]))
+    wanted = {name: np.asarray(each) for name, each in trained(tf.constant([2])).items()}
+    new(tf.constant([2]))
+    paths = [
+        tf.train.Checkpoint(model=one).write(str(tmp_path / name)) for one, name in ((old, "old"), (trained, "new"))
+    ]
+    for path in paths:
+        tf.train.Checkpoint(model=new).read(path).expect_partial()
+    for name, each in new(tf.constant([2])).items():
+        np.testing.assert_array_equal(each, wanted[name])
+    tf.train.Checkpoint(model=new).read(paths[0]).expect_partial()
+    with pytest.raises(CheckpointMismatchError, match="tables banners"):
+        new(tf.constant([2]))
+
+
+def test_a_table_of_a_model_that_is_gone_was_restored(tmp_path: Path) -> None:
+    saved, model, other = (Layers(first="users"), Layers(first="users", third="items"), Layers(first="ads"))
+    beside = Layers(first="ads")
+    for each in (saved, model, other, beside):
+        each(tf.constant([2]))
+    path = tf.train.Checkpoint(a=saved, b=other).write(str(tmp_path / "ckpt"))
+    tf.train.Checkpoint(a=model, b=beside).read(path).expect_partial()
+    del beside
+    gc.collect()
+    model(tf.constant([2]))
 
 
 def test_a_table_that_is_gone_does_not_count(tmp_path: Path) -> None:

@@ -76,11 +76,13 @@ class Restore(NamedTuple):
     Attributes:
         path: of the checkpoint.
         tables: the name of each table or slot, by its place in the checkpoint.
-        objects: what each place was restored into, once TensorFlow has found it.
+        matched: the places that were restored so far.
+        objects: what they were restored into, of what is still alive.
     """
 
     path: str
     tables: dict[int, str]
+    matched: set[int]
     objects: Mapping[int, Any]
 
 
@@ -96,10 +98,10 @@ def watch_restores(kind: type) -> None:
     def noted(self: Any, *arguments: Any, **options: Any) -> None:
         begin(self, *arguments, **options)
         if tables := _tables_in(self.object_graph_proto.nodes):
-            restore = Restore(self.save_path_string, tables, self.object_by_proto_id)
+            restore = Restore(self.save_path_string, tables, self.matched_proto_ids, self.object_by_proto_id)
             for each in self.graph_view.breadth_first_traversal()[0]:
                 if isinstance(each, kind):
-                    each.last_restore = restore  # type: ignore[attr-defined]
+                    each.last_restore, each.last_uid = restore, self.restore_uid  # type: ignore[attr-defined]
 
     _CheckpointRestoreCoordinator.__init__ = noted
 
@@ -132,7 +134,7 @@ def check_taken(layer: str, node: Any) -> None:
     for restore, names in passed.items():
         found = list(restore.object_by_proto_id.values())
         came_later = node.visited_at > restore.restore_uid and not any(one is node for one in found)
-        if not names or came_later:
+        if not names or came_later or restore.restore_uid < node.last_uid:
             continue
         _check_tables(layer, node, restore.save_path_string, names, found)
 
@@ -143,7 +145,7 @@ def check_last_restore(layer: str, node: Any) -> None:
     if any(frame.f_code is restore for frame in frames()):
         return  # TensorFlow asks for what it saves also to restore it, before it has
     if last is not None and not node.rows_were_given:
-        left = (name for place, name in last.tables.items() if place not in last.objects)
+        left = (name for place, name in last.tables.items() if place not in last.matched)
         _check_tables(layer, node, last.path, _without_slots(last.tables.values(), left), list(last.objects.values()))
     node.last_restore = None
 

@@ -230,6 +230,7 @@ class TablesNode(SavedNode):
         self._rows_lie_elsewhere = False
         self.visited_at, self.rows_were_given = 0, False
         self.last_restore: Restore | None = None
+        self.last_uid = 0
         self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None
         self.restoring: Callable[[], None] = lambda: None
         self.saving: Callable[[], None] = lambda: None
