@@ -580,7 +580,7 @@ class TPUEmbedding(keras.layers.Layer):
             stamps.rewritten()
         if self._vocabularies is not None:
             self._vocabularies.load(saved_vocabularies(store, self.vocabularies), f"layer {self.name!r}: the file")
-        self.updates.assign(load_tables(store, self.name, self.named_variables()))
+        self.updates.assign(load_tables(store, self.named_variables()))
         self._tpu_embedding.rows_were_given = True
         if stamps is not None:
             saved = load_stamps(store, self._parts.backend.states, stamps.write)

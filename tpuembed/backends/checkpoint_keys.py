@@ -142,9 +142,9 @@ def check_taken(layer: str, node: Any) -> None:
 def check_last_restore(layer: str, node: Any) -> None:
     """Check what `check_taken` does for the last restore that the node was told of. It needs no caller: saving has none."""
     last, restore = node.last_restore, TrackableSaver.restore.__code__
-    if any(frame.f_code is restore for frame in frames()):
+    if last is None or any(frame.f_code is restore for frame in frames()):
         return  # TensorFlow asks for what it saves also to restore it, before it has
-    if last is not None and not node.rows_were_given:
+    if not node.rows_were_given:
         left = (name for place, name in last.tables.items() if place not in last.matched)
         _check_tables(layer, node, last.path, _without_slots(last.tables.values(), left), list(last.objects.values()))
     node.last_restore = None

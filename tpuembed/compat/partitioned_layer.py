@@ -143,7 +143,7 @@ class PartitionedEmbedding(keras.layers.Layer):
             for part, saved in zip(of_parts, found, strict=True):
                 for table, names in saved.items():
                     part.take(table, names)
-            _Counts(self._counts()).assign(load_tables(store, self.name, variables))
+            _Counts(self._counts()).assign(load_tables(store, variables))
 
     def _named_variables(self) -> dict[str, Any]:
         return {name: variable for _, layer in self._parts for name, variable in layer.named_variables().items()}

@@ -68,13 +68,8 @@ def check_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> None:
         )
 
 
-def load_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> int:
-    """Assign the arrays of `save_tables` to `variables`. Returns the count of updates.
-
-    Raises:
-        CheckpointMismatchError: as `check_tables`. Nothing is assigned.
-    """
-    check_tables(store, layer, variables)
+def load_tables(store: Any, variables: Mapping[str, Any]) -> int:
+    """Assign the arrays of `save_tables`, which `check_tables` has accepted, to `variables`. Returns the count of updates."""
     for name, variable in variables.items():
         variable.assign(store[_saved(name)])
     return int(np.asarray(store[_UPDATES]))
