@@ -24,7 +24,7 @@ from tpuembed.backends.tf_config import (
 from tpuembed.config import FeatureConfig, TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
-from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError
+from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.layer_vocabularies import LayerVocabularies, check_names_can_arrive, shared_vocabularies
 from tpuembed.lookup import Ids, as_tensors, ids_of
 from tpuembed.row_stamps import RowStamps, TableWeight
@@ -33,7 +33,6 @@ from tpuembed.runtime.keras_saving import check_built, exports_a_model, hide_def
 from tpuembed.runtime.table_scope import TableSource
 from tpuembed.runtime.weight_files import (
     check_tables,
-    holds_tables,
     load_stamps,
     load_tables,
     save_stamps,
@@ -128,7 +127,6 @@ class TPUEmbedding(keras.layers.Layer):
         )
         self._parts = _Untracked(features, table_names, layer_options, choose(layer_options), takes_rows)
         self._tables_were_compared = False
-        self._load_error: CheckpointMismatchError | None = None
         self._create_vocabularies()
         self._create_weights(updates)
 
@@ -567,15 +565,7 @@ class TPUEmbedding(keras.layers.Layer):
         if self.saved_by_another or not self._parts.backend.states:
             return  # an export has no states: it reads the rows from its checkpoint
         stamps = self._row_stamps
-        if self._load_error is not None and not holds_tables(store):
-            # Keras comes again to a layer of a subclassed model that it could not load, at other places, and shows the last error.
-            raise self._load_error
-        self._load_error = None
-        try:
-            check_tables(store, self.name, self.named_variables())  # a file that is refused changes no stamp
-        except CheckpointMismatchError as error:
-            self._load_error = error if holds_tables(store) else None
-            raise
+        check_tables(store, self, self.named_variables())  # a file that is refused changes no stamp
         if stamps is not None:
             stamps.rewritten()
         if self._vocabularies is not None:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tests.support.goldens import FOLDER, read_golden
 from tpuembed import Adagrad, Adam, FeatureConfig, TableConfig, TPUEmbedding
+from tpuembed.compat import tfrs
 from tpuembed.errors import TpuEmbedError
 
 Array = np.ndarray[Any, Any]
@@ -172,23 +173,30 @@ def test_weights_of_another_layer_are_refused(tmp_path: Path, trained: Any, othe
 
 
 class Subclassed(keras.Model):
-    def __init__(self, table: str, optimizer: str) -> None:
+    def __init__(self, layer: str, table: str, optimizer: str) -> None:
         super().__init__()
-        self.rows = TPUEmbedding(FeatureConfig(TableConfig(9, 4, table)), optimizer, name="embedding")
+        config = FeatureConfig(TableConfig(9, 4, table))
+        if layer == "partial":
+            self.rows: Any = tfrs.PartialTPUEmbedding({"ids": config}, optimizer, size_threshold=3, name="embedding")
+        else:
+            self.rows = TPUEmbedding({"ids": config}, optimizer, name="embedding")
         self.score = keras.layers.Dense(1)
 
     def call(self, ids: Any) -> Any:
-        return self.score(self.rows(ids))
+        return self.score(self.rows({"ids": ids})["ids"])
 
     def get_config(self) -> dict[str, Any]:
         return {}
 
 
+@pytest.mark.parametrize("layer", ["whole", "partial"])
 @pytest.mark.parametrize("file", ["weights.h5", "keras"])
 @pytest.mark.parametrize("other", [("users", "sgd"), ("people", "adam")])
-def test_weights_of_another_layer_of_a_subclassed_model(tmp_path: Path, file: str, other: tuple[str, str]) -> None:
+def test_weights_of_another_layer_of_a_subclassed_model(
+    tmp_path: Path, layer: str, file: str, other: tuple[str, str]
+) -> None:
     """Keras looks for them at two places of the file."""
-    models = [Subclassed(*each) for each in (("users", "adam"), other, ("users", "adam"))]
+    models = [Subclassed(layer, *each) for each in (("users", "adam"), other, ("users", "adam"))]
     for model in models:
         model(IDS["user"])
     path = tmp_path / f"model.{file}"

@@ -136,7 +136,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         """
         check_built(self.name)
         if variables := self._named_variables():  # none inside an export, which reads the rows from its checkpoint
-            check_tables(store, self.name, variables)  # a file that is refused changes no name
+            check_tables(store, self, variables)  # a file that is refused changes no name
             of_parts = [layer._vocabularies for _, layer in self._parts if layer._vocabularies is not None]
             where = f"layer {self.name!r}: the file"
             found = [part.checked(saved_vocabularies(store, part.copies), where) for part in of_parts]

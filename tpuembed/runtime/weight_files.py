@@ -1,6 +1,7 @@
 """Reads and writes a layer's arrays in Keras' weight files (`.weights.h5`, `.keras`)."""
 
 import json
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ __all__ = [
 
 _CONFIG, _UPDATES, _HISTORY = "|config", "|updates", "|history"
 _STAMPS, _VOCABULARY = "|stamps|", "|vocabulary|"
+_refusals: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""By layer: why the tables that a file has at its place were refused."""
 
 
 def save_tables(store: Any, variables: Mapping[str, Any], updates: int, config: Mapping[str, Any]) -> None:
@@ -46,8 +49,11 @@ def holds_tables(store: Any) -> bool:
     return _CONFIG in store
 
 
-def check_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> None:
-    """Compare the arrays of `save_tables` with `variables`.
+def check_tables(store: Any, layer: Any, variables: Mapping[str, Any]) -> None:
+    """Compare the arrays of `save_tables` with `variables`, of `layer`.
+
+    Keras visits a layer of a subclassed model again where the file has nothing, and shows its last error. So that one repeats the
+    first.
 
     Raises:
         CheckpointMismatchError: the file lacks a table or slot, has others, or has another shape.
@@ -57,15 +63,18 @@ def check_tables(store: Any, layer: str, variables: Mapping[str, Any]) -> None:
     in_file = {name: tuple(store[name].shape) for name in names}
     if not in_file:
         raise CheckpointMismatchError(
-            f"layer {layer!r}: the file has no tables at its place. Keras saves a layer that several models share once, and "
-            "loads it as one layer for each of them. Build the model in code, and call its load_weights with this file."
+            _refusals.get(layer)
+            or f"layer {layer.name!r}: the file has no tables at its place. Keras saves a layer that several models share once, "
+            "and loads it as one layer for each of them. Build the model in code, and call its load_weights with this file."
         )
+    _refusals.pop(layer, None)
     in_layer = {_saved(name): tuple(variable.shape) for name, variable in variables.items()} | {_UPDATES: ()}
     if in_file != in_layer:
-        raise CheckpointMismatchError(
-            f"layer {layer!r}: the file holds {in_file}. The layer has {in_layer}. Build the layer as it was saved, or restore the "
-            "tables that match with restore_tables."
+        _refusals[layer] = (
+            f"layer {layer.name!r}: the file holds {in_file}. The layer has {in_layer}. Build the layer as it was saved, or "
+            "restore the tables that match with restore_tables."
         )
+        raise CheckpointMismatchError(_refusals[layer])
 
 
 def load_tables(store: Any, variables: Mapping[str, Any]) -> int:
