@@ -429,17 +429,14 @@ class TPUEmbedding(keras.layers.Layer):
         """
         backend = self._parts.backend
         check_writable(self.name, doing, backend.states)
-        return LiveTables(self.name, backend.states, self.updates, self._writing, self._fetch, self._row_stamps)
+        given = [self._tpu_embedding.given]
+        return LiveTables(
+            self.name, backend.states, self.updates, backend.writing, self._fetch, self._row_stamps, given
+        )
 
     def _fetch(self) -> None:
         check_last_restore(self.name, self._tpu_embedding)
         self._parts.backend.fetch()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        with self._parts.backend.writing():
-            yield
-        self._tpu_embedding.rows_were_given = True
 
     def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
         """Overwrite rows [start, start + n) of a table, or of one of its slots, in place, in every replica's copy.
@@ -571,7 +568,7 @@ class TPUEmbedding(keras.layers.Layer):
         if self._vocabularies is not None:
             self._vocabularies.load(saved_vocabularies(store, self.vocabularies), f"layer {self.name!r}: the file")
         self.updates.assign(load_tables(store, self.named_variables()))
-        self._tpu_embedding.rows_were_given = True
+        self._tpu_embedding.given.note(self._parts.backend.states)
         if stamps is not None:
             saved = load_stamps(store, self._parts.backend.states, stamps.write)
             if saved is not None:

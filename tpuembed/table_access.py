@@ -1,7 +1,7 @@
 """The tables of a live layer, as rows are read and written besides training."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tpuembed.backends.checkpoint_keys import GivenRows
 from tpuembed.backends.table_rows import copies, piece_rows, write_rows
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_config import local
@@ -35,6 +36,7 @@ class LiveTables:
         writing: returns a context in which rows may be written.
         fetch: must be called before rows are read.
         stamps: of the rows. None if they are not tracked.
+        given: what is told of tables whose rows are all written.
     """
 
     layer: str
@@ -43,6 +45,7 @@ class LiveTables:
     writing: Callable[[], AbstractContextManager[None]] = nullcontext
     fetch: Callable[[], None] = lambda: None
     stamps: RowStamps | None = None
+    given: Sequence[GivenRows] = ()
 
     def state(self, table: str) -> TableState:
         """Return the state of `table`.
@@ -81,6 +84,9 @@ class LiveTables:
             self.stamps.wrote(table, int(start), int(start) + rows.shape[0])
         with self.writing():
             _write_pieces(variable, int(start), rows, config.dim)
+        if slot is None and rows.shape[0] == config.vocabulary_size:
+            for given in self.given:
+                given.note([table])
 
     def assign_table(self, table: str, values: Any) -> None:
         """Overwrite all rows of a table. See `TPUEmbedding.update_embedding_table`."""

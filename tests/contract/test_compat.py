@@ -18,6 +18,7 @@ from tests.support.messages import refused
 from tpuembed import TPUEmbedding, export_saved_model
 from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, ConfigError, TpuEmbedError, UnknownTableError
+from tpuembed.testing import simulated_tpu
 
 Array = np.ndarray[Any, Any]
 E = tf.tpu.experimental.embedding
@@ -498,4 +499,112 @@ def test_rows_that_are_refused_were_not_given(tmp_path: Path) -> None:
     with pytest.raises(UnknownTableError):
         model.first.restore_tables(path, {"users": "absent"})
     with pytest.raises(CheckpointMismatchError, match="has not restored its tables"):
+        model(tf.constant([2]))
+
+
+ROWS = np.full([9, 2], 3, np.float32)
+
+
+def loaded(model: Layers, folder: Path) -> None:
+    other = Layers(first="users")
+    other(tf.constant([1]))
+    other.save_weights(folder / "other.weights.h5")
+    model.load_weights(folder / "other.weights.h5")
+
+
+@pytest.mark.parametrize(
+    ("give", "settles"),
+    [
+        (lambda model, _: model.first.assign_rows("users", 0, ROWS), True),
+        (lambda model, _: model.first.update_embedding_table("users", ROWS), True),
+        (loaded, True),
+        (lambda model, folder: model.first.restore_tables(written(folder, third="users")), True),
+        (lambda model, _: model.first.assign_rows("users", 1, ROWS[1:]), False),
+    ],
+    ids=["rows", "table", "weights", "restore", "some rows"],
+)
+def test_rows_given_before_a_restore_do_not_settle_it(give: Any, settles: bool, tmp_path: Path) -> None:
+    """The restore was asked for later, and the rows of its file are nowhere. Given after it, they settle it if they are all."""
+    model, path = Layers(first="users"), written(tmp_path, other="users")
+    model(tf.constant([2]))
+    give(model, tmp_path)
+    tf.train.Checkpoint(model=model).restore(path).expect_partial()
+    for _ in range(2):
+        with pytest.raises(CheckpointMismatchError, match=r"other/ckpt"):
+            model(tf.constant([2]))
+    give(model, tmp_path)
+    if settles:
+        model(tf.constant([2]))
+        return
+    with pytest.raises(CheckpointMismatchError, match=r"other/ckpt"):
+        model(tf.constant([2]))
+
+
+def partial_of(small: str, large: str, threshold: int | None) -> Any:
+    tables = {"small": E.TableConfig(5, 2, name=small), "large": E.TableConfig(9, 2, name=large)}
+    features = {name: E.FeatureConfig(table) for name, table in tables.items()}
+    return tfrs.PartialTPUEmbedding(features, E.Adagrad(0.1), size_threshold=threshold, name="rows")
+
+
+@pytest.mark.filterwarnings("ignore:.*are not changed:UserWarning")  # a small table has no slots
+@pytest.mark.parametrize(("small", "large"), [("kind", "members"), ("sort", "users")])
+@pytest.mark.parametrize(("before", "after"), [(7, None), (None, 7), (0, None), (0, 7), (7, 0), (None, 0)])
+def test_a_partial_layer_with_a_renamed_table_and_another_threshold(
+    small: str, large: str, before: int | None, after: int | None, tmp_path: Path
+) -> None:
+    old, new = partial_of("kind", "users", before), partial_of(small, large, after)
+    ids = {"small": tf.constant([1]), "large": tf.constant([2])}
+    wanted, _ = old(ids), new(ids)
+    path = tf.train.Checkpoint(model=old).write(str(tmp_path / "ckpt"))
+    tf.train.Checkpoint(model=new).read(path).expect_partial()
+    renamed = {small: "kind", large: "users"}
+    with pytest.raises(
+        CheckpointMismatchError, match=f"has not restored its tables {'sort|members'} from .*: .*{'kind|users'}"
+    ):
+        new(ids)
+    new.restore_tables(path, tables=renamed, slots=False)
+    for name, rows in new(ids).items():
+        np.testing.assert_array_equal(rows, wanted[name])
+
+
+def test_a_partial_layer_with_another_threshold_and_a_new_table(tmp_path: Path) -> None:
+    """Nothing is left over of the checkpoint."""
+    users, kind, ads = (E.TableConfig(9, 2, name=name) for name in ("users", "kind", "ads"))
+    features = {name: E.FeatureConfig(table) for name, table in (("user", users), ("kind", kind), ("ad", ads))}
+    old = tfrs.PartialTPUEmbedding({"user": features["user"], "kind": features["kind"]}, "sgd", size_threshold=None)
+    new = tfrs.PartialTPUEmbedding(features, "sgd", size_threshold=7, name=old.name)
+    ids = {name: tf.constant([1]) for name in features}
+    wanted, _ = old({"user": ids["user"], "kind": ids["kind"]}), new(ids)
+    path = tf.train.Checkpoint(model=old).write(str(tmp_path / "ckpt"))
+    tf.train.Checkpoint(model=new).read(path).expect_partial()
+    found = new(ids)
+    for name, rows in wanted.items():
+        np.testing.assert_array_equal(found[name], rows)
+
+
+def trained_on_tpu(path: str, **tables: str) -> None:
+    model = tf.Module()
+    with simulated_tpu() as strategy, strategy.scope():
+        for name, table in tables.items():
+            config = E.FeatureConfig(E.TableConfig(9, 2, name=table))
+            setattr(model, name, TPUEmbedding(config, "sgd", batch_size=8, name=name))
+        tf.train.Checkpoint(model=model).write(path)
+
+
+def test_a_wrong_restore_after_one_of_other_hardware(tmp_path: Path) -> None:
+    wrong, right = written(tmp_path, other="users"), str(tmp_path / "tpu" / "ckpt")
+    trained_on_tpu(right, first="users")
+    model = Layers(first="users")
+    tf.train.Checkpoint(model=model).read(right).expect_partial()
+    model(tf.constant([2]))
+    tf.train.Checkpoint(model=model).read(wrong).expect_partial()
+    with pytest.raises(CheckpointMismatchError, match=r"other/ckpt"):
+        model(tf.constant([2]))
+
+
+def test_a_restore_of_tables_of_other_hardware_names_tables(tmp_path: Path) -> None:
+    trained_on_tpu(str(tmp_path / "ckpt"), first="users", second="ads")
+    model = Layers(other="users")
+    tf.train.Checkpoint(model=model).read(str(tmp_path / "ckpt")).expect_partial()
+    with pytest.raises(CheckpointMismatchError, match=r"Tables of the checkpoint: [^_]*\. Call"):
         model(tf.constant([2]))

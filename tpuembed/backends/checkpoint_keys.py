@@ -4,6 +4,7 @@
 """
 
 import functools
+import os
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,10 +13,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver, _CheckpointRestoreCoordinator
 
+from tpuembed.backends.tf_config import restores_so_far
+from tpuembed.backends.tf_tpu import LAYOUTS
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.runtime.callers import callers, frames
 
 __all__ = [
+    "GivenRows",
     "Restore",
     "check_last_restore",
     "check_taken",
@@ -70,17 +74,51 @@ _known: weakref.WeakKeyDictionary[Any, dict[int, set[str]]] = weakref.WeakKeyDic
 """By restore: the tables below each place in the checkpoint for which it found no object."""
 
 
+class GivenRows:
+    """Which tables of a layer have rows that TensorFlow's restores do not know of: given by the caller, or by `restore_tables`."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, int] = {}
+        self._sources: dict[str, set[str]] = {}
+        self._chosen: set[str] = set()
+
+    def note(self, tables: Iterable[str]) -> None:
+        """Note that all rows of `tables` were written now. A restore that begins later may write others over them."""
+        self._since.update(dict.fromkeys(tables, restores_so_far()))
+
+    def note_restored(self, path: str, sources: Mapping[str, str], is_chosen: bool) -> None:
+        """Note that `sources`, {table: its name in the checkpoint}, were restored from `path`.
+
+        If `is_chosen`, the caller named them. Then no other table of the layer is in that checkpoint, and TensorFlow may restore
+        the rest of it before or after.
+        """
+        self.note(sources)
+        self._sources.setdefault(os.path.realpath(path), set()).update(sources.values())
+        if is_chosen:
+            self._chosen.add(os.path.realpath(path))
+
+    def open_questions(self, path: str, uid: int, left: set[str], missing: list[str]) -> tuple[set[str], list[str]]:
+        """Return what is open of a restore: tables of the checkpoint that were left over, and of the layer that have no rows."""
+        file = os.path.realpath(path)
+        if file in self._chosen:
+            return set(), []
+        lacking = [table for table in missing if self._since.get(table, -1) < uid]
+        return left - self._sources.get(file, set()), lacking
+
+
 class Restore(NamedTuple):
     """A restore of a checkpoint with tables.
 
     Attributes:
         path: of the checkpoint.
+        uid: its number, which grows from restore to restore.
         tables: the name of each table or slot, by its place in the checkpoint.
         matched: the places that were restored so far.
         objects: what they were restored into, of what is still alive.
     """
 
     path: str
+    uid: int
     tables: dict[int, str]
     matched: set[int]
     objects: Mapping[int, Any]
@@ -98,7 +136,9 @@ def watch_restores(kind: type) -> None:
     def noted(self: Any, *arguments: Any, **options: Any) -> None:
         begin(self, *arguments, **options)
         if tables := _tables_in(self.object_graph_proto.nodes):
-            restore = Restore(self.save_path_string, tables, self.matched_proto_ids, self.object_by_proto_id)
+            restore = Restore(
+                self.save_path_string, self.restore_uid, tables, self.matched_proto_ids, self.object_by_proto_id
+            )
             for each in self.graph_view.breadth_first_traversal()[0]:
                 if isinstance(each, kind):
                     each.last_restore, each.last_uid = restore, self.restore_uid  # type: ignore[attr-defined]
@@ -119,8 +159,6 @@ def check_taken(layer: str, node: Any) -> None:
     Raises:
         CheckpointMismatchError: the restore left a table of the checkpoint over, and did not restore one of the layer's.
     """
-    if node.rows_were_given:
-        return
     check_last_restore(layer, node)
     passed: dict[Any, set[str]] = {}
     for holder, name, position in _without_object():
@@ -136,7 +174,7 @@ def check_taken(layer: str, node: Any) -> None:
         came_later = node.visited_at > restore.restore_uid and not any(one is node for one in found)
         if not names or came_later or restore.restore_uid < node.last_uid:
             continue
-        _check_tables(layer, node, restore.save_path_string, names, found)
+        _check_tables(layer, node, restore.save_path_string, restore.restore_uid, names, found)
 
 
 def check_last_restore(layer: str, node: Any) -> None:
@@ -144,18 +182,19 @@ def check_last_restore(layer: str, node: Any) -> None:
     last, restore = node.last_restore, TrackableSaver.restore.__code__
     if last is None or any(frame.f_code is restore for frame in frames()):
         return  # TensorFlow asks for what it saves also to restore it, before it has
-    if not node.rows_were_given:
-        left = (name for place, name in last.tables.items() if place not in last.matched)
-        _check_tables(layer, node, last.path, _without_slots(last.tables.values(), left), list(last.objects.values()))
+    left = (name for place, name in last.tables.items() if place not in last.matched)
+    names = _without_slots(last.tables.values(), left)
+    _check_tables(layer, node, last.path, last.uid, names, list(last.objects.values()))
     node.last_restore = None
 
 
-def _check_tables(layer: str, node: Any, path: str, left: set[str], found: Sequence[Any]) -> None:
+def _check_tables(layer: str, node: Any, path: str, uid: int, left: set[str], found: Sequence[Any]) -> None:
     """Raise CheckpointMismatchError if a restore left tables of the checkpoint over, and not all of the node's got rows.
 
     Nothing says whether the one is the other's rows under an old name, or the one was dropped and the other is new.
     """
     missing = [name for name, table in node.own_tables().items() if not any(one is table for one in found)]
+    left, missing = node.given.open_questions(path, uid, left, missing)
     if left and missing:
         raise CheckpointMismatchError(
             f"layer {layer!r}: tf.train.Checkpoint.restore has not restored its tables {', '.join(missing[:5])} from {path}, where "
@@ -195,7 +234,11 @@ def _children_with_rows(nodes: Any, place: int, name: str) -> list[Any]:
     """Return the tables and slots directly below a place to which the attribute `name` leads."""
     if name not in (_TABLES, _SMALL_TABLES):
         return []
-    return [one for one in nodes[place].children if name == _SMALL_TABLES or nodes[one.node_id].attributes]
+    return [
+        one
+        for one in nodes[place].children
+        if name == _SMALL_TABLES or (nodes[one.node_id].attributes and one.local_name != LAYOUTS)
+    ]
 
 
 def _tables_below(nodes: Any, start: int, name: str) -> Iterator[str]:

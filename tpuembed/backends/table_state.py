@@ -10,7 +10,13 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from tpuembed.backends.checkpoint_keys import Restore, saved_keys, tables_with_keras_slots, watch_restores
+from tpuembed.backends.checkpoint_keys import (
+    GivenRows,
+    Restore,
+    saved_keys,
+    tables_with_keras_slots,
+    watch_restores,
+)
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.tf_config import SavedNode, resolve_optimizer, restores_so_far
 from tpuembed.backends.tf_tpu import saved_layouts
@@ -228,7 +234,7 @@ class TablesNode(SavedNode):
         self._tables = [state.config.name for state in states]
         self._slots = {state.config.name: tuple(state.slots) for state in states}
         self._rows_lie_elsewhere = False
-        self.visited_at, self.rows_were_given = 0, False
+        self.visited_at, self.given = 0, GivenRows()
         self.last_restore: Restore | None = None
         self.last_uid = 0
         self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None

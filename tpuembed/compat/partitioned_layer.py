@@ -144,6 +144,8 @@ class PartitionedEmbedding(keras.layers.Layer):
                 for table, names in saved.items():
                     part.take(table, names)
             _Counts(self._counts()).assign(load_tables(store, variables))
+            for _, layer in self._parts:
+                layer._tpu_embedding.given.note(layer.named_variables())
 
     def _named_variables(self) -> dict[str, Any]:
         return {name: variable for _, layer in self._parts for name, variable in layer.named_variables().items()}
@@ -163,6 +165,7 @@ class PartitionedEmbedding(keras.layers.Layer):
             _Counts(self._counts()),
             writing=lambda: _all(live.writing for live in lives),
             fetch=lambda: _each(live.fetch for live in lives),
+            given=[given for live in lives for given in live.given],
         )
 
     def apply_gradients(self, gradients: Iterable[Any]) -> None:
@@ -244,6 +247,8 @@ class PartitionedEmbedding(keras.layers.Layer):
             found = {table: source for table, source in sources.items() if source in names}
             if found:
                 restore_saved(layer, path, found)
+                for _, other in self._parts:
+                    other._tpu_embedding.given.note_restored(path, found, is_chosen=False)
 
     def _other_names(self, keys: Iterable[str]) -> set[str]:  # noqa: ARG002 - for subclasses
         """Return the tables that the checkpoint with these keys has outside the layer's places."""

@@ -150,6 +150,9 @@ def _restore(
             for plan in plans:
                 _restore_stamps(checkpoint, live.stamps, plan)
             live.stamps.adopt(history, live.states)
+        sources = {plan.table: plan.source for plan in plans}
+        for given in live.given:
+            given.note_restored(checkpoint.path, sources, is_chosen=not request.rows_only)
         return RestoreReport(checkpoint.path, checkpoint.format, tuple(plans), updates)
 
 
