@@ -29,6 +29,7 @@ from tpuembed.errors import (
     ConfigError,
     MissingExtraError,
 )
+from tpuembed.export.stream.engines.local import MALLOC
 from tpuembed.files import remote
 
 ROWS = np.arange(92, dtype=np.float32).reshape(23, 4)
@@ -510,7 +511,7 @@ with open_checkpoint(sys.argv[1]) as checkpoint:
 
 
 def peak_mib(path: Path, cores: int) -> tuple[str, int]:
-    """Of a process that reads table `t`, 128 MiB on `cores` SparseCores, in 16 pieces: CRC of all, peak in MiB."""
+    """Of a process that reads table `t`, 128 MiB on `cores` SparseCores, in 16 pieces, as a worker: CRC of all, peak in MiB."""
     script = """
 import sys, zlib
 import numpy as np
@@ -527,7 +528,8 @@ peak = next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if 
 print(crc, peak)
 """
     command = [sys.executable, "-c", script, str(path), str(cores)]
-    crc, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **MALLOC})
+    crc, peak = done.stdout.split()
     return crc, int(peak)
 
 

@@ -24,13 +24,21 @@ from tpuembed.export.stream.batch import Failure
 from tpuembed.export.stream.engines.protocol import Engine
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target, ignore
 
-__all__ = ["LocalEngine"]
+__all__ = ["MALLOC", "LocalEngine"]
 
 _EXIT_SECONDS = 10
 _RETRY_SECONDS = (1.0, 4.0)
 """How long a new worker waits before it retries a batch. The length is the number of retries."""
 # Numerical libraries start a thread per processor, each with its own memory. A worker does not need them.
 _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
+
+
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
+"""How glibc keeps freed memory in workers.
+
+By default each thread of TensorStore keeps the chunks it has freed, in an arena of its own: a table of 128 MiB in chunks of 16 MiB
+took 337 MB and 2.3 s. With these it takes 119 MB and 1.7 s.
+"""
 
 
 class LocalEngine(Engine):
@@ -258,7 +266,7 @@ def _spawn(stderr: IO[bytes]) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-P", "-m", "tpuembed.export.stream.worker"]
     pipe = subprocess.PIPE
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # a worker runs the same code
-    environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": path}
+    environment = {**MALLOC, **os.environ, **_ONE_THREAD, "PYTHONPATH": path}
     try:
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, bufsize=0, env=environment)
     except OSError as error:

@@ -21,6 +21,7 @@ from tpuembed.errors import ExportError, MissingExtraError, WorkerError, one_lin
 from tpuembed.export.plan.plan import ShardTask
 from tpuembed.export.publish.version_writer import VersionWriter
 from tpuembed.export.stream.batch import Failure, flush_batch, run_batch
+from tpuembed.export.stream.engines.local import MALLOC
 from tpuembed.export.stream.engines.protocol import Engine
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target, ignore
 
@@ -174,4 +175,4 @@ def _options(where: str) -> dict[str, Any]:
     if where != "local":
         return {}
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    return {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
+    return {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path, **MALLOC}}}
