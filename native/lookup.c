@@ -25,7 +25,7 @@ enum { FAIL, ZEROS, ROW };
 enum { OK, OUTSIDE, DAMAGED };
 
 #define PADDING (-1)
-#define NOWHERE ((int64_t)1 << 62) /* the row of an unknown name: tpuembed/id_messages.py */
+#define NOWHERE ((int64_t)1 << 62) /* the row of an unknown name: tpuembed/errors/ids.py */
 #define WAYS 4
 #define BLOCK 64 /* names whose buckets are prefetched before the first of them is compared */
 #define AHEAD 16 /* ids between the prefetch of a row and its use */

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError, TpuEmbedError, reason
-from tpuembed.id_messages import MOST_OF_NAME, Span, outside_message, unknown_name_texts
+from tpuembed.errors.ids import MOST_OF_NAME, Span, outside_message, unknown_name_texts
 from tpuembed.manifest import ArrayEntry, FeatureEntry, Manifest, NamesEntry, StackEntry, TableEntry
 
 __all__ = [

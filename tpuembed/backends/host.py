@@ -16,7 +16,7 @@ from tpuembed.backends.table_state import TableState, create_table
 from tpuembed.backends.tf_config import local, unchecked_gathers
 from tpuembed.backends.tf_tpu import densify_on_host, tpu_call
 from tpuembed.errors import ConfigError
-from tpuembed.id_messages import Span
+from tpuembed.errors.ids import Span
 from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.ranges import is_inside
 from tpuembed.row_history import UNKNOWN

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.id_messages import Span, outside_texts
+from tpuembed.errors.ids import Span, outside_texts
 from tpuembed.lookup.ids import DenseIds, RaggedIds, kind_of
 from tpuembed.lookup.pooling import Segments, shares
 from tpuembed.lookup.ranges import DROPPED, is_inside

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.id_messages import Span
+from tpuembed.errors.ids import Span
 from tpuembed.lookup.pooling import EachRow, pool
 from tpuembed.lookup.ranges import IdRanges, RangedIds
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError
-from tpuembed.id_messages import MOST_OF_NAME, unknown_name_texts
+from tpuembed.errors.ids import MOST_OF_NAME, unknown_name_texts
 from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.name_index import BUCKETS, MIX, WAYS
 from tpuembed.lookup.ranges import DROPPED, NOT_FOR_XLA, NOWHERE, OUTSIDE

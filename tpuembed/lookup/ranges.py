@@ -19,7 +19,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError
-from tpuembed.id_messages import NOWHERE, OF_ROW, Span, outside_texts, unknown_texts
+from tpuembed.errors.ids import NOWHERE, OF_ROW, Span, outside_texts, unknown_texts
 from tpuembed.lookup.branches import not_inlined
 
 __all__ = [

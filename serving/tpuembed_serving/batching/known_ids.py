@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from tpuembed.id_messages import Span, outside_message
+from tpuembed.errors.ids import Span, outside_message
 from tpuembed.manifest import ActivationEntry, FeatureEntry, Manifest, Packing
 from tpuembed.native_lookup import group_of
 from tpuembed_serving.core.servable import Array, Columns

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import ConfigError, MissingExtraError, RowStoreDataError, RowStoreError
-from tpuembed.id_messages import Span, outside_message
+from tpuembed.errors.ids import Span, outside_message
 from tpuembed.manifest import ActivationEntry, FeatureEntry, Manifest, RowStoreEntry, StackEntry, TableEntry
 from tpuembed.native_lookup import NativeLookups, available, mapped_array
 from tpuembed.row_store import RowKeys, RowStore, connect

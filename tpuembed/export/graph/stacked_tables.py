@@ -12,11 +12,11 @@ from tensorflow.python.ops import resource_variable_ops
 from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.config import QuantizationConfig, TableConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError, ExportError
+from tpuembed.errors.ids import Span
 from tpuembed.export.graph.mapped_table import store_array
 from tpuembed.export.graph.signature import Saved, find_table, trained_with_rows, vocabulary_of
 from tpuembed.export.plan.plan import Placement, StackPlan
 from tpuembed.export.storage.formats import STORAGES
-from tpuembed.id_messages import Span
 from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.name_index import WAYS, NameIndex, salt_text

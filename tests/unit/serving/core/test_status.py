@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tpuembed.id_messages import MOST_OF_NAME, Span, outside_texts, unknown_name_texts, unknown_texts
+from tpuembed.errors.ids import MOST_OF_NAME, Span, outside_texts, unknown_name_texts, unknown_texts
 from tpuembed.lookup import OUTSIDE
 from tpuembed_serving.core.status import Code, StatusError, of_later_rows, plain_message
 
