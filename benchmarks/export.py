@@ -41,7 +41,7 @@ from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.engines.local import LocalEngine
 from tpuembed.export.stream.execute import stream_tables
 from tpuembed.export.stream.shard import Source
-from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import Entry, crc, index_path, shard_path, write_index
 
 DIM = 64
 PIECE_ROWS = 1 << 16

@@ -185,7 +185,7 @@ def _tensor_names(version: Path, side: int) -> list[str]:
     Source: SavedModel.meta_graphs = 2, MetaGraphDef.signature_def = 5, a map of SignatureDef.inputs = 1 and .outputs = 2,
     maps of TensorInfo.name = 1.
     """
-    from tpuembed.protobuf import Message
+    from tpuembed.formats.protobuf import Message
 
     (meta,) = Message((version / "saved_model.pb").read_bytes()).messages(2)
     signatures = {entry.text(1): entry.message(2) for entry in meta.messages(5)}

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.sparse_core_files import write_sparse_core_checkpoint
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.export.stream.shard import peak_rss_bytes
-from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import Entry, crc, index_path, shard_path, write_index
 
 DIM = 64
 ROW_BYTES = 4 * DIM

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.checkpoint.strings import encode_strings
-from tpuembed.protobuf import bytes_field, varint, varint_field
-from tpuembed.tensor_bundle import Entry, Slice, index_path, shard_path, write_index
+from tpuembed.formats.protobuf import bytes_field, varint, varint_field
+from tpuembed.formats.tensor_bundle import Entry, Slice, index_path, shard_path, write_index
 
 __all__ = ["LAYOUTS_KEY", "TABLE_KEY", "object_graph", "write_sparse_core_checkpoint"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import Entry, index_path, shard_path, write_index
 
 DIM = 64
 PIECE_BYTES = 64 << 20

@@ -27,7 +27,7 @@ def relocate(export: str, root: str, as_json: bool) -> None:
     sees it. tpuembed's own server does not need this: it maps the tables of the version that it loads.
     """
     from tpuembed.checkpoint.tools import require_export
-    from tpuembed.saved_model import relocate_export
+    from tpuembed.formats.saved_model import relocate_export
 
     version, manifest = require_export(export)
     if not isinstance(version, Path):

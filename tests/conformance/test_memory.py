@@ -17,7 +17,7 @@ from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive
 from tests.support.checkpoint.objects import mid_level, with_registered_saver
 from tests.support.checkpoint.orbax_trees import write_tree
 from tests.support.checkpoint.strings import encode_strings
-from tpuembed.tensor_bundle import Entry, Slice, index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import Entry, Slice, index_path, shard_path, write_index
 
 ROWS, DIM = 1 << 20, 64
 SIZE = 4 * ROWS * DIM

@@ -17,9 +17,9 @@ from tests.support.checkpoint.bundles import write
 from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, UnknownTableError
-from tpuembed.sstable import read_table, write_table
-from tpuembed.tensor_bundle import Bundle, crc, shard_path
-from tpuembed.tensor_bundle.ordered_code import slice_key
+from tpuembed.formats.sstable import read_table, write_table
+from tpuembed.formats.tensor_bundle import Bundle, crc, shard_path
+from tpuembed.formats.tensor_bundle.ordered_code import slice_key
 
 EntryProto = tensor_bundle_pb2.BundleEntryProto
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"

@@ -22,7 +22,7 @@ from tpuembed.checkpoint.keras.archive import check_crc32
 from tpuembed.checkpoint.keras.weights import open_window
 from tpuembed.errors import CheckpointCorruptError
 from tpuembed.export import export_saved_model
-from tpuembed.tensor_bundle import Bundle
+from tpuembed.formats.tensor_bundle import Bundle
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 

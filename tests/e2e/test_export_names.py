@@ -24,10 +24,10 @@ from tpuembed import (
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.errors import ConfigError
+from tpuembed.formats.saved_model import size_faults
 from tpuembed.lookup import name_index
 from tpuembed.lookup.name_index import BUCKETS, fingerprints
 from tpuembed.manifest import Manifest
-from tpuembed.saved_model import size_faults
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 

@@ -27,7 +27,7 @@ from tpuembed.errors import ExportError
 from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.stream.engines import choose_engine
 from tpuembed.export.stream.shard import Source
-from tpuembed.tensor_bundle import Entry, crc, index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import Entry, crc, index_path, shard_path, write_index
 
 DIM = 64
 RAY = Path(sys.executable).with_name("ray")

@@ -20,7 +20,7 @@ from tpuembed import export_saved_model
 from tpuembed.errors import CheckpointError, TpuEmbedError
 from tpuembed.export.stream.engines import local
 from tpuembed.export.stream.resume_log import read_record
-from tpuembed.tensor_bundle import shard_path
+from tpuembed.formats.tensor_bundle import shard_path
 
 ROOT = Path(__file__).parents[2]
 TABLE = random_table(400, 8)

@@ -10,8 +10,8 @@ from tests.support.export.overlays import overlays_of_any_size
 from tests.support.layer.branches import ROWS, make, make_in_sparse_cores, restore, rows_of, step, write_save
 from tpuembed import TPUEmbedding, compact_version, export_model, export_saved_model
 from tpuembed.export.report import ExportReport
+from tpuembed.formats.saved_model.stack_rows import StackRows
 from tpuembed.manifest import Manifest
-from tpuembed.saved_model.stack_rows import StackRows
 from tpuembed.testing import simulated_tpu
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")

@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.serving.process import ServerProcess
 from tpuembed import export_saved_model
+from tpuembed.formats.tensor_bundle import Entry, index_path, shard_path, write_index
 from tpuembed.native_lookup import available
-from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
 
 pytestmark = [
     pytest.mark.nightly,

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.support.checkpoint.bundles import restore, save, write
-from tpuembed.protobuf import read_varint, varint
-from tpuembed.tensor_bundle import Bundle, Entry, Slice, crc, shard_path, write_index
-from tpuembed.tensor_bundle.ordered_code import encode_signed, encode_string, encode_unsigned
+from tpuembed.formats.protobuf import read_varint, varint
+from tpuembed.formats.tensor_bundle import Bundle, Entry, Slice, crc, shard_path, write_index
+from tpuembed.formats.tensor_bundle.ordered_code import encode_signed, encode_string, encode_unsigned
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 Array = np.ndarray[Any, Any]

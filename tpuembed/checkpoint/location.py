@@ -12,7 +12,7 @@ from tpuembed.errors import (
     reason,
 )
 from tpuembed.files import FilePath, as_path
-from tpuembed.tensor_bundle import index_path
+from tpuembed.formats.tensor_bundle import index_path
 
 __all__ = ["find_bundle"]
 

@@ -44,7 +44,7 @@ class PartialChecksum:
     """Partial CRC32C of the pieces of a tensor that were read. Partial checksums of disjoint pieces can be added.
 
     Attributes:
-        checksum: the pieces' contribution to its CRC32C; see `tpuembed.tensor_bundle.crc`.
+        checksum: the pieces' contribution to its CRC32C; see `tpuembed.formats.tensor_bundle.crc`.
         bytes: number of bytes read.
     """
 

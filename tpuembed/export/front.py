@@ -10,9 +10,9 @@ import numpy as np
 
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
 from tpuembed.export.publish.layouts import BUNDLE
+from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, mapped_from, replace_file, without_rows
+from tpuembed.formats.tensor_bundle import Bundle, index_path, read_index, write_index
 from tpuembed.manifest import NAMES_FOLDER, ArrayEntry, FileEntry, Manifest, NamesEntry, RowStoreEntry
-from tpuembed.saved_model import GRAPH_FILE, file_crc32c, mapped_from, replace_file, without_rows
-from tpuembed.tensor_bundle import Bundle, index_path, read_index, write_index
 
 __all__ = ["settle_front", "write_front"]
 

@@ -27,13 +27,13 @@ from tpuembed.export.publish.folder import locked, publish_folder, temporary_sta
 from tpuembed.export.publish.version_writer import naming_model_dir
 from tpuembed.export.retention.listing import find_version, local_model_dir, version_folders
 from tpuembed.files import FilePath, as_path, open_bytes
+from tpuembed.formats.saved_model import check_sizes
 from tpuembed.manifest import (
     ArrayEntry,
     Manifest,
     RowStoreEntry,
 )
 from tpuembed.row_store import PUBLISHER, RowKeys, RowStore, check_model, connect, hash_of
-from tpuembed.saved_model import check_sizes
 
 __all__ = ["PublishRowsReport", "publish_rows"]
 

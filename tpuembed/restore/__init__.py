@@ -15,12 +15,12 @@ from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.config.checks import check_count
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, first_few, warn
 from tpuembed.files import FilePath
+from tpuembed.formats.tensor_bundle import crc
 from tpuembed.restore.names import NamesPlan, live_vocabularies, names_by_number
 from tpuembed.restore.plan import RestoreRequest, TablePlan, plan_tables
 from tpuembed.row_history import RowHistory
 from tpuembed.row_stamps import RowStamps
 from tpuembed.table_access import HasTables, LiveTables, write_numbers
-from tpuembed.tensor_bundle import crc
 
 __all__ = ["NamesPlan", "RestoreReport", "TablePlan", "restore_saved", "restore_tables"]
 

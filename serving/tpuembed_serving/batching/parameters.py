@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import ConfigError, reason
-from tpuembed.protobuf import MalformedError
-from tpuembed.protobuf_text import message_class, parse_text
+from tpuembed.formats.protobuf import MalformedError
+from tpuembed.formats.protobuf_text import message_class, parse_text
 
 __all__ = ["BatchingParameters", "read_parameters"]
 

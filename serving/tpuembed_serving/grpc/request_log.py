@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import google_crc32c
 
 from tpuembed.errors import reason
-from tpuembed.sstable import mask
+from tpuembed.formats.sstable import mask
 from tpuembed_serving.core.classify_regress import LOG_TYPES, interpret
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Call

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from tensorflow.core.framework import tensor_pb2, tensor_shape_pb2, types_pb2
 
-from tpuembed.protobuf import MalformedError, bytes_field, read_varint
+from tpuembed.formats.protobuf import MalformedError, bytes_field, read_varint
 from tpuembed_serving.core.servable import Array, cannot_hold
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from tpuembed.errors import ConfigError, reason
 from tpuembed.files import FilePath, as_path
-from tpuembed.protobuf import MalformedError
-from tpuembed.protobuf_text import message_class, parse_text
+from tpuembed.formats.protobuf import MalformedError
+from tpuembed.formats.protobuf_text import message_class, parse_text
 from tpuembed_serving.core.request_record import RequestLogging
 from tpuembed_serving.models.policies import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
 from tpuembed_serving.settings import ModelSettings

@@ -26,8 +26,8 @@ from typing import Final
 
 from tpuembed.errors import ConfigError, ServingError, TpuEmbedError, first_few, printable, reason
 from tpuembed.files import FilePath, FileVersion, UrlPath, flush, listing, open_bytes, subfolders
+from tpuembed.formats.saved_model import GRAPH_FILE
 from tpuembed.manifest import MANIFEST_PATH, Manifest
-from tpuembed.saved_model import GRAPH_FILE
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.status import Code, StatusError

@@ -7,8 +7,8 @@ from typing import Final
 import google_crc32c
 
 from tpuembed.errors import ConfigError
+from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c
 from tpuembed.manifest import ArrayEntry, FileEntry, Manifest
-from tpuembed.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.versions import check_files, is_free
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from tpuembed.errors import ConfigError
+from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, size_faults
 from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest
-from tpuembed.saved_model import GRAPH_FILE, file_crc32c, size_faults
 from tpuembed_serving.core.status import Code, StatusError
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Final
 
 import google_crc32c
 
-from tpuembed.sstable import mask
+from tpuembed.formats.sstable import mask
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.servable import LoadedVersion, Servable
 from tpuembed_serving.core.status import Code, StatusError, invalid_argument

@@ -23,9 +23,9 @@ from tensorflow.python.client import pywrap_tf_session as tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
+from tpuembed.formats.saved_model import GRAPH_FILE, mapped_from
 from tpuembed.manifest import FeatureEntry, Manifest, Packing
 from tpuembed.native_search import EXCLUDE
-from tpuembed.saved_model import GRAPH_FILE, mapped_from
 from tpuembed_serving.batching.concat import count_rows
 from tpuembed_serving.batching.known_ids import known_ids
 from tpuembed_serving.batching.row_proof import Verdict, prove

@@ -34,10 +34,10 @@ from tests.support.goldens import FOLDER, Golden, read_golden
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.errors import CheckpointError
-from tpuembed.protobuf import varint
-from tpuembed.sstable import read_table, write_table
-from tpuembed.tensor_bundle import Entry, index_path, read_index, shard_path
-from tpuembed.tensor_bundle.entries import encode_entries
+from tpuembed.formats.protobuf import varint
+from tpuembed.formats.sstable import read_table, write_table
+from tpuembed.formats.tensor_bundle import Entry, index_path, read_index, shard_path
+from tpuembed.formats.tensor_bundle.entries import encode_entries
 
 __all__ = ["run"]
 

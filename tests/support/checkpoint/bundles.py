@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support.checkpoint.strings import encode_strings
-from tpuembed.tensor_bundle import BundleIndex, Entry, crc, index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import BundleIndex, Entry, crc, index_path, shard_path, write_index
 
 Array = np.ndarray[Any, Any]
 

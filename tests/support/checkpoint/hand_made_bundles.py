@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.sparse_core_files import LAYOUTS_KEY, TABLE_KEY, object_graph
 from tests.support.checkpoint.strings import encode_strings
 from tests.support.checkpoint.tpu_checkpoints import serialized_layouts
-from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import Entry, index_path, shard_path, write_index
 
 
 def write_stack(prefix: Path, layout: Mapping[str, Any]) -> None:

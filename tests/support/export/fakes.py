@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.errors import CheckpointCorruptError, CheckpointError
 from tpuembed.export.stream.shard import Source
-from tpuembed.tensor_bundle import Bundle, Entry, crc, index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import Bundle, Entry, crc, index_path, shard_path, write_index
 
 Array = npt.NDArray[Any]
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)

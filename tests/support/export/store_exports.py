@@ -20,7 +20,7 @@ from tpuembed.export.publish.version_writer import VersionWriter
 from tpuembed.export.report import StreamReport
 from tpuembed.export.run import choose_writer
 from tpuembed.export.stream.execute import stream_tables
-from tpuembed.tensor_bundle import index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import index_path, shard_path, write_index
 
 Array = npt.NDArray[np.float32]
 

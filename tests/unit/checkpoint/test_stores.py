@@ -18,7 +18,7 @@ from tests.support.stores import S3, GcsStub, moto_server
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from tpuembed.files import remote
-from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import Entry, index_path, shard_path, write_index
 
 TABLE = np.random.default_rng(0).normal(size=(1000, 7)).astype(np.float32)
 

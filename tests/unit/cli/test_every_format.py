@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from tests.support.goldens import BUNDLES, FOLDER, Golden, read_golden
 from tpuembed.checkpoint.location import find_bundle
-from tpuembed.tensor_bundle import index_path, shard_path
+from tpuembed.formats.tensor_bundle import index_path, shard_path
 from tpuembed_cli.main import cli
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.checkpoint.bundles import write
 from tests.support.serving.process import run_command
-from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import Entry, index_path, shard_path, write_index
 
 COMMAND = [sys.executable, "-m", "tpuembed_cli.main"]
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.checkpoint.strings import encode_strings
-from tpuembed.tensor_bundle import Entry, Slice, crc, shard_path, write_index
+from tpuembed.formats.tensor_bundle import Entry, Slice, crc, shard_path, write_index
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 ROWS, DIM = 1 << 19, 64

@@ -217,7 +217,7 @@ print(kilobytes("VmHWM"), kilobytes("VmHWM") - before)
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """A sparse file of 1 GB."""
-    from tpuembed.tensor_bundle import Entry, shard_path, write_index
+    from tpuembed.formats.tensor_bundle import Entry, shard_path, write_index
 
     rows, size = 1 << 22, 1 << 30
     small, large = tmp_path / "small", tmp_path / "large"

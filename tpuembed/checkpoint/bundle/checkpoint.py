@@ -28,10 +28,10 @@ from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum
 from tpuembed.config.checks import check_choice
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
 from tpuembed.files import FilePath
-from tpuembed.protobuf import MalformedError
+from tpuembed.formats.protobuf import MalformedError
+from tpuembed.formats.tensor_bundle import Bundle, index_path
+from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.row_history import RowHistory
-from tpuembed.tensor_bundle import Bundle, index_path
-from tpuembed.tensor_bundle.dtypes import numpy_dtype
 
 __all__ = ["BundleCheckpoint"]
 

@@ -17,7 +17,7 @@ from typing import Final
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph, is_keras_3_optimizer
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, mid_level_nodes, optimizer_slots
 from tpuembed.errors import CheckpointFormatError, first_few
-from tpuembed.tensor_bundle import Bundle
+from tpuembed.formats.tensor_bundle import Bundle
 
 __all__ = ["check_keras_model", "keras_rs_tables"]
 

@@ -14,7 +14,7 @@ from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
 from tpuembed.checkpoint.bundle.sparsecore import sparse_core_layouts, sparse_core_tables
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, mid_level_nodes, mid_level_variables, optimizer_slots
 from tpuembed.errors import CheckpointFormatError
-from tpuembed.tensor_bundle import Bundle, Entry
+from tpuembed.formats.tensor_bundle import Bundle, Entry
 
 __all__ = ["keras_layer_tables", "mid_level_tables"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, Self
 
-from tpuembed.protobuf import MalformedError, Message
+from tpuembed.formats.protobuf import MalformedError, Message
 
 __all__ = [
     "OBJECT_GRAPH_KEY",

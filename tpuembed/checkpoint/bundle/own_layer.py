@@ -16,9 +16,9 @@ from tpuembed.checkpoint.bundle.sparsecore import LAYOUTS, SparseCoreRows, spars
 from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, table_info
 from tpuembed.errors import CheckpointCorruptError
+from tpuembed.formats.tensor_bundle import Bundle
+from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.row_history import RowHistory
-from tpuembed.tensor_bundle import Bundle
-from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.vocabulary import attribute_of
 
 __all__ = [

@@ -11,7 +11,7 @@ import numpy as np
 
 from tpuembed.checkpoint.bundle.rows import ModSharded, read_mod_sharded_rows, recorded_checksum
 from tpuembed.checkpoint.types import Array, PartialChecksum
-from tpuembed.tensor_bundle import Bundle, Entry, crc
+from tpuembed.formats.tensor_bundle import Bundle, Entry, crc
 
 __all__ = ["ModShardedReader", "matches_checksum"]
 

@@ -17,7 +17,7 @@ from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, optimizer_slots
 from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointFormatError
-from tpuembed.tensor_bundle import Bundle, Entry
+from tpuembed.formats.tensor_bundle import Bundle, Entry
 
 __all__ = ["PARTITION_STRATEGIES", "graph_variables", "named_variables"]
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from tpuembed.checkpoint.types import Array
 from tpuembed.files import IN_FLIGHT_BYTES
-from tpuembed.tensor_bundle import Bundle, Entry, crc
-from tpuembed.tensor_bundle.dtypes import numpy_dtype
-from tpuembed.tensor_bundle.reader import strided_bytes
+from tpuembed.formats.tensor_bundle import Bundle, Entry, crc
+from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
+from tpuembed.formats.tensor_bundle.reader import strided_bytes
 
 __all__ = [
     "DENSE",

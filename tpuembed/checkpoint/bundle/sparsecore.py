@@ -11,8 +11,8 @@ from tpuembed.checkpoint.bundle.rows import RowLayout
 from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout, parse_layouts
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, mid_level_variables
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
-from tpuembed.protobuf import MalformedError
-from tpuembed.tensor_bundle import Bundle, Entry
+from tpuembed.formats.protobuf import MalformedError
+from tpuembed.formats.tensor_bundle import Bundle, Entry
 
 __all__ = ["LAYOUTS", "SparseCoreRows", "sparse_core_layouts", "sparse_core_tables"]
 

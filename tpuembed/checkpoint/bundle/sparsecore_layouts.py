@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from tpuembed.checkpoint.types import Array
-from tpuembed.protobuf import MalformedError, Message
+from tpuembed.formats.protobuf import MalformedError, Message
 
 __all__ = ["TableLayout", "check_stack", "parse_layouts"]
 

@@ -19,8 +19,8 @@ from typing import Any, Final
 from tpuembed.config.checks import check_count, check_keys
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, MissingExtraError, reason
 from tpuembed.files import FilePath, UrlPath, as_path, open_stream
-from tpuembed.protobuf import MalformedError
-from tpuembed.protobuf_text import message_class, parse_text
+from tpuembed.formats.protobuf import MalformedError
+from tpuembed.formats.protobuf_text import message_class, parse_text
 
 __all__ = ["HOW_TO_SAY", "StackSpec", "TableSpec", "given_specs", "saved_specs", "short_stack_name", "to_mapping"]
 

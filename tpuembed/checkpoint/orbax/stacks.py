@@ -12,7 +12,7 @@ from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout, check_sta
 from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.checkpoint.orbax.stack_specs import HOW_TO_SAY, StackSpec, TableSpec, short_stack_name
 from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError, first_few
-from tpuembed.protobuf import MalformedError
+from tpuembed.formats.protobuf import MalformedError
 
 __all__ = ["Stack", "find_stacks", "match_specs", "place_tables"]
 

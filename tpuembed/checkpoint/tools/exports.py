@@ -18,9 +18,9 @@ from tpuembed.errors import (
     reason,
 )
 from tpuembed.files import FilePath, as_path
+from tpuembed.formats.saved_model.stack_rows import StackRows, decode_int8
+from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
-from tpuembed.saved_model.stack_rows import StackRows, decode_int8
-from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = [

@@ -16,10 +16,10 @@ from tpuembed.checkpoint.tools.exports import find_export
 from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from tpuembed.files import FilePath, as_path, names_below, versions
+from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, mapped_folders, size_faults
+from tpuembed.formats.tensor_bundle import Bundle
+from tpuembed.formats.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
 from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, FileEntry, Manifest
-from tpuembed.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, mapped_folders, size_faults
-from tpuembed.tensor_bundle import Bundle
-from tpuembed.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
 
 __all__ = ["VerifyReport", "verify_files"]
 

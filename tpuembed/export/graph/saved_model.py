@@ -22,6 +22,8 @@ from tpuembed.export.graph.stacked_tables import StackedTables, make_names
 from tpuembed.export.graph.warmup import write_warmup
 from tpuembed.export.plan.plan import ArrayPlan, StackPlan
 from tpuembed.export.report import SavedGraph
+from tpuembed.formats.saved_model import GRAPH_FILE, replace_file
+from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.manifest import (
     FeatureEntry,
     FromActivations,
@@ -30,8 +32,6 @@ from tpuembed.manifest import (
     TensorSpec,
     VocabularyEntry,
 )
-from tpuembed.saved_model import GRAPH_FILE, replace_file
-from tpuembed.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["ExportableModel", "save_graph"]

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from tpuembed.formats.protobuf import bytes_field
 from tpuembed.manifest import Packing
-from tpuembed.protobuf import bytes_field
 
 __all__ = ["BATCHES", "WARMUP_PATH", "sample_inputs", "write_warmup"]
 

@@ -28,9 +28,9 @@ from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.execute import combined, table_errors
 from tpuembed.export.stream.shard import ShardResult, Source, write_shard
 from tpuembed.files import open_bytes
+from tpuembed.formats.saved_model import file_crc32c
 from tpuembed.manifest import HistoryEntry
 from tpuembed.row_history import RowHistory
-from tpuembed.saved_model import file_crc32c
 
 __all__ = ["Search", "TooManyRowsError", "stamped_tables"]
 

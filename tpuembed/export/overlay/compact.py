@@ -20,10 +20,10 @@ from tpuembed.export.retention.listing import check_has_rows, find_version, is_w
 from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.shard import ignore
 from tpuembed.files import FilePath
+from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, mapped_folders
+from tpuembed.formats.saved_model.stack_rows import StackRows
+from tpuembed.formats.tensor_bundle import crc
 from tpuembed.manifest import NAMES_FOLDER, Manifest, StackEntry
-from tpuembed.saved_model import GRAPH_FILE, file_crc32c, mapped_folders
-from tpuembed.saved_model.stack_rows import StackRows
-from tpuembed.tensor_bundle import crc
 
 __all__ = ["CompactReport", "compact_version"]
 

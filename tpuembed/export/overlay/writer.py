@@ -20,8 +20,8 @@ from tpuembed.export.publish.folder import FolderWriter, check_free, lock_folder
 from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.execute import check_source
 from tpuembed.export.stream.shard import ShardResult, Source, open_source
+from tpuembed.formats.saved_model import GRAPH_FILE
 from tpuembed.manifest import NAMES_FOLDER, HistoryEntry
-from tpuembed.saved_model import GRAPH_FILE
 
 __all__ = ["FULL_GRAPH", "MAX_SHARE", "OverlayWriter", "save_full_graph"]
 

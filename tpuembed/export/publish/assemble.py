@@ -17,6 +17,17 @@ from tpuembed.export.publish.layouts import BUNDLE, graph_keys
 from tpuembed.export.publish.version_writer import VersionWriter
 from tpuembed.export.report import SavedGraph, StreamReport
 from tpuembed.files import FilePath
+from tpuembed.formats.saved_model import file_crc32c
+from tpuembed.formats.tensor_bundle import (
+    Bundle,
+    BundleIndex,
+    Entry,
+    index_path,
+    merge_entries,
+    read_index,
+    shard_path,
+    write_index,
+)
 from tpuembed.manifest import (
     ArrayEntry,
     FileEntry,
@@ -26,17 +37,6 @@ from tpuembed.manifest import (
     QuantizationEntry,
     StackEntry,
     TableEntry,
-)
-from tpuembed.saved_model import file_crc32c
-from tpuembed.tensor_bundle import (
-    Bundle,
-    BundleIndex,
-    Entry,
-    index_path,
-    merge_entries,
-    read_index,
-    shard_path,
-    write_index,
 )
 
 __all__ = ["assemble"]

@@ -13,16 +13,16 @@ from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGrap
 from tpuembed.config.checks import check_choice
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.plan.plan import StackPlan
-from tpuembed.manifest import LAYOUTS, Manifest
-from tpuembed.protobuf import Message
-from tpuembed.saved_model import (
+from tpuembed.formats.protobuf import Message
+from tpuembed.formats.saved_model import (
     GRAPH_FILE,
     check_root,
     mapped_from,
     replace_file,
     replace_paths,
 )
-from tpuembed.tensor_bundle import Bundle, index_path, read_index, shard_path
+from tpuembed.formats.tensor_bundle import Bundle, index_path, read_index, shard_path
+from tpuembed.manifest import LAYOUTS, Manifest
 
 __all__ = ["BUNDLE", "Layout", "check_layout", "choose_layout", "data_file_names", "graph_keys"]
 

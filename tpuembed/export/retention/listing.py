@@ -12,8 +12,8 @@ from typing import Any
 from tpuembed.errors import ConfigError, reason
 from tpuembed.export.publish.version_writer import versions_among
 from tpuembed.files import FilePath, as_path
+from tpuembed.formats.saved_model import GRAPH_FILE, mapped_folders, size_faults
 from tpuembed.manifest import Manifest
-from tpuembed.saved_model import GRAPH_FILE, mapped_folders, size_faults
 
 __all__ = [
     "VersionInfo",

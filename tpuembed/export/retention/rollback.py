@@ -13,8 +13,8 @@ from tpuembed.export.publish.folder import lock_folder, locked, next_version, pu
 from tpuembed.export.publish.version_writer import PREFIX, naming_model_dir
 from tpuembed.export.retention.listing import check_has_rows, is_loadable, is_whole, local_model_dir, version_folders
 from tpuembed.files import FilePath
+from tpuembed.formats.saved_model import GRAPH_FILE, check_sizes, mapped_folders, mapped_from, replace_file
 from tpuembed.manifest import MANIFEST_PATH, Manifest
-from tpuembed.saved_model import GRAPH_FILE, check_sizes, mapped_folders, mapped_from, replace_file
 
 __all__ = ["RollbackReport", "rollback_version"]
 

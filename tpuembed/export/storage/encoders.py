@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.config import QuantizationConfig
-from tpuembed.saved_model.stack_rows import PARAMETER_BYTES
+from tpuembed.formats.saved_model.stack_rows import PARAMETER_BYTES
 
 __all__ = [
     "BlockEncoder",

@@ -18,7 +18,7 @@ from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.export.storage.encoders import BlockEncoder, CastBlocks, Int8Blocks, block_rows, quantize
 from tpuembed.export.storage.error import SAMPLE_VALUE_BYTES, sampled_rows
-from tpuembed.saved_model.stack_rows import PARAMETER_BYTES, decode_int8
+from tpuembed.formats.saved_model.stack_rows import PARAMETER_BYTES, decode_int8
 
 __all__ = [
     "OTHERS",

@@ -17,7 +17,7 @@ from tpuembed.export.report import StreamReport
 from tpuembed.export.storage.error import ErrorSums, TableError
 from tpuembed.export.stream.engines import Engine
 from tpuembed.export.stream.shard import ShardResult, Source, ignore, open_source
-from tpuembed.tensor_bundle import crc
+from tpuembed.formats.tensor_bundle import crc
 
 __all__ = ["check_errors", "check_source", "combined", "stream_tables", "table_errors"]
 

@@ -20,7 +20,7 @@ from tpuembed.errors import ExportError
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.stream.shard import ShardResult, Source, flush_data
 from tpuembed.files import flush
-from tpuembed.tensor_bundle import crc
+from tpuembed.formats.tensor_bundle import crc
 
 __all__ = ["Header", "Record", "Recorder", "export_key", "read_record", "start_record"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuembed.protobuf import bytes_field, varint
+from tpuembed.formats.protobuf import bytes_field, varint
 from tpuembed_serving.core.classify_regress import Classification, InferenceResult, check_context
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.pipeline import Check

@@ -316,7 +316,7 @@ def test_memory_is_bounded_by_the_rows_asked_for(tmp_path: Path, cut: bool) -> N
     """1 MB and 64 MB ranges of a 1 GB table, in one piece and in two halves of its columns; what a 64 MB array is read
     into is not counted. The files are sparse and take no disk.
     """
-    from tpuembed.tensor_bundle import Entry, Slice, shard_path, write_index
+    from tpuembed.formats.tensor_bundle import Entry, Slice, shard_path, write_index
 
     rows, size = 1 << 22, 1 << 30
     small = write(tmp_path, table=matrix(2, 2))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.sparse_core_files import write_sparse_core_checkpoint
 from tpuembed.checkpoint.bundle.rows import read_mod_sharded
-from tpuembed.tensor_bundle import shard_path
+from tpuembed.formats.tensor_bundle import shard_path
 
 Array = np.ndarray[Any, Any]
 

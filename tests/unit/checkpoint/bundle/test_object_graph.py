@@ -5,7 +5,7 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from tests.support.messages import refused
 from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
-from tpuembed.protobuf import MalformedError
+from tpuembed.formats.protobuf import MalformedError
 
 
 def proto(*nodes: dict[str, object]) -> bytes:

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.sparse_core_files import write_sparse_core_checkpoint
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.tensor_bundle import Entry, index_path, shard_path, write_index
+from tpuembed.formats.tensor_bundle import Entry, index_path, shard_path, write_index
 
 ROWS, DIM, CORES = 1 << 33, 64, 32
 ROW_BYTES = 4 * DIM

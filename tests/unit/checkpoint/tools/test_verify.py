@@ -24,10 +24,18 @@ from tpuembed.checkpoint.tools import find_export, verify_files
 from tpuembed.errors import CheckpointCorruptError, CheckpointError
 from tpuembed.export import export_saved_model
 from tpuembed.files import open_bytes, remote
-from tpuembed.protobuf import MalformedError
-from tpuembed.saved_model import relocate_export
-from tpuembed.tensor_bundle import Entry, data_files, index_path, read_index, shard_path, verification, write_index
-from tpuembed.tensor_bundle.strings import strings_crc
+from tpuembed.formats.protobuf import MalformedError
+from tpuembed.formats.saved_model import relocate_export
+from tpuembed.formats.tensor_bundle import (
+    Entry,
+    data_files,
+    index_path,
+    read_index,
+    shard_path,
+    verification,
+    write_index,
+)
+from tpuembed.formats.tensor_bundle.strings import strings_crc
 
 GOLDENS = Path(__file__).parents[3] / "golden"
 

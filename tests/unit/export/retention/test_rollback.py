@@ -72,8 +72,8 @@ def test_tables_are_links_and_what_people_edit_is_copied(model_dir: Path) -> Non
 
 
 def test_a_server_elsewhere_maps_the_new_folder(made: Path, tmp_path: Path) -> None:
+    from tpuembed.formats.saved_model import mapped_folders
     from tpuembed.manifest import Manifest
-    from tpuembed.saved_model import mapped_folders
 
     with exports_in_this_process():
         for number in (1, 2):

@@ -16,7 +16,7 @@ from tpuembed.errors import ConfigError, WorkerError
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.stream.engines import choose_engine
-from tpuembed.tensor_bundle import crc, shard_path
+from tpuembed.formats.tensor_bundle import crc, shard_path
 
 MIB = 1 << 20
 ROWS, DIM, WORKERS = 98_304, 64, 2  # 24 MiB

@@ -22,7 +22,7 @@ from tpuembed.export.stream import resume_log as recording
 from tpuembed.export.stream.engines import choose_engine
 from tpuembed.export.stream.resume_log import Header
 from tpuembed.export.stream.shard import ShardResult
-from tpuembed.tensor_bundle import crc
+from tpuembed.formats.tensor_bundle import crc
 
 SHARDS = 6
 

@@ -15,7 +15,7 @@ from tests.support.messages import refused
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ExportError
 from tpuembed.export.plan.plan import ShardTask
 from tpuembed.export.stream.shard import Source, run_shard
-from tpuembed.tensor_bundle import shard_path
+from tpuembed.formats.tensor_bundle import shard_path
 
 OFFSET = 24
 

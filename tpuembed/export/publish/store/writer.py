@@ -34,7 +34,7 @@ from tpuembed.export.publish.version_writer import (
 from tpuembed.export.stream.shard import Batch, ShardResult, Source, Target
 from tpuembed.files import UrlPath, in_parallel
 from tpuembed.files.bucket import Bucket, md5
-from tpuembed.saved_model import GRAPH_FILE
+from tpuembed.formats.saved_model import GRAPH_FILE
 
 __all__ = ["StoreWriter"]
 

@@ -35,7 +35,7 @@ from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.stream.engines import Engine, choose_engine, default_workers, local
 from tpuembed.export.stream.shard import ShardResult
-from tpuembed.tensor_bundle import shard_path
+from tpuembed.formats.tensor_bundle import shard_path
 
 WORKERS = 2
 

@@ -8,7 +8,7 @@ from typing import Final
 import ml_dtypes
 import numpy as np
 
-from tpuembed.protobuf import MalformedError
+from tpuembed.formats.protobuf import MalformedError
 
 __all__ = ["OPAQUE", "STRING", "dtype_name", "dtype_number", "numpy_dtype"]
 

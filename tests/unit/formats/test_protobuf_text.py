@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.messages import refused
-from tpuembed.protobuf import MalformedError
-from tpuembed.protobuf_text import message_class, parse_text
+from tpuembed.formats.protobuf import MalformedError
+from tpuembed.formats.protobuf_text import message_class, parse_text
 
 NODE = message_class(
     "Node",

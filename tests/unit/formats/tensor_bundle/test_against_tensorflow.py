@@ -20,7 +20,7 @@ from tpuembed.errors import (
     RowRangeError,
     UnknownTableError,
 )
-from tpuembed.tensor_bundle import (
+from tpuembed.formats.tensor_bundle import (
     Bundle,
     Entry,
     Slice,

@@ -8,8 +8,8 @@ import numpy as np
 
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, reason
 from tpuembed.files import ByteFile, FilePath, FileVersion, open_bytes, read_all, versions
-from tpuembed.tensor_bundle.entries import Slice
-from tpuembed.tensor_bundle.index import shard_path
+from tpuembed.formats.tensor_bundle.entries import Slice
+from tpuembed.formats.tensor_bundle.index import shard_path
 
 __all__ = ["DataFiles"]
 

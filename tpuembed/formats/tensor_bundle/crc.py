@@ -14,7 +14,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.sstable import mask
+from tpuembed.formats.sstable import mask
 
 __all__ = ["combine", "extend", "mask", "sum_of_pieces", "unmask", "value"]
 

@@ -6,7 +6,7 @@ Of some messages no installed package has the generated class. `message_class` m
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tpuembed.protobuf import MalformedError
+from tpuembed.formats.protobuf import MalformedError
 
 __all__ = ["message_class", "parse_text"]
 

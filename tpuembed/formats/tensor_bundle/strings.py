@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from tpuembed.protobuf import MalformedError, read_varint
-from tpuembed.tensor_bundle import crc
+from tpuembed.formats.protobuf import MalformedError, read_varint
+from tpuembed.formats.tensor_bundle import crc
 
 __all__ = ["decode_strings", "strings_crc"]
 

@@ -9,8 +9,8 @@ import pytest
 from tests.support.messages import refused
 from tests.support.saved_model_graphs import FILES, constant, graph, manifest, paths
 from tpuembed.errors import ConfigError
+from tpuembed.formats.saved_model import relocate_export
 from tpuembed.manifest import Manifest
-from tpuembed.saved_model import relocate_export
 
 
 @pytest.fixture

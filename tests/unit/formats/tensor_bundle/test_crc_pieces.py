@@ -6,8 +6,8 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from tpuembed.tensor_bundle import crc
-from tpuembed.tensor_bundle.crc import sum_of_pieces
+from tpuembed.formats.tensor_bundle import crc
+from tpuembed.formats.tensor_bundle.crc import sum_of_pieces
 
 
 @pytest.mark.parametrize("cuts", [0, 1, 7, 500])

@@ -12,12 +12,33 @@ from tensorflow.core.protobuf import tensor_bundle_pb2
 
 from tests.support.checkpoint.strings import encode_strings
 from tests.support.messages import refused
-from tpuembed.protobuf import MalformedError, Message, UnsupportedError, bytes_field, read_varint, varint, varint_field
-from tpuembed.sstable import read_table, write_table
-from tpuembed.tensor_bundle import crc
-from tpuembed.tensor_bundle.entries import Entry, Slice, decode_entry, decode_header, encode_entries, encode_header
-from tpuembed.tensor_bundle.ordered_code import FULL_EXTENT, encode_signed, encode_string, encode_unsigned, slice_key
-from tpuembed.tensor_bundle.strings import decode_strings
+from tpuembed.formats.protobuf import (
+    MalformedError,
+    Message,
+    UnsupportedError,
+    bytes_field,
+    read_varint,
+    varint,
+    varint_field,
+)
+from tpuembed.formats.sstable import read_table, write_table
+from tpuembed.formats.tensor_bundle import crc
+from tpuembed.formats.tensor_bundle.entries import (
+    Entry,
+    Slice,
+    decode_entry,
+    decode_header,
+    encode_entries,
+    encode_header,
+)
+from tpuembed.formats.tensor_bundle.ordered_code import (
+    FULL_EXTENT,
+    encode_signed,
+    encode_string,
+    encode_unsigned,
+    slice_key,
+)
+from tpuembed.formats.tensor_bundle.strings import decode_strings
 
 
 def test_crc32c_vectors() -> None:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.support.messages import refused
-from tpuembed.protobuf import MalformedError
-from tpuembed.tensor_bundle import Slice
-from tpuembed.tensor_bundle.index import check_tiling
+from tpuembed.formats.protobuf import MalformedError
+from tpuembed.formats.tensor_bundle import Slice
+from tpuembed.formats.tensor_bundle.index import check_tiling
 
 
 def boxes(*corners: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Slice]:

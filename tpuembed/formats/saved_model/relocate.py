@@ -10,9 +10,9 @@ from typing import Any
 
 from tpuembed.errors import ConfigError
 from tpuembed.files import flush
+from tpuembed.formats.saved_model.mapped_paths import mapped_from
+from tpuembed.formats.saved_model.table_files import GRAPH_FILE, check_sizes
 from tpuembed.manifest import Manifest
-from tpuembed.saved_model.mapped_paths import mapped_from
-from tpuembed.saved_model.table_files import GRAPH_FILE, check_sizes
 
 __all__ = ["Relocation", "check_root", "relocate_export", "replace_file"]
 

@@ -3,7 +3,7 @@
 It finds the paths that a graph maps tables from, and the sizes and checksums of data files.
 """
 
-from tpuembed.saved_model.mapped_paths import (
+from tpuembed.formats.saved_model.mapped_paths import (
     MappedTensor,
     graph_crc32c,
     mapped_folders,
@@ -12,8 +12,8 @@ from tpuembed.saved_model.mapped_paths import (
     replace_paths,
     without_rows,
 )
-from tpuembed.saved_model.relocate import Relocation, check_root, relocate_export, replace_file
-from tpuembed.saved_model.table_files import (
+from tpuembed.formats.saved_model.relocate import Relocation, check_root, relocate_export, replace_file
+from tpuembed.formats.saved_model.table_files import (
     GRAPH_FILE,
     check_sizes,
     file_crc32c,

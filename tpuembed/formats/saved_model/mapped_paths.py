@@ -17,8 +17,8 @@ from typing import Final
 import google_crc32c
 
 from tpuembed.errors import ConfigError
+from tpuembed.formats.protobuf import MalformedError, Message, bytes_field, edit_messages, varint_field
 from tpuembed.manifest import ArrayEntry, Manifest
-from tpuembed.protobuf import MalformedError, Message, bytes_field, edit_messages, varint_field
 
 __all__ = [
     "MappedTensor",

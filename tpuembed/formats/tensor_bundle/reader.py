@@ -22,13 +22,13 @@ from tpuembed.errors import (
     reason,
 )
 from tpuembed.files import FilePath, as_path, versions
-from tpuembed.protobuf import MalformedError
-from tpuembed.tensor_bundle import crc
-from tpuembed.tensor_bundle.data_files import DataFiles
-from tpuembed.tensor_bundle.dtypes import OPAQUE, STRING, numpy_dtype
-from tpuembed.tensor_bundle.entries import Entry, Slice
-from tpuembed.tensor_bundle.index import index_path, read_index
-from tpuembed.tensor_bundle.strings import decode_strings, strings_crc
+from tpuembed.formats.protobuf import MalformedError
+from tpuembed.formats.tensor_bundle import crc
+from tpuembed.formats.tensor_bundle.data_files import DataFiles
+from tpuembed.formats.tensor_bundle.dtypes import OPAQUE, STRING, numpy_dtype
+from tpuembed.formats.tensor_bundle.entries import Entry, Slice
+from tpuembed.formats.tensor_bundle.index import index_path, read_index
+from tpuembed.formats.tensor_bundle.strings import decode_strings, strings_crc
 
 __all__ = ["Bundle"]
 

@@ -14,7 +14,7 @@ from typing import BinaryIO, Final, NamedTuple
 
 import google_crc32c
 
-from tpuembed.protobuf import MalformedError, UnsupportedError, read_varint, shown, varint
+from tpuembed.formats.protobuf import MalformedError, UnsupportedError, read_varint, shown, varint
 
 __all__ = ["mask", "read_table", "write_table"]
 

@@ -3,10 +3,17 @@
 `PREFIX.index` maps names of tensors to entries; `PREFIX.data-SSSSS-of-NNNNN` have the bytes, which are read by range.
 """
 
-from tpuembed.tensor_bundle import crc
-from tpuembed.tensor_bundle.entries import Entry, Slice
-from tpuembed.tensor_bundle.index import BundleIndex, index_path, merge_entries, read_index, shard_path, write_index
-from tpuembed.tensor_bundle.reader import Bundle
+from tpuembed.formats.tensor_bundle import crc
+from tpuembed.formats.tensor_bundle.entries import Entry, Slice
+from tpuembed.formats.tensor_bundle.index import (
+    BundleIndex,
+    index_path,
+    merge_entries,
+    read_index,
+    shard_path,
+    write_index,
+)
+from tpuembed.formats.tensor_bundle.reader import Bundle
 
 __all__ = [
     "Bundle",

@@ -7,10 +7,17 @@ import dataclasses
 import math
 from typing import Final
 
-from tpuembed.protobuf import MalformedError, Message, UnsupportedError, bytes_field, fixed32_field, varint_field
-from tpuembed.tensor_bundle import crc
-from tpuembed.tensor_bundle.dtypes import OPAQUE, STRING, dtype_name, dtype_number, numpy_dtype
-from tpuembed.tensor_bundle.ordered_code import FULL_EXTENT, slice_key
+from tpuembed.formats.protobuf import (
+    MalformedError,
+    Message,
+    UnsupportedError,
+    bytes_field,
+    fixed32_field,
+    varint_field,
+)
+from tpuembed.formats.tensor_bundle import crc
+from tpuembed.formats.tensor_bundle.dtypes import OPAQUE, STRING, dtype_name, dtype_number, numpy_dtype
+from tpuembed.formats.tensor_bundle.ordered_code import FULL_EXTENT, slice_key
 
 __all__ = ["Entry", "Slice", "SliceRegion", "decode_entry", "decode_header", "encode_entries", "encode_header"]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Iterator
 from typing import Final
 
 from tpuembed.errors import CheckpointError
-from tpuembed.tensor_bundle.reader import Bundle
+from tpuembed.formats.tensor_bundle.reader import Bundle
 
 __all__ = ["Damage", "damaged_parts", "unchecked_keys"]
 

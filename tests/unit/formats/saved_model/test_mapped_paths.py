@@ -9,8 +9,8 @@ from tensorflow.core.protobuf import saved_model_pb2
 from tests.support.messages import refused
 from tests.support.saved_model_graphs import FILES, constant, graph, manifest, paths
 from tpuembed.errors import ConfigError
-from tpuembed.protobuf import MalformedError
-from tpuembed.saved_model import MappedTensor, graph_crc32c, mapped_from, mapped_tensors, replace_paths
+from tpuembed.formats.protobuf import MalformedError
+from tpuembed.formats.saved_model import MappedTensor, graph_crc32c, mapped_from, mapped_tensors, replace_paths
 
 A, B = (f"/old/3/{file}" for file in FILES)
 USERS = "/somewhere/a model's own file"

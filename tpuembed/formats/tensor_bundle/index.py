@@ -15,9 +15,9 @@ from tpuembed.errors import (
     reason,
 )
 from tpuembed.files import FilePath, UrlPath, as_path, open_stream
-from tpuembed.protobuf import MalformedError, UnsupportedError, shown
-from tpuembed.sstable import read_table, write_table
-from tpuembed.tensor_bundle.entries import (
+from tpuembed.formats.protobuf import MalformedError, UnsupportedError, shown
+from tpuembed.formats.sstable import read_table, write_table
+from tpuembed.formats.tensor_bundle.entries import (
     Entry,
     Slice,
     SliceRegion,
@@ -26,7 +26,7 @@ from tpuembed.tensor_bundle.entries import (
     encode_entries,
     encode_header,
 )
-from tpuembed.tensor_bundle.ordered_code import slice_key
+from tpuembed.formats.tensor_bundle.ordered_code import slice_key
 
 __all__ = ["BundleIndex", "check_tiling", "index_path", "merge_entries", "read_index", "shard_path", "write_index"]
 

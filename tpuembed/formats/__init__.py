@@ -1,0 +1,1 @@
+"""Files of TensorFlow and Protocol Buffers, read and written without them."""
