@@ -32,9 +32,10 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m $(INSTALL) -e '.[$(EXTRAS)]'
 	@touch $(STAMP) $(DEMO)
 
-tpuembed/_lookup.so: native/lookup.c native/search.c native/rows.h native/build.py  # an installation compiles it too
+LIBRARY := tpuembed/native/_lookup.so
+$(LIBRARY): $(wildcard tpuembed/native/src/*)  # an installation compiles it too
 	@command -v cc gcc clang >/dev/null || [ -z "$$CI" ] || [ "$$(id -u)" != 0 ] || { apt-get -qq update && apt-get -qq install -y gcc libc6-dev; }
-	-$(PYTHON) native/build.py
+	-$(PYTHON) tpuembed/native/src/build.py
 
 $(DEMO): pyproject.toml
 	@echo "Installing TensorFlow and the server into $(VENV): 650 MB to download, 2.3 GB on the disk. Unpacking takes a minute."
@@ -48,7 +49,7 @@ $(RATINGS): | $(STAMP)
 demo: $(DEMO)  ## train, checkpoint, export, serve and predict, end to end; installs what this needs alone
 	$(BIN)/tpuembed demo
 
-test: $(STAMP) tpuembed/_lookup.so $(RATINGS) load-tools  ## the test suite, or one room of it: make test AREA=serving/batching
+test: $(STAMP) $(LIBRARY) $(RATINGS) load-tools  ## the test suite, or one room of it: make test AREA=serving/batching
 	$(BIN)/python -m pytest -n 2 -m "$(MARKS)" $(if $(AREA),tests/unit/$(AREA),tests)
 
 load-tools:  # wrk and redis-server, where tests are those of CI; elsewhere tests without them are skipped by name
@@ -70,7 +71,7 @@ test-console: $(STAMP)  ## the server's console in a headless Chromium
 	@command -v chromedriver >/dev/null || [ "$$(id -u)" != 0 ] || { apt-get -qq update && apt-get -qq install -y chromium chromium-driver; }
 	$(BIN)/python -m pytest -n 0 -m nightly tests/e2e/test_serve_console.py
 
-test-nightly: $(STAMP) tpuembed/_lookup.so $(RATINGS) .venv-clients/.installed load-tools  ## what `make test` leaves out: whole matrices, big files, clusters, fuzzing, soaks, pages, other clients
+test-nightly: $(STAMP) $(LIBRARY) $(RATINGS) .venv-clients/.installed load-tools  ## what `make test` leaves out: whole matrices, big files, clusters, fuzzing, soaks, pages, other clients
 	$(BIN)/python -m pytest -n 2 -m nightly --timeout 3600 tests
 
 test-long: test test-nightly  ## both, and the unit tests of `make test` with the oldest TensorFlow and with the newest Python
@@ -108,7 +109,7 @@ docs: $(VENV)/.docs  ## the documentation's site, under build/docs: a dead link 
 package: $(STAMP)  ## sdist and wheel under dist/, checked by twine; the wheel installed and used in a fresh environment
 	$(BIN)/python -m pytest -n 0 -m nightly tests/package
 
-bench: $(STAMP) tpuembed/_lookup.so  ## every benchmark, as JSON and a table under benchmarks/results/
+bench: $(STAMP) $(LIBRARY)  ## every benchmark, as JSON and a table under benchmarks/results/
 	$(BIN)/python -m $(INSTALL) -e '.[bench]'
 	$(BIN)/python -m benchmarks
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from tests.support.capi import Output, c_library
 from tpuembed.manifest import Manifest
-from tpuembed.native_lookup import NativeLookups, _in_threads
+from tpuembed.native.lookup import NativeLookups, _in_threads
 
 Array = np.ndarray[Any, Any]
 _FLOAT, _INT64 = 1, 9

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.stats import DIM, write_checkpoint
 from tpuembed.manifest import Manifest
-from tpuembed.native_lookup import NativeLookups
+from tpuembed.native.lookup import NativeLookups
 
 EXAMPLES, IDS = 16, 64
 WAYS = ("the kernel's readahead", "one page for each fault", "read-ahead")

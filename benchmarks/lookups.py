@@ -3,7 +3,7 @@
     python -m benchmarks.lookups [--rounds N] [--threads N] [--cpu] [--rows N] [--folder DIR]
 
 Contenders, all in one process and in turn, so that a slow moment of the machine meets them all:
-- `native`, which is `tpuembed.native_lookup` in the same tables, and `C bound`, a loop in C that adds rows of float32 without any
+- `native`, which is `tpuembed.native.lookup` in the same tables, and `C bound`, a loop in C that adds rows of float32 without any
   check (benchmarks/pooled_rows.c);
 - an export's `packed` (one matrix in, one out) and `serving_default` (26 inputs, 26 outputs), of features that take one id and
   of features that take lists;

@@ -132,7 +132,7 @@ def _native(folder: Path, ids: Array, threads: int) -> Any:
     from functools import partial
 
     from tpuembed.manifest import Manifest
-    from tpuembed.native_lookup import NativeLookups
+    from tpuembed.native.lookup import NativeLookups
 
     version = folder / "model" / "1"
     manifest = Manifest.read(version)

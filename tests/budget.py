@@ -16,7 +16,7 @@ from tpuembed_cli.main import cli
 
 ROOT = Path(__file__).parents[1]
 BUDGET = Path(__file__).with_suffix(".json")
-ROOMS = ("tpuembed", "serving", "cli", "native")
+ROOMS = ("tpuembed", "serving", "cli")
 CODE = (".py", ".c", ".h", ".html", ".js", ".css", ".json", ".yaml", ".toml", ".sh")
 OTHER_PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 

@@ -231,7 +231,7 @@ class ServerSettings:
         if self.lookups not in ("auto", "native", "tensorflow"):
             raise ConfigError(f"lookups must be auto, native or tensorflow, got {self.lookups!r}")
         if self.lookups == "native":
-            from tpuembed.native_lookup import available  # here, because it imports numpy
+            from tpuembed.native.lookup import available  # here, because it imports numpy
 
             if fault := available():
                 raise ConfigError(f"lookups is native, but there is no C library for them: {fault}. Or choose auto")

@@ -15,12 +15,12 @@ import pytest
 from tests.support.serving.process import ServerProcess
 from tpuembed import export_saved_model
 from tpuembed.formats.tensor_bundle import Entry, index_path, shard_path, write_index
-from tpuembed.native_lookup import available
+from tpuembed.native.lookup import available
 
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(available()), reason=f"native/lookup.c is not compiled: {available()}"),
+    pytest.mark.skipif(bool(available()), reason=f"native/src/lookup.c is not compiled: {available()}"),
 ]
 
 DIM, LIMIT = 64, 1 << 30

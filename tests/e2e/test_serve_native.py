@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.contract_lookups import CONFIG, FEATURES, SHAPES, draw
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, native_lookup
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
 from tpuembed.manifest import Manifest
-from tpuembed.native_lookup import NativeLookups, available
+from tpuembed.native import lookup as native_lookup
+from tpuembed.native.lookup import NativeLookups, available
 
 
 @pytest.mark.parametrize("allowed", [0, 1])

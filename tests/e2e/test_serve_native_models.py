@@ -20,7 +20,7 @@ from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import said
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, compact_version, export_model
 from tpuembed.manifest import MANIFEST_PATH, Manifest
-from tpuembed.native_lookup import available
+from tpuembed.native.lookup import available
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.tensorflow import native
 from tpuembed_serving.tensorflow import session as runtime

@@ -13,7 +13,7 @@ from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 from tests.support.export.retrieval import user_tower
 from tests.support.serving.process import ServerProcess
 from tpuembed import export_retrieval
-from tpuembed.native_lookup import available
+from tpuembed.native.lookup import available
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 import tpuembed
-from tpuembed.native_lookup import VARIANTS
+from tpuembed.native.lookup import VARIANTS
 
 pytestmark = pytest.mark.nightly  # `make package` runs them too
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"tpuembed": ROOT, "tpuembed_serving": ROOT / "serving", "tpuembed_cli": ROOT / "cli"}
 HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
-LIBRARY = "tpuembed/_lookup.so"
+LIBRARY = "tpuembed/native/_lookup.so"
 CHECKPOINT = ROOT / "tests/golden/tfrs/no_optimizer/ckpt"
 
 
@@ -84,14 +84,14 @@ def test_without_a_compiler_the_wheel_is_pure(tmp_path: Path, dist: Path) -> Non
         assert LIBRARY not in archive.namelist()
     strict = subprocess.run(command, capture_output=True, text=True, env={**environment, "TPUEMBED_NATIVE": "1"})
     assert strict.returncode != 0
-    assert "TPUEMBED_NATIVE=1, but native/lookup.c was not compiled" in strict.stdout + strict.stderr
+    assert "TPUEMBED_NATIVE=1, but lookup.c was not compiled" in strict.stdout + strict.stderr
 
 
 def test_the_sdist_has_the_packages_the_documents_and_the_license_and_no_tests(dist: Path) -> None:
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         found = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = _tracked("tpuembed", "serving", "cli", "native", "docs", "examples", "*.md", "LICENSE", "pyproject.toml")
+    wanted = _tracked("tpuembed", "serving", "cli", "docs", "examples", "*.md", "LICENSE", "pyproject.toml")
     assert found - {"PKG-INFO", ".gitignore"} == {
         path for path in wanted if not path.startswith(("tests/", "benchmarks/"))
     }
@@ -140,7 +140,7 @@ def test_the_wheel_works_in_an_environment_without_tensorflow(wheel: Path, tmp_p
     assert re.search(r"video/table\.v1 +│ 11 +│ 4 ", run("describe", str(CHECKPOINT)))
     packages = subprocess.run([*pip, "freeze"], check=True, env=environment, capture_output=True, text=True).stdout
     assert "tensorflow" not in packages
-    code = "from tpuembed import native_lookup; print(native_lookup.available() or native_lookup.variant())"
+    code = "from tpuembed.native import lookup; print(lookup.available() or lookup.variant())"
     found = subprocess.run(
         [programs / "python", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
     )

@@ -16,7 +16,7 @@ from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.export.storage.formats import STORAGES
 from tpuembed.manifest import ArrayEntry, RetrievalEntry, VocabularyEntry
-from tpuembed.native_search import EXCLUDE, REQUIRE
+from tpuembed.native.search import EXCLUDE, REQUIRE
 from tpuembed.retrieval.partitions import BLOCK_ROWS
 from tpuembed.retrieval.recall import check_width
 from tpuembed.retrieval.search import search_all, search_partitions

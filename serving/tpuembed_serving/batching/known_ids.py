@@ -14,7 +14,7 @@ import numpy as np
 
 from tpuembed.errors.ids import Span, outside_message
 from tpuembed.manifest import ActivationEntry, FeatureEntry, Manifest, Packing
-from tpuembed.native_lookup import group_of
+from tpuembed.native.lookup import group_of
 from tpuembed_serving.core.servable import Array, Columns
 from tpuembed_serving.core.status import StatusError, invalid_argument
 

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from tpuembed.manifest import ActivationEntry, Manifest, Packing
-from tpuembed.native_lookup import NativeLookups
+from tpuembed.native.lookup import NativeLookups
 from tpuembed_serving.core.servable import Array
 
 __all__ = ["NativeActivations", "of_lookups"]

@@ -1,4 +1,4 @@
-"""Runs the lookups of an export by the C library of `tpuembed.native_lookup`, in place of TensorFlow."""
+"""Runs the lookups of an export by the C library of `tpuembed.native.lookup`, in place of TensorFlow."""
 
 import abc
 import functools
@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from tpuembed.errors import TpuEmbedError
 from tpuembed.manifest import Manifest
-from tpuembed.native_lookup import NativeLookups, available, refusal, variant
-from tpuembed.native_search import EXCLUDE, REQUIRE, NativeSearch, search_refusal
+from tpuembed.native.lookup import NativeLookups, available, refusal, variant
+from tpuembed.native.search import EXCLUDE, REQUIRE, NativeSearch, search_refusal
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.servable import Array, Signature
 from tpuembed_serving.tensorflow.activations import NativeActivations, of_lookups

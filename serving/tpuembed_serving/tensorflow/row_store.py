@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tpuembed.errors import ConfigError, MissingExtraError, RowStoreDataError, RowStoreError
 from tpuembed.errors.ids import Span, outside_message
 from tpuembed.manifest import ActivationEntry, FeatureEntry, Manifest, RowStoreEntry, StackEntry, TableEntry
-from tpuembed.native_lookup import NativeLookups, available, mapped_array
+from tpuembed.native.lookup import NativeLookups, available, mapped_array
 from tpuembed.row_store import RowKeys, RowStore, connect
 from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.servable import Array, Signature

@@ -25,7 +25,7 @@ from tensorflow.python.saved_model import loader_impl
 from tpuembed.errors import ConfigError
 from tpuembed.formats.saved_model import GRAPH_FILE, mapped_from
 from tpuembed.manifest import FeatureEntry, Manifest, Packing
-from tpuembed.native_search import EXCLUDE
+from tpuembed.native.search import EXCLUDE
 from tpuembed_serving.batching.concat import count_rows
 from tpuembed_serving.batching.known_ids import known_ids
 from tpuembed_serving.batching.row_proof import Verdict, prove

@@ -1,4 +1,4 @@
-"""Random calls of a library of native/lookup.c: python -m tests.unit.native.fuzz LIBRARY SEED SECONDS. Prints how many.
+"""Random calls of a library of native/src/lookup.c: python -m tests.unit.native.fuzz LIBRARY SEED SECONDS. Prints how many.
 
 Memory is allocated by malloc to the byte, so that the address sanitizer finds each read and write outside.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-import tpuembed.native_lookup as native
+import tpuembed.native.lookup as native
 
 Array = npt.NDArray[Any]
 ITEM = (4, 2, 2, 1)  # bytes of an element, by storage

@@ -1,4 +1,4 @@
-"""How native/lookup.c is compiled: with any compiler or none, and under sanitizers."""
+"""How native/src/lookup.c is compiled: with any compiler or none, and under sanitizers."""
 
 import os
 import runpy
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[3]
-BUILD: dict[str, Any] = runpy.run_path(str(ROOT / "native/build.py"))
+BUILD: dict[str, Any] = runpy.run_path(str(ROOT / "tpuembed/native/src/build.py"))
 
 
 def test_a_missing_or_failing_compiler_is_a_reason_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

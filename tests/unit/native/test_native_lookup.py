@@ -18,11 +18,11 @@ from tests.support.export.lookups import Case, request, write
 from tests.support.messages import refused
 from tpuembed.errors import ConfigError, TpuEmbedError
 from tpuembed.manifest import Manifest
-from tpuembed.native_lookup import _LIBRARY, VARIANTS, NativeLookups, available, refusal, variant
+from tpuembed.native.lookup import _LIBRARY, VARIANTS, NativeLookups, available, refusal, variant
 from tpuembed_serving.core.status import plain_message
 
 pytestmark = [
-    pytest.mark.skipif(bool(available()), reason=f"native/lookup.c is not compiled: {available()}"),
+    pytest.mark.skipif(bool(available()), reason=f"native/src/lookup.c is not compiled: {available()}"),
 ]
 
 Array = npt.NDArray[Any]
@@ -207,7 +207,7 @@ def test_many_rows_are_checked_feature_by_feature_as_the_graph_does(pair: Pair) 
 
 
 def test_threads_find_the_same_numbers_and_errors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpuembed.native_lookup._THREADED_BYTES", 100)
+    monkeypatch.setattr("tpuembed.native.lookup._THREADED_BYTES", 100)
     threaded = NativeLookups(pair.case.manifest, pair.case.path, threads=3)
     for batch in (0, 1, 2, 100):
         inputs = request(pair.case, np.random.default_rng(batch), batch, 5)
@@ -281,5 +281,5 @@ def test_what_exports_are_refused(pair: Pair, tmp_path: Path) -> None:
 def test_the_library_is_that_of_the_source() -> None:
     sources = (Path(__file__).parents[3] / "native").glob("*.[ch]")
     assert all(_LIBRARY.stat().st_mtime >= source.stat().st_mtime for source in sources), (
-        "run `make tpuembed/_lookup.so`"
+        "run `make tpuembed/native/_lookup.so`"
     )

@@ -1,4 +1,4 @@
-"""Names become rows in native/lookup.c as they do in TensorFlow's graph."""
+"""Names become rows in native/src/lookup.c as they do in TensorFlow's graph."""
 
 import ctypes
 import dataclasses
@@ -16,17 +16,17 @@ from tests.support.export.in_process import exports_in_this_process
 from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import refused
 from tpuembed import Vocabulary, export_saved_model
-from tpuembed import native_lookup as native
 from tpuembed.config import ServingConfig, ServingFeature
 from tpuembed.errors import ConfigError
 from tpuembed.lookup import name_index
 from tpuembed.lookup.name_index import WAYS, Index, fingerprints
 from tpuembed.lookup.names import find_names, row_numbers
 from tpuembed.manifest import Manifest
+from tpuembed.native import lookup as native
 from tpuembed_serving.core.status import plain_message
 
 pytestmark = pytest.mark.skipif(
-    bool(native.available()), reason=f"native/lookup.c is not compiled: {native.available()}"
+    bool(native.available()), reason=f"native/src/lookup.c is not compiled: {native.available()}"
 )
 
 Array = npt.NDArray[Any]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tpuembed.manifest import STORAGE_TYPES
-from tpuembed.native_lookup import available
-from tpuembed.native_search import SearchIndex, search_ranges
+from tpuembed.native.lookup import available
+from tpuembed.native.search import SearchIndex, search_ranges
 
 pytestmark = pytest.mark.skipif(bool(available()), reason=f"the C library is not compiled: {available()}")
 RANDOM = np.random.default_rng(9)

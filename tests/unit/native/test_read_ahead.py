@@ -15,13 +15,14 @@ import pytest
 from tests.support.export.fakes import write_checkpoint
 from tests.support.export.in_process import exports_in_this_process
 from tests.support.export.lookups import Case, request, write
-from tpuembed import export_saved_model, native_lookup
+from tpuembed import export_saved_model
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import Manifest
-from tpuembed.native_lookup import NativeLookups, available
+from tpuembed.native import lookup as native_lookup
+from tpuembed.native.lookup import NativeLookups, available
 
 pytestmark = [
-    pytest.mark.skipif(bool(available()), reason=f"native/lookup.c is not compiled: {available()}"),
+    pytest.mark.skipif(bool(available()), reason=f"native/src/lookup.c is not compiled: {available()}"),
 ]
 
 Array = npt.NDArray[Any]

@@ -3,7 +3,7 @@
  * A call searches ranges of rows. It keeps the best so far in a heap, and looks at a row's id and tags only if its score would
  * be among them. Of equal scores the lower place is better. Products are added in another order than by TensorFlow.
  *
- * The caller owns all memory, and guarantees what `tpuembed/native_search.py` checks: arrays of the sizes that the fields say,
+ * The caller owns all memory, and guarantees what `tpuembed/native/search.py` checks: arrays of the sizes that the fields say,
  * ranges inside of the rows, queries without NaN. C11. No allocation, no thread.
  */
 

@@ -5,7 +5,7 @@
  * across examples and features. Numbers are those of TensorFlow's graph (tpuembed/export/graph): one id gives the same bits,
  * sums are added in another order. No operation is contracted: compile with -ffp-contract=off.
  *
- * The caller owns all memory. It guarantees what `tpuembed/native_lookup.py` checks: pointers of the sizes that the fields
+ * The caller owns all memory. It guarantees what `tpuembed/native/lookup.py` checks: pointers of the sizes that the fields
  * say, and a dim, rows and hot that are not negative. Ids may be any numbers, and may change while a call reads them.
  *
  * C11. No allocation, no thread: callers divide the examples into slices of their own. The only call of the operating system

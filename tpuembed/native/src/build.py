@@ -1,4 +1,4 @@
-"""Compile native/lookup.c and native/search.c into the package, with any C compiler: python native/build.py
+"""Compile lookup.c and search.c into the package, with any C compiler: python tpuembed/native/src/build.py
 
 `hatch_build.py` does the same when the package is installed or built.
 """
@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = [ROOT / "native/lookup.c", ROOT / "native/search.c"]
-LIBRARY = ROOT / "tpuembed/_lookup.so"
+FOLDER = Path(__file__).resolve().parent
+SOURCES = [FOLDER / "lookup.c", FOLDER / "search.c"]
+LIBRARY = FOLDER.with_name("_lookup.so")
 # Values must be those of TensorFlow, which rounds each product: no contraction to fused operations.
 FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 

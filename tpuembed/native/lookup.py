@@ -1,4 +1,4 @@
-"""Lookups of lookup-only exports by `native/lookup.c`, without TensorFlow.
+"""Lookups of lookup-only exports by `native/src/lookup.c`, without TensorFlow.
 
 TensorFlow's gather copies each row before it is summed. The C library sums rows where they are, and prefetches them. It also
 finds the rows of names. It is compiled when the package is installed. Without a C compiler there is none, and callers use
@@ -47,7 +47,7 @@ VARIANTS: Final = ("plain", "x86-64-v3", "x86-64-v4") if os.uname().machine == "
 """The builds in the library, by their number: for which processors."""
 
 DECODED: Final = ("float32", "bfloat16", "float16", "int8")
-"""The storage types, in the order of the enum in native/rows.h."""
+"""The storage types, in the order of the enum in native/src/rows.h."""
 
 _LIBRARY: Final = Path(__file__).with_name("_lookup.so")
 _KINDS: Final = ("id", "list", "sequence")

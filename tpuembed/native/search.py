@@ -1,4 +1,4 @@
-"""Searches the index of a retrieval export by `native/search.c`, without TensorFlow.
+"""Searches the index of a retrieval export by `native/src/search.c`, without TensorFlow.
 
 TensorFlow writes all scores into memory and then looks for the best. The C library keeps the best while it computes the scores.
 The results are those of the export's graph, up to the rounding of sums. Equal scores have the lower place first.
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import STORAGE_TYPES, Manifest
-from tpuembed.native_lookup import VARIANTS, load_library, mapped_array, variant
+from tpuembed.native.lookup import VARIANTS, load_library, mapped_array, variant
 
 __all__ = ["EXCLUDE", "REQUIRE", "NativeSearch", "SearchIndex", "search_ranges", "search_refusal"]
 

@@ -1,0 +1,1 @@
+"""Lookups and searches in C, over mapped files. `src/` has the sources."""
