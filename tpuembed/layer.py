@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from tpuembed.backends import Backend, LayerOptions, RowGradients, TakenGradients, choose, train
-from tpuembed.backends.checkpoint_keys import check_last_restore, check_taken
 from tpuembed.backends.deferred import DeferredBackend
+from tpuembed.backends.restores import check_restores
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import (
     features_from,
@@ -171,6 +171,9 @@ class TPUEmbedding(keras.layers.Layer):
         )
         # Keras counts, lists and freezes them as weights of the layer. They are wrapped, not copied.
         self._table_weights = [TableWeight(variable, trainable) for variable, trainable in backend.weights()]
+        for weight in self._table_weights:
+            tables = [state.config.name for state in states if state.variable is weight.value]
+            weight.assigned = partial(self._tpu_embedding.given.note, tables)
         if (
             trained_here
         ):  # named after a table, because Keras refuses a path of two weights in the state tree of a model
@@ -230,8 +233,7 @@ class TPUEmbedding(keras.layers.Layer):
             ConfigError: `features` or `weights` have another structure than the config.
         """
         structure, backend = self._parts.structure(serving_config), self._parts.backend
-        if isinstance(backend, Backend):
-            check_taken(self.name, self._tpu_embedding)
+        check_restores(self.name, self._tpu_embedding)
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
         if serving_config is None and not in_symbolic_scope():  # there, Keras makes dense tensors of ragged inputs
             self._note_kinds(inputs)
@@ -366,8 +368,7 @@ class TPUEmbedding(keras.layers.Layer):
         return self._parts.checkpoint_config()
 
     def _check_before_saving(self) -> None:
-        if isinstance(self._parts.backend, Backend):
-            check_last_restore(self.name, self._tpu_embedding)
+        check_restores(self.name, self._tpu_embedding)
         if isinstance(self._parts.rule, RowGradients):
             self._parts.rule.warn_unapplied(f"layer {self.name!r} is saved")
 
@@ -429,13 +430,13 @@ class TPUEmbedding(keras.layers.Layer):
         """
         backend = self._parts.backend
         check_writable(self.name, doing, backend.states)
-        given = [self._tpu_embedding.given]
+        nodes = [self._tpu_embedding]
         return LiveTables(
-            self.name, backend.states, self.updates, backend.writing, self._fetch, self._row_stamps, given
+            self.name, backend.states, self.updates, backend.writing, self._fetch, self._row_stamps, nodes
         )
 
     def _fetch(self) -> None:
-        check_last_restore(self.name, self._tpu_embedding)
+        check_restores(self.name, self._tpu_embedding)
         self._parts.backend.fetch()
 
     def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
@@ -510,6 +511,7 @@ class TPUEmbedding(keras.layers.Layer):
         in_checkpoint = ("_dummy", "_row_weights", "_table_weights", *_KERAS_LISTS)
         hidden: tuple[str, ...] = in_checkpoint
         if save_type != "checkpoint":
+            check_restores(self.name, self._tpu_embedding)
             hidden = (*in_model, "_vocabularies")
             # A session finds no variable of Keras.
             children["_table_weights"] = [weight.value for weight in self._table_weights]

@@ -1,6 +1,6 @@
 """The stamps of a layer's rows in memory: what updates them besides training, and the checkpoint node that holds them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import keras
@@ -144,9 +144,11 @@ class TableWeight(keras.Variable):
 
     Attributes:
         watcher: the stamps of the layer's rows. None if it does not track them.
+        assigned: is called when all its rows were given.
     """
 
     watcher: RowStamps | None = None
+    assigned: Callable[[], None] | None = None
 
     def __init__(self, variable: Any, trainable: bool, name: str | None = None) -> None:
         """Wrap `variable`, of any shape. Its name scope is left out, such as a model's `build`: Keras allows no "/" in names."""
@@ -174,4 +176,7 @@ class TableWeight(keras.Variable):
                     f"weight {self.name!r}: its layer has track_rows=True. Assign it eagerly, outside tf.function."
                 )
             self.watcher.rewritten()
-        return super().assign(value)
+        result = super().assign(value)
+        if self.assigned is not None and tf.executing_eagerly():
+            self.assigned()
+        return result

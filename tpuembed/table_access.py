@@ -9,9 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.backends.checkpoint_keys import GivenRows
 from tpuembed.backends.table_rows import copies, piece_rows, write_rows
-from tpuembed.backends.table_state import TableState
+from tpuembed.backends.table_state import TablesNode, TableState
 from tpuembed.backends.tf_config import local
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
@@ -36,7 +35,7 @@ class LiveTables:
         writing: returns a context in which rows may be written.
         fetch: must be called before rows are read.
         stamps: of the rows. None if they are not tracked.
-        given: what is told of tables whose rows are all written.
+        nodes: the checkpoint nodes, which are told of rows that were written.
     """
 
     layer: str
@@ -45,7 +44,7 @@ class LiveTables:
     writing: Callable[[], AbstractContextManager[None]] = nullcontext
     fetch: Callable[[], None] = lambda: None
     stamps: RowStamps | None = None
-    given: Sequence[GivenRows] = ()
+    nodes: Sequence[TablesNode] = ()
 
     def state(self, table: str) -> TableState:
         """Return the state of `table`.
@@ -84,9 +83,9 @@ class LiveTables:
             self.stamps.wrote(table, int(start), int(start) + rows.shape[0])
         with self.writing():
             _write_pieces(variable, int(start), rows, config.dim)
-        if slot is None and rows.shape[0] == config.vocabulary_size:
-            for given in self.given:
-                given.note([table])
+        if slot is None:
+            for node in self.nodes:
+                node.given.note_rows(table, int(start), int(start) + rows.shape[0], config.vocabulary_size)
 
     def assign_table(self, table: str, values: Any) -> None:
         """Overwrite all rows of a table. See `TPUEmbedding.update_embedding_table`."""

@@ -201,9 +201,13 @@ def test_weights_of_another_layer_of_a_subclassed_model(
         model(IDS["user"])
     path = tmp_path / f"model.{file}"
     models[0].save_weights(path) if file == "weights.h5" else models[0].save(path)
+    elsewhere = keras.Sequential([keras.Input(()), models[0]])  # its layers are at no place of the model's
+    elsewhere.save_weights(tmp_path / "elsewhere.weights.h5")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"the file holds .*users.*The layer has"):
             models[1].load_weights(path)
+        with pytest.raises(ValueError, match="the file has no tables at its place"):
+            models[1].load_weights(tmp_path / "elsewhere.weights.h5")
     models[2].load_weights(path)
     np.testing.assert_array_equal(models[2](IDS["user"]), models[0](IDS["user"]))
 

@@ -10,15 +10,10 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from tpuembed.backends.checkpoint_keys import (
-    GivenRows,
-    Restore,
-    saved_keys,
-    tables_with_keras_slots,
-    watch_restores,
-)
+from tpuembed.backends.checkpoint_keys import saved_keys, tables_with_keras_slots
+from tpuembed.backends.restores import GivenRows, watch_restores
 from tpuembed.backends.stacked_table import StackLayout
-from tpuembed.backends.tf_config import SavedNode, resolve_optimizer, restores_so_far
+from tpuembed.backends.tf_config import SavedNode, resolve_optimizer
 from tpuembed.backends.tf_tpu import saved_layouts
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError
@@ -234,9 +229,7 @@ class TablesNode(SavedNode):
         self._tables = [state.config.name for state in states]
         self._slots = {state.config.name: tuple(state.slots) for state in states}
         self._rows_lie_elsewhere = False
-        self.visited_at, self.given = 0, GivenRows()
-        self.last_restore: Restore | None = None
-        self.last_uid = 0
+        self.given = GivenRows()
         self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None
         self.restoring: Callable[[], None] = lambda: None
         self.saving: Callable[[], None] = lambda: None
@@ -253,7 +246,6 @@ class TablesNode(SavedNode):
         saved. Both are restored here.
         """
         self.check_saved(path)
-        self.visited_at = restores_so_far()
         self._rows_lie_elsewhere = saved_layouts(path) != self._layouts
         tables = self._tables if self._rows_lie_elsewhere else tables_with_keras_slots(saved_keys(path), self._slots)
         if tables and self.restore_rows is not None:
@@ -263,10 +255,11 @@ class TablesNode(SavedNode):
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         return None if self._rows_lie_elsewhere else super()._lookup_dependency(name, cached_dependencies)
 
-    def own_tables(self) -> dict[str, Any]:
-        """Return the tables among the children, without slots, by name."""
+    def rows_by_table(self) -> dict[str, Any]:
+        """Return {table: the child that holds its rows}. Tables of a stack share one."""
         children = self._trackable_children()
-        return {name: child for name, child in children.items() if name.rpartition("/")[0] not in children}
+        stacks = {table: layout.stack for table, layout in self._layouts.items()}
+        return {table: children[stacks.get(table, table)] for table in self._tables}
 
     @property
     def table_names(self) -> set[str]:

@@ -165,7 +165,7 @@ class PartitionedEmbedding(keras.layers.Layer):
             _Counts(self._counts()),
             writing=lambda: _all(live.writing for live in lives),
             fetch=lambda: _each(live.fetch for live in lives),
-            given=[given for live in lives for given in live.given],
+            nodes=[node for live in lives for node in live.nodes],
         )
 
     def apply_gradients(self, gradients: Iterable[Any]) -> None:
@@ -247,8 +247,6 @@ class PartitionedEmbedding(keras.layers.Layer):
             found = {table: source for table, source in sources.items() if source in names}
             if found:
                 restore_saved(layer, path, found)
-                for _, other in self._parts:
-                    other._tpu_embedding.given.note_restored(path, found, is_chosen=False)
 
     def _other_names(self, keys: Iterable[str]) -> set[str]:  # noqa: ARG002 - for subclasses
         """Return the tables that the checkpoint with these keys has outside the layer's places."""

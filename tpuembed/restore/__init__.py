@@ -151,8 +151,8 @@ def _restore(
                 _restore_stamps(checkpoint, live.stamps, plan)
             live.stamps.adopt(history, live.states)
         sources = {plan.table: plan.source for plan in plans}
-        for given in live.given:
-            given.note_restored(checkpoint.path, sources, is_chosen=not request.rows_only)
+        for node in live.nodes:
+            node.given.note_restored(node, checkpoint.path, sources, is_chosen=not request.rows_only)
         return RestoreReport(checkpoint.path, checkpoint.format, tuple(plans), updates)
 
 

@@ -15,7 +15,14 @@ from keras.src.utils.naming import to_snake_case
 from tpuembed.errors import ConfigError
 from tpuembed.runtime.callers import frames
 
-__all__ = ["check_built", "check_state_tree", "exports_a_model", "hide_default_signature", "in_symbolic_scope"]
+__all__ = [
+    "check_built",
+    "check_state_tree",
+    "exports_a_model",
+    "hide_default_signature",
+    "in_symbolic_scope",
+    "weights_store",
+]
 
 _EXPORTERS: Final = ("keras.src.export.", "tensorflow.python.saved_model.", "tensorflow.lite.")
 _DEFAULT_SIGNATURE: Final = "_default_save_signature"
@@ -71,16 +78,27 @@ def check_built(layer: str) -> None:
 
     Keras builds a subclassed model by a call with the saved shapes of its inputs, as dense floats. If this fails, it only warns.
     """
-    loading = [frame.f_locals for frame in frames() if frame.f_code.co_name == _LOADS_WEIGHTS]
-    if not loading or not isinstance(loading[-1]["saveable"], keras.layers.Layer):
+    root = _load()
+    if root is None or not isinstance(root["saveable"], keras.layers.Layer):
         return
-    root = loading[-1]
     if unbuilt := list(_unbuilt(root["saveable"], root["inner_path"], root["weights_store"].h5_file, set())):
         raise ConfigError(
             f"layer {layer!r}: layers {', '.join(unbuilt)} of its model are not built, so Keras would not load their weights. A "
             "file has no record of inputs that are ragged, sparse, integers or text, so Keras cannot build a subclassed model that "
             "needs them. Build the model in code, call it once, and call its load_weights with this file."
         )
+
+
+def weights_store() -> Any:
+    """Return what Keras reads weights from at the moment: one object for each load. None outside of a load."""
+    root = _load()
+    return None if root is None else root["weights_store"]
+
+
+def _load() -> dict[str, Any] | None:
+    """Return the locals of the function with which Keras began to load weights."""
+    loading = [frame.f_locals for frame in frames() if frame.f_code.co_name == _LOADS_WEIGHTS]
+    return loading[-1] if loading else None
 
 
 def check_state_tree(table: str) -> None:

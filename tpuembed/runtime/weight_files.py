@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tpuembed.errors import CheckpointMismatchError
+from tpuembed.runtime.keras_saving import weights_store
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = [
@@ -23,8 +24,8 @@ __all__ = [
 
 _CONFIG, _UPDATES, _HISTORY = "|config", "|updates", "|history"
 _STAMPS, _VOCABULARY = "|stamps|", "|vocabulary|"
-_refusals: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""By layer: why the tables that a file has at its place were refused."""
+_refusals: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
+"""By load: why the tables that the file has at the place of a layer were refused, by the layer's id."""
 
 
 def save_tables(store: Any, variables: Mapping[str, Any], updates: int, config: Mapping[str, Any]) -> None:
@@ -61,20 +62,21 @@ def check_tables(store: Any, layer: Any, variables: Mapping[str, Any]) -> None:
     beside = (_CONFIG, _HISTORY)
     names = [name for name in store.keys() if name not in beside and not name.startswith((_STAMPS, _VOCABULARY))]  # noqa: SIM118 - an h5 store
     in_file = {name: tuple(store[name].shape) for name in names}
+    load = weights_store()
+    refusals = {} if load is None else _refusals.setdefault(load, {})
     if not in_file:
         raise CheckpointMismatchError(
-            _refusals.get(layer)
+            refusals.get(id(layer))
             or f"layer {layer.name!r}: the file has no tables at its place. Keras saves a layer that several models share once, "
             "and loads it as one layer for each of them. Build the model in code, and call its load_weights with this file."
         )
-    _refusals.pop(layer, None)
     in_layer = {_saved(name): tuple(variable.shape) for name, variable in variables.items()} | {_UPDATES: ()}
     if in_file != in_layer:
-        _refusals[layer] = (
+        refusals[id(layer)] = (
             f"layer {layer.name!r}: the file holds {in_file}. The layer has {in_layer}. Build the layer as it was saved, or "
             "restore the tables that match with restore_tables."
         )
-        raise CheckpointMismatchError(_refusals[layer])
+        raise CheckpointMismatchError(refusals[id(layer)])
 
 
 def load_tables(store: Any, variables: Mapping[str, Any]) -> int:

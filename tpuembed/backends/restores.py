@@ -1,0 +1,241 @@
+"""Restores of TensorFlow that have passed over tables of a layer.
+
+`tf.train.Checkpoint.restore` finds objects by the attributes that lead to them. It keeps what it did not find for attributes that
+may come later, and says nothing. So a layer whose place or table has another name would go on with the rows that it had.
+
+A restore is open for a layer if it left a table of its file over and a table of the layer got no rows, by it or after it. Nothing
+says whether the one is the other under an old name, or the one was dropped and the other is new.
+
+This module uses private names of TensorFlow, because its public status of a restore is with the caller of the restore.
+"""
+
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.checkpoint.checkpoint import _CheckpointRestoreCoordinator
+from tensorflow.python.checkpoint.restore import CheckpointPosition
+
+from tpuembed.backends.tf_config import restores_so_far
+from tpuembed.backends.tf_tpu import LAYOUTS, saved_layouts
+from tpuembed.config import OPTIMIZERS
+from tpuembed.errors import CheckpointMismatchError
+from tpuembed.runtime.callers import frames
+from tpuembed.runtime.keras_saving import in_symbolic_scope
+
+__all__ = ["GivenRows", "check_restores", "watch_restores"]
+
+_TABLES, _SMALL_TABLES = "_tpu_embedding", "_keras_embedding_layers"
+"""The nodes whose children are tables: of this layer and TensorFlow Recommenders' layers, and of its small tables."""
+_NO_TABLES = (_TABLES, LAYOUTS, "_engine")
+"""Children of such a node that are none."""
+_SLOTS = {slot for optimizer in OPTIMIZERS.values() for slot in optimizer.slots}
+
+
+class GivenRows:
+    """When the tables of a layer got rows besides TensorFlow's restores, and from which files the caller restored tables."""
+
+    def __init__(self) -> None:
+        self.since: dict[str, int] = {}
+        self.choices: dict[str, set[str]] = {}
+        self._written: dict[str, int] = {}
+
+    def note(self, tables: Iterable[str]) -> None:
+        """Note that all rows of `tables` were written now. A restore that begins later may write others over them."""
+        self.since.update(dict.fromkeys(tables, restores_so_far()))
+
+    def note_rows(self, table: str, start: int, stop: int, rows: int) -> None:
+        """Note that rows [start, stop) of a table of `rows` rows were written: a table may be written in pieces, from row 0 on."""
+        done = self._written.get(table, 0) if start else 0
+        self._written[table] = stop if start <= done else done
+        if self._written[table] == rows:
+            self.note([table])
+
+    def note_restored(self, node: Any, path: str, sources: Mapping[str, str], is_chosen: bool) -> None:
+        """Note that `sources`, {table of `node`: its name in the checkpoint}, were restored from `path`.
+
+        If `is_chosen`, the caller named them. Then no other table of the layer is in that checkpoint: for a restore that was, or
+        else for the next one.
+        """
+        self.note(sources)
+        file, names = os.path.realpath(path), set(sources.values())
+        restores = [restore for restore in _restores if restore.file == file]
+        for restore in restores:
+            restore.taken |= names
+            if is_chosen:
+                restore.settled.add(node)
+        if is_chosen and not any(node in restore.nodes for restore in restores):
+            self.choices[file] = names
+
+
+class _Restore:
+    """A restore of a checkpoint with tables.
+
+    Attributes:
+        path, file: of the checkpoint, as it was given and as it is.
+        uid: its number, which grows from restore to restore.
+        taken: tables of the checkpoint that were restored row by row.
+        nodes: those that could be reached when it began.
+        settled: those for which it is not open.
+    """
+
+    def __init__(self, coordinator: Any, tables: Mapping[int, set[str]], reached: Iterable[Any], kind: type) -> None:
+        """Begin the restore of `coordinator`, for objects `reached`, of which those of type `kind` have tables."""
+        self.path: str = coordinator.save_path_string
+        self.file, self.uid = os.path.realpath(self.path), coordinator.restore_uid
+        self.taken: set[str] = set()
+        self.nodes: weakref.WeakSet[Any] = weakref.WeakSet(one for one in reached if isinstance(one, kind))
+        self.settled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._tables, self._matched, self._objects = (
+            tables,
+            coordinator.matched_proto_ids,
+            coordinator.object_by_proto_id,
+        )
+        self._reached = [weakref.ref(one) for one in reached if not isinstance(one, tf.Variable)]
+        self._thread, self._kind = threading.get_ident(), kind
+
+    def left(self) -> set[str]:
+        """Return the tables of the checkpoint that were not restored so far."""
+        names = (names for place, names in self._tables.items() if place not in self._matched)
+        return set[str]().union(*names) - self.taken
+
+    def gave(self, rows: Any) -> bool:
+        """Return True if the object `rows` was restored."""
+        return any(one is rows for one in list(self._objects.values()))
+
+    def goes_on(self) -> bool:
+        """Return True inside this restore, in any thread, and inside one of what TensorFlow has kept."""
+        return any(
+            frame.f_code is CheckpointPosition.restore.__code__
+            for first in (sys._getframe(), sys._current_frames().get(self._thread))
+            if first is not None
+            for frame in frames(first)
+        )
+
+    def roots(self) -> list[Any]:
+        """Return the objects that could be reached when it began, and still exist."""
+        return [one for ref in self._reached if (one := ref()) is not None]
+
+    def leads_to(self, node: Any) -> bool:
+        """Return True if an attribute of what it restored leads to `node`, perhaps one that came later."""
+        return node in self.nodes or any(one is node for one in _reachable(self.roots()))
+
+    def close(self) -> None:
+        """Tell each layer which of its tables this restore gave rows."""
+        nodes: list[Any] = [one for one in list(self._objects.values()) if isinstance(one, self._kind)]
+        for node in nodes:
+            for table, rows in node.rows_by_table().items():
+                if self.gave(rows):
+                    node.given.since[table] = max(self.uid, node.given.since.get(table, -1))
+
+
+_Trackable = tf.__internal__.tracking.Trackable
+_restores: list[_Restore] = []
+"""Those that left tables over, from old to new."""
+
+
+def watch_restores(kind: type) -> None:
+    """Let `check_restores` know of restores of objects that lead to nodes of type `kind`, or will."""
+    begin = _CheckpointRestoreCoordinator.__init__
+
+    @functools.wraps(begin)
+    def noted(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        if not (tables := _tables_in(self.object_graph_proto.nodes, self.save_path_string)):
+            return
+        _sweep()
+        restore = _Restore(self, tables, list(_reachable([self.graph_view.root])), kind)
+        for node in restore.nodes:
+            names = node.given.choices.pop(restore.file, None)
+            if names is not None:
+                restore.taken |= names
+                restore.settled.add(node)
+        _restores.append(restore)
+
+    _CheckpointRestoreCoordinator.__init__ = noted
+
+
+def _reachable(starts: Iterable[Any]) -> Iterator[Any]:
+    """Yield objects to which attributes of `starts` lead, for TensorFlow or, inside a keras.Sequential, for Keras."""
+    waiting, seen = list(starts), set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen and isinstance(one, _Trackable):
+            seen.add(id(one))
+            yield one
+            waiting += one._trackable_children().values()
+            if isinstance(one, keras.layers.Layer):
+                waiting += one._layers
+
+
+def _sweep() -> None:
+    """Drop restores that left nothing over, or whose objects are gone, or for whose objects a later one asks the same."""
+    later: set[int] = set()
+    for restore in reversed(list(_restores)):
+        objects = {id(one) for one in restore.roots()}
+        if not objects - later or not restore.left():
+            restore.close()
+            _restores.remove(restore)
+        else:
+            later |= objects
+
+
+def check_restores(layer: str, node: Any) -> None:
+    """Check that no restore is open for a layer, before its rows are used.
+
+    Args:
+        layer: its name.
+        node: its `TablesNode`.
+
+    Raises:
+        CheckpointMismatchError: one is.
+    """
+    restores = list(_restores)
+    for number, restore in enumerate(restores):
+        if node in restore.settled or not (left := restore.left()) or restore.goes_on():
+            continue
+        missing = [
+            table
+            for table, rows in node.rows_by_table().items()
+            if node.given.since.get(table, -1) < restore.uid and not any(each.gave(rows) for each in restores[number:])
+        ]
+        if missing and restore.leads_to(node):
+            raise CheckpointMismatchError(
+                f"layer {layer!r}: tf.train.Checkpoint.restore has not restored its tables {', '.join(missing[:5])} from "
+                f"{restore.path}, where layers have other places in the model, or tables other names. Tables of the checkpoint: "
+                f"{', '.join(sorted(left)[:5])}. Call layer.restore_tables({restore.path!r}), with tables={{NAME: OLD_NAME}} if "
+                "names differ, and without those that are new. To start with new tables, build the model again and restore the "
+                "other layers alone, at their places in the checkpoint: "
+                "tf.train.Checkpoint(model=tf.train.Checkpoint(dense=model.dense))."
+            )
+        if not in_symbolic_scope():  # afterwards the layer gets its place in a functional model
+            restore.settled.add(node)
+
+
+def _tables_in(nodes: Any, path: str) -> dict[int, set[str]]:
+    """Return the names of the tables at each place of a checkpoint that holds any: of several, if it is a stack."""
+    found: dict[int, set[str]] = {}
+    stacks: dict[str, set[str]] | None = None
+    for parent in nodes:
+        for child in parent.children:
+            if child.local_name not in (_TABLES, _SMALL_TABLES):
+                continue
+            is_small = child.local_name == _SMALL_TABLES
+            below = {one.local_name: one.node_id for one in nodes[child.node_id].children}
+            if LAYOUTS in below and stacks is None:
+                stacks = {}
+                for table, layout in saved_layouts(path).items():
+                    stacks.setdefault(layout.stack, set()).add(table)
+            for name, place in below.items():
+                table, _, slot = name.rpartition("/")
+                if name in _NO_TABLES or (table in below and slot in _SLOTS):
+                    continue
+                if is_small or nodes[place].attributes:
+                    found[place] = (stacks or {}).get(name, {name}) if LAYOUTS in below else {name}
+    return found
