@@ -32,10 +32,10 @@ if TYPE_CHECKING:
         rollback_version,
     )
     from tpuembed.layer import TPUEmbedding
+    from tpuembed.layer.keras_lookups import read_vocabulary
+    from tpuembed.layer.restore import RestoreReport, restore_tables
     from tpuembed.live import export_model, export_saved_model
     from tpuembed.live.callback import ExportCallback
-    from tpuembed.lookup_layers import read_vocabulary
-    from tpuembed.restore import RestoreReport, restore_tables
     from tpuembed.retrieval.export import export_retrieval
     from tpuembed.retrieval.training import FactorizedTopK, in_batch_softmax
     from tpuembed.runtime.tpu import TpuEnvironment, configure_tpu
@@ -54,7 +54,7 @@ _HOME = {
     "FactorizedTopK": "tpuembed.retrieval.training",
     "FeatureConfig": "tpuembed.config",
     "QuantizationConfig": "tpuembed.config",
-    "RestoreReport": "tpuembed.restore",
+    "RestoreReport": "tpuembed.layer.restore",
     "ServingConfig": "tpuembed.config",
     "TPUEmbedding": "tpuembed.layer",
     "TableConfig": "tpuembed.config",
@@ -72,8 +72,8 @@ _HOME = {
     "list_versions": "tpuembed.export",
     "open_checkpoint": "tpuembed.checkpoint",
     "prune_versions": "tpuembed.export",
-    "read_vocabulary": "tpuembed.lookup_layers",
-    "restore_tables": "tpuembed.restore",
+    "read_vocabulary": "tpuembed.layer.keras_lookups",
+    "restore_tables": "tpuembed.layer.restore",
     "rollback_version": "tpuembed.export",
 }
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed.files import UrlPath, as_path
+from tpuembed.runtime.cpus import available_cpus
 from tpuembed_cli.command import Command
 from tpuembed_cli.options import SIZE
 from tpuembed_cli.platforms import Platform

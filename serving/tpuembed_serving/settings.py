@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError
 from tpuembed.files import FilePath, UrlPath, as_path
+from tpuembed.runtime.cpus import available_cpus
 from tpuembed_serving.batching.parameters import BatchingParameters
 from tpuembed_serving.core.reload_paths import ReloadPaths
 from tpuembed_serving.core.request_record import RequestLogging

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.layer.branches import ROWS, make, restore, rows_of, step, write_save
 from tpuembed import open_checkpoint
 from tpuembed.live.tables import live_checkpoint
-from tpuembed.row_history import RowHistory
+from tpuembed.manifest.row_history import RowHistory
 
 run = st.integers(0, 1)
 save = st.integers(0, 5)

@@ -26,7 +26,7 @@ from tpuembed.backends.tf_tpu import host_names, host_variable, in_symbolic_scop
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.lookup import Ids
-from tpuembed.row_history import UNKNOWN
+from tpuembed.manifest.row_history import UNKNOWN
 
 __all__ = [
     "MAX_VOCABULARY_SIZE",

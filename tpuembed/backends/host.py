@@ -19,7 +19,7 @@ from tpuembed.errors import ConfigError
 from tpuembed.errors.ids import Span
 from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.ranges import is_inside
-from tpuembed.row_history import UNKNOWN
+from tpuembed.manifest.row_history import UNKNOWN
 
 __all__ = ["NO_STAMP", "HostBackend"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
-from tpuembed.row_history import RowHistory
+from tpuembed.manifest.row_history import RowHistory
 from tpuembed.vocabulary import Vocabulary, VocabularyHeader
 
 __all__ = ["Array", "Checkpoint", "PartialChecksum", "SummedRows", "TableInfo"]

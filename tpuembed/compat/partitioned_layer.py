@@ -16,17 +16,17 @@ from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import CheckpointMismatchError, UnknownTableError
 from tpuembed.files import FilePath
-from tpuembed.layer import TPUEmbedding, weights_with_gradients
-from tpuembed.restore import RestoreReport, restore_saved, restore_tables
-from tpuembed.runtime.keras_saving import check_built
-from tpuembed.runtime.weight_files import (
+from tpuembed.layer.restore import RestoreReport, restore_saved, restore_tables
+from tpuembed.layer.tables import LiveTables
+from tpuembed.layer.tpu_embedding import TPUEmbedding, weights_with_gradients
+from tpuembed.layer.weight_files import (
     check_tables,
     load_tables,
     save_tables,
     save_vocabularies,
     saved_vocabularies,
 )
-from tpuembed.table_access import LiveTables
+from tpuembed.runtime.keras_saving import check_built
 from tpuembed.vocabulary import Vocabulary, attribute_of
 
 __all__ = ["PartitionedEmbedding", "Places", "place_features"]

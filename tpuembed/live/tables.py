@@ -17,8 +17,8 @@ from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import check_layers
 from tpuembed.export.stream.shard import Source
 from tpuembed.layer import TPUEmbedding
-from tpuembed.row_history import RowHistory
-from tpuembed.table_access import LiveTables
+from tpuembed.layer.tables import LiveTables
+from tpuembed.manifest.row_history import RowHistory
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["LiveCheckpoint", "embedding_layers", "live_checkpoint", "registered"]

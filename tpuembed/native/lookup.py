@@ -24,10 +24,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError, TpuEmbedError, reason
 from tpuembed.errors.ids import MOST_OF_NAME, Span, outside_message, unknown_name_texts
 from tpuembed.manifest import ArrayEntry, FeatureEntry, Manifest, NamesEntry, StackEntry, TableEntry
+from tpuembed.runtime.cpus import available_cpus
 
 __all__ = [
     "DECODED",

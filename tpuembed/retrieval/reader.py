@@ -12,7 +12,7 @@ from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum, SummedRows, TableInfo
 from tpuembed.errors import ConfigError
 from tpuembed.export.stream.shard import Source
-from tpuembed.row_history import RowHistory
+from tpuembed.manifest.row_history import RowHistory
 from tpuembed.vocabulary import Vocabulary, VocabularyHeader
 
 __all__ = ["ORDER", "WithCandidates"]

@@ -15,12 +15,12 @@ from tpuembed.checkpoint.tools.exports import ReadableTables, open_tables
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.optimizers import optimizer_from
-from tpuembed.cpus import available_cpus
 from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.export.storage.encoders import UnstorableRowError
 from tpuembed.export.storage.error import ErrorSums, TableError, sample_step
 from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
 from tpuembed.files import FilePath
+from tpuembed.runtime.cpus import available_cpus
 
 __all__ = [
     "BadRows",

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
-from tpuembed.cpus import available_cpus
+from tpuembed.runtime.cpus import available_cpus
 from tpuembed_serving.batching.queue import BatchQueue, OnOutcome, QueuedRequest
 from tpuembed_serving.batching.runner import Outcome
 from tpuembed_serving.core.request_record import RequestRecord

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from tpuembed.cpus import available_cpus
+from tpuembed.runtime.cpus import available_cpus
 from tpuembed_serving.core.noop import noop
 from tpuembed_serving.core.request_record import RequestRecord
 from tpuembed_serving.core.servable import Array, Columns, LoadedVersion, Servable, Signature

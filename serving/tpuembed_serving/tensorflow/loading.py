@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Final, Protocol
 
-from tpuembed.cpus import available_cpus
+from tpuembed.runtime.cpus import available_cpus
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.core.status import Code, LoadStopped, StatusError
 from tpuembed_serving.models.warmup import warm_up

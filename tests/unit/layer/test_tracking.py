@@ -20,7 +20,7 @@ from tpuembed.backends.tf_config import SavedNode
 from tpuembed.checkpoint.tools import describe_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
 from tpuembed.live.tables import live_checkpoint
-from tpuembed.row_history import UNKNOWN, RowHistory
+from tpuembed.manifest.row_history import UNKNOWN, RowHistory
 
 ROWS = {"a": 11, "b": 7}
 Array = np.ndarray[Any, Any]

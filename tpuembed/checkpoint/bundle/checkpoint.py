@@ -31,7 +31,7 @@ from tpuembed.files import FilePath
 from tpuembed.formats.protobuf import MalformedError
 from tpuembed.formats.tensor_bundle import Bundle, index_path
 from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
-from tpuembed.row_history import RowHistory
+from tpuembed.manifest.row_history import RowHistory
 
 __all__ = ["BundleCheckpoint"]
 

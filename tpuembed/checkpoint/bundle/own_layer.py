@@ -18,7 +18,7 @@ from tpuembed.checkpoint.bundle.table_keys import TableKeys, table_info
 from tpuembed.errors import CheckpointCorruptError
 from tpuembed.formats.tensor_bundle import Bundle
 from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
-from tpuembed.row_history import RowHistory
+from tpuembed.manifest.row_history import RowHistory
 from tpuembed.vocabulary import attribute_of
 
 __all__ = [

@@ -18,7 +18,7 @@ from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.errors import CheckpointError, reason
 from tpuembed.files import FilePath, versions
-from tpuembed.row_history import RowHistory
+from tpuembed.manifest.row_history import RowHistory
 
 __all__ = ["KerasCheckpoint"]
 

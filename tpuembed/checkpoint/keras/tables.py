@@ -12,9 +12,10 @@ from tpuembed.checkpoint.bundle.layer_config import check_size, checked_count, p
 from tpuembed.checkpoint.keras.hdf5 import Dataset
 from tpuembed.checkpoint.keras.weights import Group, Weights
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
-from tpuembed.row_history import RowHistory
+from tpuembed.manifest.row_history import RowHistory
 
 __all__ = [
+    "CONFIG",
     "Table",
     "keras_rs_tables",
     "own_layer_configs",
@@ -26,7 +27,9 @@ __all__ = [
 
 _TABLE_PATH: Final = re.compile(r"(?:(?P<layer>.+)/)?_default_device_embedding_layers/(?P<kind>.+)", re.DOTALL)
 _TABLE_KIND: Final = re.compile(r"embed_reduce(?:_(?P<number>\d+))?")
-_CONFIG, _UPDATES, _HISTORY, _STAMPS = "|config", "|updates", "|history", "|stamps|"
+CONFIG: Final = "|config"
+"""The name of a layer's config among its arrays. Only an embedding layer has one."""
+_UPDATES, _HISTORY, _STAMPS = "|updates", "|history", "|stamps|"
 _VOCABULARY: Final = "|vocabulary|"
 _MAX_CONFIG_BYTES: Final = 16 << 20
 
@@ -111,7 +114,7 @@ def own_layer_configs(weights: Weights) -> dict[str, dict[str, Any]]:
     return {
         group.path: parse_config(_config_of(weights, group), _config_bytes(weights, group))
         for group in weights.groups.values()
-        if _UPDATES in group.datasets or _CONFIG in group.datasets
+        if _UPDATES in group.datasets or CONFIG in group.datasets
     }
 
 
@@ -120,7 +123,7 @@ def _config_of(weights: Weights, group: Group) -> str:
 
 
 def _config_bytes(weights: Weights, group: Group) -> bytes:
-    dataset = group.datasets.get(_CONFIG)
+    dataset = group.datasets.get(CONFIG)
     if dataset is None:
         raise CheckpointFormatError(
             f"weights {weights.path}: layer {group.name or group.path!r} has tables but no config, which distinguishes "
@@ -143,7 +146,7 @@ def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) ->
         left = {
             name: dataset
             for name, dataset in weights.groups[path].datasets.items()
-            if name not in (_CONFIG, _UPDATES, _HISTORY) and not name.startswith((_STAMPS, _VOCABULARY))
+            if name not in (CONFIG, _UPDATES, _HISTORY) and not name.startswith((_STAMPS, _VOCABULARY))
         }
         for order, (name, fields) in enumerate(config["tables"].items()):
             slots = {slot: f"{name}/{slot}" for slot in slot_names(where, name, fields)}

@@ -15,15 +15,15 @@ import keras
 import tensorflow as tf
 
 from tpuembed.backends.table_state import TablesNode
+from tpuembed.backends.tf_config import SavedNode
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.keras.layers import layer_policies
+from tpuembed.checkpoint.keras.tables import CONFIG
 from tpuembed.checkpoint.keras.trained_vocabularies import snake_case
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.export.graph.weight_names import Candidate, Mismatch, Names, OwnNames, find_candidates, match_by_name
 from tpuembed.export.graph.wiring import find_contradiction
-from tpuembed.row_stamps import RowStamps
-from tpuembed.runtime.weight_files import holds_tables
 
 __all__ = ["raw_variables", "restore_dense_weights"]
 
@@ -91,7 +91,7 @@ def raw_variables(model: Any) -> list[Any]:
             if isinstance(child, tf.Variable):
                 kept[id(child)] = child
             elif id(child) not in seen and not isinstance(
-                child, TablesNode | RowStamps | keras.Variable | keras.optimizers.Optimizer
+                child, SavedNode | keras.Variable | keras.optimizers.Optimizer
             ):
                 seen.add(id(child))
                 pending.append(child)
@@ -255,7 +255,7 @@ def _tracked_objects(model: Any) -> _Tracked:
     for trackable in pending:  # grows while it is walked
         children: dict[str, int] = {}
         weights: dict[str, Weight] = {}
-        is_closed = isinstance(trackable, TablesNode | RowStamps | keras.optimizers.Optimizer)
+        is_closed = isinstance(trackable, SavedNode | keras.optimizers.Optimizer)
         for name, child in {} if is_closed else tree.children(trackable).items():
             if isinstance(child, keras.Variable | tf.Variable):
                 weights[name] = _weight(child)
@@ -321,7 +321,7 @@ def _keras_objects(model: Any) -> _Saveable:
         store: dict[str, Any] = {}
         if not names:
             layer.save_own_variables(store)
-        if holds_tables(store):  # of a layer that saves for the ones below it, which have their names
+        if CONFIG in store:  # of a layer that saves for the ones below it, which have their names
             store = {}
         weights = {
             key: Weight(

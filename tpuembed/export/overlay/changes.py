@@ -30,7 +30,7 @@ from tpuembed.export.stream.shard import ShardResult, Source, write_shard
 from tpuembed.files import open_bytes
 from tpuembed.formats.saved_model import file_crc32c
 from tpuembed.manifest import HistoryEntry
-from tpuembed.row_history import RowHistory
+from tpuembed.manifest.row_history import RowHistory
 
 __all__ = ["Search", "TooManyRowsError", "stamped_tables"]
 

@@ -1,9 +1,9 @@
 """The engines, which run the shards of a plan on this machine or on a cluster."""
 
 from tpuembed.config.checks import check_choice, check_count
-from tpuembed.cpus import available_cpus
 from tpuembed.export.stream.engines.local import LocalEngine
 from tpuembed.export.stream.engines.protocol import Engine
+from tpuembed.runtime.cpus import available_cpus
 
 __all__ = ["ENGINES", "Engine", "check_engine", "choose_engine", "default_workers"]
 

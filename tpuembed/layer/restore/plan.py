@@ -11,8 +11,8 @@ from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.config import FTRL
 from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError, warn
-from tpuembed.restore.names import NamesPlan, plan_names
-from tpuembed.table_access import LiveTables
+from tpuembed.layer.restore.names import NamesPlan, plan_names
+from tpuembed.layer.tables import LiveTables
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["RestoreRequest", "TablePlan", "plan_tables"]

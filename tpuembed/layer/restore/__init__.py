@@ -16,11 +16,11 @@ from tpuembed.config.checks import check_count
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, first_few, warn
 from tpuembed.files import FilePath
 from tpuembed.formats.tensor_bundle import crc
-from tpuembed.restore.names import NamesPlan, live_vocabularies, names_by_number
-from tpuembed.restore.plan import RestoreRequest, TablePlan, plan_tables
-from tpuembed.row_history import RowHistory
-from tpuembed.row_stamps import RowStamps
-from tpuembed.table_access import HasTables, LiveTables, write_numbers
+from tpuembed.layer.restore.names import NamesPlan, live_vocabularies, names_by_number
+from tpuembed.layer.restore.plan import RestoreRequest, TablePlan, plan_tables
+from tpuembed.layer.stamps import RowStamps
+from tpuembed.layer.tables import HasTables, LiveTables, write_numbers
+from tpuembed.manifest.row_history import RowHistory
 
 __all__ = ["NamesPlan", "RestoreReport", "TablePlan", "restore_saved", "restore_tables"]
 

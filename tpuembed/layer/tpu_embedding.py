@@ -25,13 +25,10 @@ from tpuembed.config import FeatureConfig, TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import ConfigError, UnknownTableError
-from tpuembed.layer_vocabularies import LayerVocabularies, check_names_can_arrive, shared_vocabularies
-from tpuembed.lookup import Ids, as_tensors, ids_of
-from tpuembed.row_stamps import RowStamps, TableWeight
-from tpuembed.runtime.callers import callers
-from tpuembed.runtime.keras_saving import check_built, exports_a_model, hide_default_signature, in_symbolic_scope
-from tpuembed.runtime.table_scope import TableSource
-from tpuembed.runtime.weight_files import (
+from tpuembed.layer.stamps import RowStamps, TableWeight
+from tpuembed.layer.tables import LiveTables, check_writable
+from tpuembed.layer.vocabularies import LayerVocabularies, check_names_can_arrive, shared_vocabularies
+from tpuembed.layer.weight_files import (
     check_tables,
     load_stamps,
     load_tables,
@@ -40,12 +37,15 @@ from tpuembed.runtime.weight_files import (
     save_vocabularies,
     saved_vocabularies,
 )
-from tpuembed.table_access import LiveTables, check_writable
+from tpuembed.lookup import Ids, as_tensors, ids_of
+from tpuembed.runtime.callers import callers
+from tpuembed.runtime.keras_saving import check_built, exports_a_model, hide_default_signature, in_symbolic_scope
+from tpuembed.runtime.table_scope import TableSource
 from tpuembed.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from tpuembed.files import FilePath
-    from tpuembed.restore import RestoreReport
+    from tpuembed.layer.restore import RestoreReport
 
 __all__ = ["TPUEmbedding"]
 
@@ -488,13 +488,13 @@ class TPUEmbedding(keras.layers.Layer):
         **options: Any,
     ) -> "RestoreReport":
         """Stream tables of a checkpoint of any format into this layer. See `tpuembed.restore_tables`."""
-        from tpuembed.restore import restore_tables  # here, so that training imports no reader
+        from tpuembed.layer.restore import restore_tables  # here, so that training imports no reader
 
         return restore_tables(self, path, tables, slots, by=by, resize=resize, lossy=lossy, updates=updates, **options)
 
     def restore_saved(self, path: str, tables: Iterable[str]) -> None:
         """Restore `tables` whose keys in the checkpoint are not those of TensorFlow. See `restore.restore_saved`."""
-        from tpuembed.restore import restore_saved
+        from tpuembed.layer.restore import restore_saved
 
         restore_saved(self, path, {table: table for table in tables})
 

@@ -13,8 +13,8 @@ from tests.support.layer.restored import TRAINED_BY, Array, assert_held, held, u
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, restore_tables
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
-from tpuembed.restore import NamesPlan
-from tpuembed.row_history import UNKNOWN
+from tpuembed.layer.restore import NamesPlan
+from tpuembed.manifest.row_history import UNKNOWN
 
 HOSTILE: list[Any] = [b"", "ö", b"\xff\xfe", "line\nend", "\x1b[31m", "a/b", "a" * 3000, "\0", "[UNK]", "ö ", " ö"]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import CheckpointMismatchError, ConfigError, warn
-from tpuembed.table_access import LiveTables
+from tpuembed.layer.tables import LiveTables
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["NamesPlan", "live_vocabularies", "names_by_number", "plan_names"]

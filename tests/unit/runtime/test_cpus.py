@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tpuembed import cpus
+from tpuembed.runtime import cpus
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from tpuembed.vocabulary import Vocabulary
 
 __all__ = [
     "check_tables",
-    "holds_tables",
     "load_stamps",
     "load_tables",
     "save_stamps",
@@ -43,11 +42,6 @@ def save_tables(store: Any, variables: Mapping[str, Any], updates: int, config: 
         store[_saved(name)] = variable.numpy()
     store[_UPDATES] = np.int64(updates)
     store[_CONFIG] = np.frombuffer(json.dumps(config).encode(), np.uint8)
-
-
-def holds_tables(store: Any) -> bool:
-    """Return True if `save_tables` filled `store`; a reader of the file takes all of it for tables."""
-    return _CONFIG in store
 
 
 def check_tables(store: Any, layer: Any, variables: Mapping[str, Any]) -> None:

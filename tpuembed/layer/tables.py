@@ -14,7 +14,7 @@ from tpuembed.backends.table_state import TablesNode, TableState
 from tpuembed.backends.tf_config import local
 from tpuembed.config.checks import did_you_mean
 from tpuembed.errors import ConfigError, RowRangeError, UnknownTableError
-from tpuembed.row_stamps import RowStamps
+from tpuembed.layer.stamps import RowStamps
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["HasTables", "LiveTables", "check_writable", "write_numbers"]

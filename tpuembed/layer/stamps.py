@@ -12,7 +12,7 @@ from tpuembed.backends.table_rows import PIECE_BYTES, copies
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tf_config import SavedNode, local
 from tpuembed.errors import ConfigError
-from tpuembed.row_history import UNKNOWN, RowHistory
+from tpuembed.manifest.row_history import UNKNOWN, RowHistory
 from tpuembed.runtime.keras_saving import check_state_tree
 
 __all__ = ["RowStamps", "TableWeight"]
