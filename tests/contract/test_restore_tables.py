@@ -241,6 +241,32 @@ def test_the_counts_of_tfrs_and_of_keras_rs() -> None:
         assert layer.restore_tables(golden.path).updates == 1, name
 
 
+@pytest.mark.filterwarnings("ignore:a TableConfig without a name")
+@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+@pytest.mark.parametrize("by", ["restore_tables", "Checkpoint"])
+def test_a_schedule_of_tfrs_goes_on(rule: str, by: str) -> None:
+    """Its optimizer made five steps. Its learning rate is no variable in the file, because it is a schedule."""
+    golden = read_golden(f"tfrs/schedule_{rule}")
+    rates = keras.optimizers.schedules.PiecewiseConstantDecay([3, 5], [0.5, 0.25, 0.125])
+    optimizer = {"sgd": keras.optimizers.SGD, "adagrad": keras.optimizers.Adagrad}[rule](rates)
+    shapes = {name: arrays[None].shape for name, arrays in golden.tables.items()}
+    tables = [TableConfig(rows, dim, name) for name, (rows, dim) in shapes.items()]
+    layer = TPUEmbedding([FeatureConfig(table) for table in tables], optimizer)
+    if by == "Checkpoint":
+        tf.train.Checkpoint(model=layer).restore(str(golden.path)).expect_partial()
+    else:
+        layer.restore_tables(golden.path)
+    (user,) = (variable for table, variable in layer.embedding_tables.items() if table.name == "user")
+    sums = golden.tables["user"].get("accumulators", np.ones(shapes["user"]))[1].copy()
+    for rate in (0.25, 0.125):
+        before = user.numpy()[1]
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(rows) for rows in layer([tf.constant([1])] * 3)])
+        layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
+        sums += rule == "adagrad"
+        np.testing.assert_allclose(before - user.numpy()[1], rate / np.sqrt(sums), rtol=1e-5)
+
+
 @pytest.mark.parametrize("steps", [(), (1, 2)], ids=["none", "different"])
 def test_a_schedule_without_a_count_in_the_file_is_warned_of(steps: tuple[int, ...], tmp_path: Path) -> None:
     optimizers = {f"optimizer{number}": (keras.optimizers.SGD(0.1), count) for number, count in enumerate(steps)}

@@ -105,6 +105,24 @@ def keras_optimizer(name: str, optimizer: Any, slots: dict[str, str], seed: int)
     golden.finish("ckpt")
 
 
+def scheduled(name: str, optimizer: Any, slots: dict[str, str], seed: int) -> None:
+    """Five steps of a legacy Keras optimizer whose learning rate is a schedule, and is no variable then."""
+    golden = Golden(name)
+    layer, ids = layer_and_ids(optimizer, seed)
+    for _ in range(5):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(value) for value in layer(ids).values()])
+        variables = layer.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+    add_mid_level_tables(golden, layer, optimizer, slots)
+    tf.train.Checkpoint(model=layer, optimizer=optimizer).write(str(golden.folder / "ckpt"))
+    golden.finish("ckpt")
+
+
+def schedule() -> Any:
+    return tf.keras.optimizers.schedules.PiecewiseConstantDecay([3, 5], [0.5, 0.25, 0.125])
+
+
 def mid_level_optimizer(name: str, optimizer: Any, seed: int) -> None:
     golden = Golden(name)
     layer, _ = layer_and_ids(optimizer, seed)
@@ -181,6 +199,8 @@ def main() -> None:
     mid_level_optimizer("ftrl", E.FTRL(0.1), 9)
     keras_model()
     partial()
+    scheduled("schedule_sgd", legacy.SGD(schedule()), {}, 10)
+    scheduled("schedule_adagrad", legacy.Adagrad(schedule()), {"accumulator": "accumulators"}, 11)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from tpuembed.backends.checkpoint_keys import saved_keys, tables_with_keras_slots
+from tpuembed.backends.checkpoint_keys import saved_attributes, saved_keys, tables_with_keras_slots
 from tpuembed.backends.restores import GivenRows, watch_restores
 from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.tf_config import SavedNode, resolve_optimizer
@@ -204,6 +204,10 @@ def check_saved_names(slots: Mapping[str, Iterable[str]]) -> None:
         taken[saved] = repr(name)
 
 
+_NODE, _UPDATES = "_tpu_embedding", "tpuembed_iterations"
+"""The attribute of a layer that leads to the node, and the node's attribute with the count of updates."""
+
+
 class TablesNode(SavedNode):
     """The checkpoint node `_tpu_embedding`, with children `<table>` and `<table>/<slot>`, as TFRS and TensorFlow name
     them.
@@ -231,6 +235,7 @@ class TablesNode(SavedNode):
         self._rows_lie_elsewhere = False
         self.given = GivenRows()
         self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None
+        self.restore_count: Callable[[str], None] | None = None
         self.restoring: Callable[[], None] = lambda: None
         self.saving: Callable[[], None] = lambda: None
         self.check_saved: Callable[[str], None] = lambda _: None
@@ -243,13 +248,17 @@ class TablesNode(SavedNode):
 
         A checkpoint from other hardware has rows at other positions, in tensors that may have the same names and
         shapes. TensorFlow would restore them permuted. TensorFlow would also leave out slots that a Keras optimizer
-        saved. Both are restored here.
+        saved, and the count of its steps. All are restored here.
         """
         self.check_saved(path)
         self._rows_lie_elsewhere = saved_layouts(path) != self._layouts
-        tables = self._tables if self._rows_lie_elsewhere else tables_with_keras_slots(saved_keys(path), self._slots)
+        keys = saved_keys(path)
+        tables = self._tables if self._rows_lie_elsewhere else tables_with_keras_slots(keys, self._slots)
         if tables and self.restore_rows is not None:
             self.restore_rows(path, tables)
+        is_counted = saved_attributes(keys, _NODE, _UPDATES) or set(tables) == set(self._tables)
+        if not is_counted and self.restore_count is not None:
+            self.restore_count(path)
         self.restoring()
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
@@ -268,10 +277,10 @@ class TablesNode(SavedNode):
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         self.saving()
-        return {"tpuembed_config": tf.constant(self._config), "tpuembed_iterations": self.updates.read_value()}
+        return {"tpuembed_config": tf.constant(self._config), _UPDATES: self.updates.read_value()}
 
     def _restore_from_tensors(self, restored: Mapping[str, Any]) -> Any:
-        return self.updates.assign(restored["tpuembed_iterations"])
+        return self.updates.assign(restored[_UPDATES])
 
 
 watch_restores(TablesNode)

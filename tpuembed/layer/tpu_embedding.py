@@ -163,6 +163,7 @@ class TPUEmbedding(keras.layers.Layer):
             self._parts.checkpoint_config(), states, backend.checkpoint_children(), backend.layouts(), updates
         )
         self._tpu_embedding.restore_rows, self._tpu_embedding.saving = self.restore_saved, self._check_before_saving
+        self._tpu_embedding.restore_count = self._restore_count
         if self._vocabularies is not None:
             self._tpu_embedding.check_saved = self._vocabularies.check_saved
         trained_here = any(state.optimizer is not None for state in states)
@@ -497,6 +498,11 @@ class TPUEmbedding(keras.layers.Layer):
         from tpuembed.layer.restore import restore_saved
 
         restore_saved(self, path, {table: table for table in tables})
+
+    def _restore_count(self, path: str) -> None:
+        from tpuembed.layer.restore import restore_count
+
+        restore_count(self, path)
 
     # ---- saving
 

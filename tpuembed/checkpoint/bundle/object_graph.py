@@ -243,7 +243,9 @@ class ObjectGraph:
     def step_counters(self) -> frozenset[int]:
         """Return the variable nodes in which optimizers of Keras, legacy ones too, count their steps."""
         new = {node.children["_iterations"] for node in self.nodes if is_optimizer(node.children)}
-        legacy = {node.children["iter"] for node in self.nodes if {"iter", "learning_rate"} <= node.children.keys()}
+        # A learning rate is a child unless it is a schedule. `decay` then is.
+        of_legacy = [node for node in self.nodes if node.children.keys() & {"learning_rate", "decay"}]
+        legacy = {node.children["iter"] for node in of_legacy if "iter" in node.children}
         return frozenset(new | legacy)
 
 

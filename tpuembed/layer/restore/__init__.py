@@ -22,7 +22,7 @@ from tpuembed.layer.stamps import RowStamps
 from tpuembed.layer.tables import HasTables, LiveTables, write_numbers
 from tpuembed.manifest.row_history import RowHistory
 
-__all__ = ["NamesPlan", "RestoreReport", "TablePlan", "restore_saved", "restore_tables"]
+__all__ = ["NamesPlan", "RestoreReport", "TablePlan", "restore_count", "restore_saved", "restore_tables"]
 
 Array = np.ndarray[Any, Any]
 
@@ -120,6 +120,21 @@ def restore_saved(layer: HasTables, path: str, tables: Mapping[str, str]) -> Res
     return _restore(layer, path, RestoreRequest(tables, slots=True, resize={}, lossy=False, rows_only=True), {})
 
 
+def restore_count(layer: HasTables, path: str) -> None:
+    """Set the count of updates to that of the optimizers in the checkpoint at `path`, which no embedding layer of ours wrote.
+
+    Raises:
+        CheckpointMismatchError, CheckpointError: as `restore_tables`.
+    """
+    live = layer.live_tables("restore_count")
+    with open_checkpoint(path) as checkpoint:
+        sources = {table: table for table in live.states}
+        updates = _updates(path, checkpoint.update_counts(), live, sources)
+        _warn_of_schedules(path, live, sources, updates)
+    if updates is not None:
+        live.updates.assign(updates)
+
+
 def _restore(
     layer: HasTables,
     path: str | FilePath,
@@ -132,10 +147,10 @@ def _restore(
         vocabularies = live_vocabularies(layer)
         plans = plan_tables(checkpoint, live, request, vocabularies)
         names = names_by_number(checkpoint, live, plans, vocabularies, adopt=request.rows_only)
-        updates = count
+        updates, sources = count, {plan.table: plan.source for plan in plans}
         if count is None and request.slots:
-            updates = _updates(checkpoint.path, checkpoint.update_counts(), live, plans)
-            _warn_of_schedules(checkpoint.path, live, plans, updates)
+            updates = _updates(checkpoint.path, checkpoint.update_counts(), live, sources)
+            _warn_of_schedules(checkpoint.path, live, sources, updates)
         history = None if live.stamps is None or updates is None else _history(checkpoint, live, plans, updates)
         _verify(checkpoint, plans)
         _stamp(live, plans, updates)
@@ -150,7 +165,6 @@ def _restore(
             for plan in plans:
                 _restore_stamps(checkpoint, live.stamps, plan)
             live.stamps.adopt(history, live.states)
-        sources = {plan.table: plan.source for plan in plans}
         for node in live.nodes:
             node.given.note_restored(node, checkpoint.path, sources, is_chosen=not request.rows_only)
         return RestoreReport(checkpoint.path, checkpoint.format, tuple(plans), updates)
@@ -195,9 +209,8 @@ def _verify(checkpoint: Checkpoint, plans: Sequence[TablePlan]) -> None:
         checkpoint.verify(sources, slot)
 
 
-def _updates(path: str, counts: Mapping[str, int], live: LiveTables, plans: Iterable[TablePlan]) -> int | None:
+def _updates(path: str, counts: Mapping[str, int], live: LiveTables, sources: Mapping[str, str]) -> int | None:
     """Return the layer's new count of updates, from the one layer of the checkpoint that trained all its tables, or None."""
-    sources = {plan.table: plan.source for plan in plans}
     trained = [table for table, state in live.states.items() if state.optimizer is not None]
     if not trained or any(sources.get(table) not in counts for table in trained):
         return None
@@ -210,9 +223,9 @@ def _updates(path: str, counts: Mapping[str, int], live: LiveTables, plans: Iter
     return next(iter(found.values()))
 
 
-def _warn_of_schedules(path: str, live: LiveTables, plans: Iterable[TablePlan], updates: int | None) -> None:
+def _warn_of_schedules(path: str, live: LiveTables, tables: Iterable[str], updates: int | None) -> None:
     """Warn if schedules of restored tables go on at the layer's own count, because the checkpoint has none for it."""
-    rates = {plan.table: getattr(live.state(plan.table).optimizer, "learning_rate", None) for plan in plans}
+    rates = {table: getattr(live.state(table).optimizer, "learning_rate", None) for table in tables}
     schedules = keras.optimizers.schedules.LearningRateSchedule
     names = [table for table, rate in rates.items() if isinstance(rate, schedules)]
     if names and updates is None:
