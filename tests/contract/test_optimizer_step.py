@@ -415,11 +415,17 @@ def test_options_that_keras_keeps_from_tables_are_warned_of_once(option: str) ->
     assert "'t'" in warning
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scale"])
+@pytest.mark.parametrize("has_fitted", [False, True], ids=["first fit", "later fit"])
 @pytest.mark.parametrize("follows", [False, True])
-def test_a_callback_of_the_learning_rate_reaches_tables_with_the_optimizer_of_compile(follows: bool) -> None:
+def test_a_callback_of_the_learning_rate_reaches_tables_with_the_optimizer_of_compile(
+    follows: bool, has_fitted: bool, scaled: bool
+) -> None:
     optimizer = keras.optimizers.SGD(Rate)
     model = Model(optimizer if follows else SGD(Rate))
-    model.keras.compile(optimizer, "mse")
+    model.keras.compile(keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer, "mse")
+    if has_fitted:
+        model.keras.fit(IDS, TARGETS, batch_size=Batch, verbose=0)
     stops = keras.callbacks.LearningRateScheduler(lambda epoch, _: Rate if epoch == 0 else 0.0)
 
     def fit(epochs: int) -> None:

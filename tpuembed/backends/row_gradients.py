@@ -6,6 +6,7 @@ When the trainer's optimizer applies it, and only then, Keras hands it to the we
 hands it to the table's own optimizer.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -94,7 +95,7 @@ class _TableRows:
     """A table as its weight sees it."""
 
     def __init__(self, name: str, state: TableState, owner: "RowGradients") -> None:
-        self.name, self._owner = name, owner
+        self.name, self.owner = name, owner
         self._spec, self._shape = state.optimizer, (state.config.vocabulary_size, state.config.dim)
 
     @property
@@ -105,12 +106,12 @@ class _TableRows:
     @property
     def is_sparse(self) -> bool:
         """Return True if the gradient of the step's weight was sparse in a call of the layer."""
-        return self._owner.is_sparse
+        return self.owner.is_sparse
 
     def take(self, value: Any, variables: Sequence[Any], scales: Sequence[Tensor], optimizer: Any) -> None:
         """Update the rows by `value`, which an optimizer's step hands over."""
-        self._owner.check_step(variables)
-        self._owner.warn_unseen(optimizer)
+        self.owner.check_step(variables)
+        self.owner.warn_unseen(optimizer)
         self.apply(value, scales)
 
     def apply(self, value: Any, scales: Sequence[Tensor] = (), *, checked: bool = True) -> None:
@@ -119,7 +120,7 @@ class _TableRows:
         rows = tf.cast(slices.values, tf.float32)
         for scale in scales:
             rows /= scale
-        self._owner.update(self.name, tf.cast(slices.indices, tf.int64), rows, checked)
+        self.owner.update(self.name, tf.cast(slices.indices, tf.int64), rows, checked)
 
     def slices(self, ids: Tensor, rows: Tensor) -> tf.IndexedSlices:
         """Return the gradient of the weight: `rows`, float32 [n, dim], of ids [n]."""
@@ -268,17 +269,18 @@ class RowGradients:
             value = getattr(optimizer, option, None)
             if value is not None:
                 self._warn(option, f"{type(optimizer).__name__}({option}={value})", self._tables, instead)
-        callbacks = getattr(fit_callbacks(), "callbacks", ())
+
+    def warn_of_rate(self, optimizer: Any, callback: Any) -> None:
+        """Warn, once for each kind, of a `callback` that sets the rate of the trainer's `optimizer`, and not the tables'."""
         rates = {name: table.learning_rate for name, table in self._tables.items()}
         behind = [
             name for name, rate in rates.items() if not (isinstance(rate, LiveRate) and rate.optimizer is optimizer)
         ]
-        for callback in callbacks if behind else ():
-            if isinstance(callback, _RATE_CALLBACKS):
-                instead = (
-                    "To follow it, give compile's optimizer object to the layer too: TPUEmbedding(features, optimizer)."
-                )
-                self._warn(type(callback).__name__, f"the callback {type(callback).__name__}", behind, instead)
+        if behind:
+            instead = (
+                "To follow it, give compile's optimizer object to the layer too: TPUEmbedding(features, optimizer)."
+            )
+            self._warn(type(callback).__name__, f"the callback {type(callback).__name__}", behind, instead)
 
     def _warn(self, key: str, what: str, tables: Iterable[str], instead: str) -> None:
         if key in self._warned:
@@ -313,3 +315,22 @@ class RowGradients:
                 "apply_gradients, or to layer.apply_gradients.",
                 TrainingWarning,
             )
+
+
+def _watch_rates(kind: Any) -> None:
+    """Let callbacks of type `kind` warn of tables that they do not reach. Each `fit` gives its model to its callbacks."""
+    set_model = kind.set_model
+
+    @functools.wraps(set_model)
+    def watched(self: Any, model: Any) -> None:
+        set_model(self, model)
+        optimizer = getattr(model, "optimizer", None)
+        weights = [weight for weight in model.trainable_variables if isinstance(weight, TableGradient)]
+        for owner in {weight.table.owner for weight in weights}:
+            owner.warn_of_rate(getattr(optimizer, "inner_optimizer", optimizer), self)
+
+    kind.set_model = watched
+
+
+for _kind in _RATE_CALLBACKS:
+    _watch_rates(_kind)
