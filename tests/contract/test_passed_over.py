@@ -145,6 +145,37 @@ def test_dense_layers_alone_are_restored_for_new_tables(tmp_path: Path) -> None:
         np.testing.assert_array_equal(model(ids), np.full([3, 1], 9))
 
 
+@pytest.mark.parametrize("how", ["predict", "evaluate", "fit"])
+@pytest.mark.parametrize("model_of", [functional, Attributes])
+def test_a_model_that_was_traced_before_the_restore(model_of: Any, how: str, tmp_path: Path) -> None:
+    """Also if it is restored twice, or in the callback of a step. The right restore lets it go on without a new trace."""
+    old, model = model_of(whole_layer()), model_of(whole_layer())
+    calls: dict[str, Callable[[], Any]] = {
+        "predict": lambda: model.predict(IDS, verbose=0),
+        "evaluate": lambda: model.evaluate(IDS, np.zeros([3, 1]), verbose=0),
+        "fit": lambda: model.fit(IDS, np.zeros([3, 1]), verbose=0),
+    }
+    old({name: tf.constant(ids) for name, ids in IDS.items()})
+    model.compile("sgd", "mse")
+    calls[how]()
+    name = {"predict": "predict_function", "evaluate": "test_function", "fit": "train_function"}[how]
+    traced = getattr(model, name)
+    wrong = tf.train.Checkpoint(other=old).write(str(tmp_path / "wrong"))
+    right = tf.train.Checkpoint(model=old).write(str(tmp_path / "right"))
+    for _ in range(2):
+        tf.train.Checkpoint(model=model).read(wrong).expect_partial()
+        for _ in range(2):
+            with pytest.raises(CheckpointMismatchError, match="/wrong, where"):
+                calls[how]()
+    tf.train.Checkpoint(model=model).read(right).expect_partial()
+    calls[how]()
+    assert getattr(model, name) is traced
+    read = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda *_, **__: tf.train.Checkpoint(model=model).read(right).expect_partial()
+    )
+    model.fit(IDS, np.zeros([3, 1]), verbose=0, callbacks=[read])
+
+
 class Layers(keras.Model):
     """A layer with one table for each attribute."""
 

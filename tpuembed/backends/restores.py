@@ -35,6 +35,8 @@ _TABLES, _SMALL_TABLES = "_tpu_embedding", "_keras_embedding_layers"
 """The nodes whose children are tables: of this layer and TensorFlow Recommenders' layers, and of its small tables."""
 _NO_TABLES = (_TABLES, LAYOUTS, "_engine")
 """Children of such a node that are none."""
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
+"""Attributes of a Keras model with what it has traced."""
 _SLOTS = {slot for optimizer in OPTIMIZERS.values() for slot in optimizer.slots}
 
 
@@ -157,8 +159,36 @@ def watch_restores(kind: type) -> None:
                 restore.taken |= names
                 restore.settled.add(node)
         _restores.append(restore)
+        for one in restore.roots():
+            if isinstance(one, keras.Model):
+                _check_functions(one, kind)
 
     _CheckpointRestoreCoordinator.__init__ = noted
+
+
+def _check_functions(model: Any, kind: type) -> None:
+    """Let the functions that `fit`, `evaluate` and `predict` have traced check the layers below `model` when they run next."""
+    for name in _FUNCTIONS:
+        traced = getattr(model, name, None)
+        if traced is not None and not hasattr(traced, "restores_are_checked"):
+            setattr(model, name, _Checked(model, name, kind))
+
+
+class _Checked:
+    """A function of a model that checks the layers below it once, and then puts back the one that it stands for."""
+
+    restores_are_checked = True
+
+    def __init__(self, model: Any, name: str, kind: type) -> None:
+        self._model, self._name, self._kind, self._function = weakref.ref(model), name, kind, getattr(model, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        model = self._model()
+        nodes: list[Any] = [one for one in _reachable([model]) if isinstance(one, self._kind)]
+        for node in nodes:
+            check_restores(node)
+        setattr(model, self._name, self._function)
+        return self._function(*arguments, **options)
 
 
 def _reachable(starts: Iterable[Any]) -> Iterator[Any]:
@@ -186,12 +216,8 @@ def _sweep() -> None:
             later |= objects
 
 
-def check_restores(layer: str, node: Any) -> None:
-    """Check that no restore is open for a layer, before its rows are used.
-
-    Args:
-        layer: its name.
-        node: its `TablesNode`.
+def check_restores(node: Any) -> None:
+    """Check that no restore is open for the layer of `node`, a `TablesNode`, before its rows are used.
 
     Raises:
         CheckpointMismatchError: one is.
@@ -207,7 +233,7 @@ def check_restores(layer: str, node: Any) -> None:
         ]
         if missing and restore.leads_to(node):
             raise CheckpointMismatchError(
-                f"layer {layer!r}: tf.train.Checkpoint.restore has not restored its tables {', '.join(missing[:5])} from "
+                f"layer {node.layer!r}: tf.train.Checkpoint.restore has not restored its tables {', '.join(missing[:5])} from "
                 f"{restore.path}, where layers have other places in the model, or tables other names. Tables of the checkpoint: "
                 f"{', '.join(sorted(left)[:5])}. Call layer.restore_tables({restore.path!r}), with tables={{NAME: OLD_NAME}} if "
                 "names differ, and without those that are new. To start with new tables, build the model again and restore the "

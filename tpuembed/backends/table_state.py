@@ -219,13 +219,15 @@ class TablesNode(SavedNode):
 
     def __init__(
         self,
+        layer: str,
         config: Mapping[str, Any],
         states: Sequence[TableState],
         children: Mapping[str, Any],
         layouts: Mapping[str, StackLayout],
         updates: Any,
     ) -> None:
-        """Raise ConfigError if two variables would be saved under one name."""
+        """Raise ConfigError if two variables of the `layer` of that name would be saved under one name."""
+        self.layer = layer
         check_saved_names({state.config.name: state.slots for state in states})
         self._layouts = dict(layouts)
         said = {"layouts": {table: dataclasses.asdict(layout) for table, layout in layouts.items()}} if layouts else {}

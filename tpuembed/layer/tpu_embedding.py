@@ -160,7 +160,12 @@ class TPUEmbedding(keras.layers.Layer):
         backend = self._parts.backend
         states = list(backend.states.values())
         self._tpu_embedding = TablesNode(
-            self._parts.checkpoint_config(), states, backend.checkpoint_children(), backend.layouts(), updates
+            self.name,
+            self._parts.checkpoint_config(),
+            states,
+            backend.checkpoint_children(),
+            backend.layouts(),
+            updates,
         )
         self._tpu_embedding.restore_rows, self._tpu_embedding.saving = self.restore_saved, self._check_before_saving
         self._tpu_embedding.restore_count = self._restore_count
@@ -234,7 +239,7 @@ class TPUEmbedding(keras.layers.Layer):
             ConfigError: `features` or `weights` have another structure than the config.
         """
         structure, backend = self._parts.structure(serving_config), self._parts.backend
-        check_restores(self.name, self._tpu_embedding)
+        check_restores(self._tpu_embedding)
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
         if serving_config is None and not in_symbolic_scope():  # there, Keras makes dense tensors of ragged inputs
             self._note_kinds(inputs)
@@ -369,7 +374,7 @@ class TPUEmbedding(keras.layers.Layer):
         return self._parts.checkpoint_config()
 
     def _check_before_saving(self) -> None:
-        check_restores(self.name, self._tpu_embedding)
+        check_restores(self._tpu_embedding)
         if isinstance(self._parts.rule, RowGradients):
             self._parts.rule.warn_unapplied(f"layer {self.name!r} is saved")
 
@@ -437,7 +442,7 @@ class TPUEmbedding(keras.layers.Layer):
         )
 
     def _fetch(self) -> None:
-        check_restores(self.name, self._tpu_embedding)
+        check_restores(self._tpu_embedding)
         self._parts.backend.fetch()
 
     def assign_rows(self, table: str, start: int, values: Any, slot: str | None = None) -> None:
@@ -517,7 +522,7 @@ class TPUEmbedding(keras.layers.Layer):
         in_checkpoint = ("_dummy", "_row_weights", "_table_weights", *_KERAS_LISTS)
         hidden: tuple[str, ...] = in_checkpoint
         if save_type != "checkpoint":
-            check_restores(self.name, self._tpu_embedding)
+            check_restores(self._tpu_embedding)
             hidden = (*in_model, "_vocabularies")
             # A session finds no variable of Keras.
             children["_table_weights"] = [weight.value for weight in self._table_weights]

@@ -74,7 +74,7 @@ class Layer(tf.Module):
             "features": {path: feature.to_dict() for path, feature in FEATURES},
         }
         children = self.backend.checkpoint_children()
-        self._tpu_embedding = TablesNode(config, list(self.backend.states.values()), children, {}, updates)
+        self._tpu_embedding = TablesNode(self.name, config, list(self.backend.states.values()), children, {}, updates)
         accelerator.load(self.backend.engine)
 
 
