@@ -52,7 +52,7 @@ def _patch(name: str) -> AbstractContextManager[Any]:
 
 def _apply(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """SparseCores' `apply(gradients)` with `change(apply, gradients)` in its place."""
-    from tpuembed.backends import sparsecore
+    from tpuembed.backends.tpu import sparsecore
 
     real = sparsecore._SparseCoreStep.apply
     return mock.patch.object(
@@ -76,7 +76,7 @@ def _twice() -> AbstractContextManager[Any]:
 
 def _lookup(change: Callable[[Any, Callable[[], Any]], Any]) -> AbstractContextManager[Any]:
     """SparseCores' `lookup()` with `change(step, lookup)` in its place."""
-    from tpuembed.backends import sparsecore
+    from tpuembed.backends.tpu import sparsecore
 
     real = sparsecore._SparseCoreStep.lookup
     return mock.patch.object(sparsecore._SparseCoreStep, "lookup", lambda step: change(step, lambda: real(step)))
@@ -113,7 +113,7 @@ def _shrinking_lookup() -> AbstractContextManager[Any]:
 
 def _csr(change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
     """The hosts' buffers of every stack, changed."""
-    from tpuembed.backends.tf_tpu import SparseCoreEngine
+    from tpuembed.backends.tpu.tf_tpu import SparseCoreEngine
 
     real = SparseCoreEngine._preprocess_features
 
@@ -125,7 +125,7 @@ def _csr(change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
 
 def _stacks_exchanged() -> AbstractContextManager[Any]:
     """Each stack gets the hosts' buffers of the next one, all of which are of one length."""
-    from tpuembed.backends.tf_tpu import SparseCoreEngine
+    from tpuembed.backends.tpu.tf_tpu import SparseCoreEngine
 
     real = SparseCoreEngine._preprocess_features
 
@@ -157,7 +157,7 @@ def _pointers_for_ids() -> AbstractContextManager[Any]:
 
 
 def _short_buffer() -> AbstractContextManager[Any]:
-    from tpuembed.backends.tf_tpu import SparseCoreEngine
+    from tpuembed.backends.tpu.tf_tpu import SparseCoreEngine
 
     real = SparseCoreEngine.__init__
 
@@ -169,7 +169,7 @@ def _short_buffer() -> AbstractContextManager[Any]:
 
 
 def _no_limits() -> AbstractContextManager[Any]:
-    from tpuembed.backends.tf_tpu import SparseCoreEngine
+    from tpuembed.backends.tpu.tf_tpu import SparseCoreEngine
 
     return mock.patch.object(SparseCoreEngine, "limit_ids")
 
@@ -199,14 +199,14 @@ def _frozen_dense() -> AbstractContextManager[Any]:
 
 def _without_loop() -> AbstractContextManager[Any]:
     """The layer no longer asks for the loop that pipelined steps need."""
-    from tpuembed.backends import sparsecore
+    from tpuembed.backends.tpu import sparsecore
 
     return mock.patch.object(sparsecore, "check_loop")
 
 
 def _spec(**changes: Any) -> AbstractContextManager[Any]:
     """Table optimizers with other hyper-parameters than asked for."""
-    from tpuembed.backends import accelerator
+    from tpuembed.backends.tpu import accelerator
 
     return _resolving(accelerator, changes)
 
@@ -223,7 +223,7 @@ def _resolving(module: Any, changes: dict[str, Any]) -> AbstractContextManager[A
 
 
 def _sgd_instead() -> AbstractContextManager[Any]:
-    from tpuembed.backends import accelerator
+    from tpuembed.backends.tpu import accelerator
     from tpuembed.config import SGD
 
     return mock.patch.object(accelerator, "resolve_optimizer", lambda given: SGD(learning_rate=given.learning_rate))
@@ -244,7 +244,7 @@ def _unwritten_slot() -> AbstractContextManager[Any]:
 
 
 def _no_stamps() -> AbstractContextManager[Any]:
-    from tpuembed.backends import accelerator
+    from tpuembed.backends.tpu import accelerator
 
     return mock.patch.object(accelerator, "run_on_host")
 

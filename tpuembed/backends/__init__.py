@@ -13,9 +13,9 @@ from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.mixed import MixedBackend
 from tpuembed.backends.replicas import check_strategy
 from tpuembed.backends.row_gradients import RowGradients
-from tpuembed.backends.sparsecore import SparseCoreBackend
-from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy
-from tpuembed.backends.tpu_v1 import TpuV1Backend
+from tpuembed.backends.tpu.sparsecore import SparseCoreBackend
+from tpuembed.backends.tpu.tf_tpu import embedding_feature, is_tpu_strategy
+from tpuembed.backends.tpu.tpu_v1 import TpuV1Backend
 from tpuembed.backends.training import train
 from tpuembed.errors import ConfigError, warn
 from tpuembed.runtime.environment import check_environment

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from tpuembed.backends.row_gradients import RowGradients
-from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
+from tpuembed.backends.tpu.stacked_table import StackLayout
 from tpuembed.lookup import Ids
 
 __all__ = ["Backend", "TableStore", "TrainingStep"]

@@ -17,7 +17,7 @@ from tpuembed.backends.tf_config import (
     is_op_determinism_enabled,
     local,
 )
-from tpuembed.backends.tf_tpu import differentiates_control_flow, tpu_call
+from tpuembed.backends.tpu.tf_tpu import differentiates_control_flow, tpu_call
 from tpuembed.errors import TrainingError
 
 __all__ = ["IN_BRANCH", "SAVED", "TakenGradients", "gradient_trap", "with_shapes"]

@@ -14,7 +14,7 @@ from tpuembed.backends.row_gradients import RowGradients
 from tpuembed.backends.row_optimizers import dedupe, is_additive, learning_rate, update_every_row, update_rows
 from tpuembed.backends.table_state import TableState, create_table
 from tpuembed.backends.tf_config import local, unchecked_gathers
-from tpuembed.backends.tf_tpu import densify_on_host, tpu_call
+from tpuembed.backends.tpu.tf_tpu import densify_on_host, tpu_call
 from tpuembed.errors import ConfigError
 from tpuembed.errors.ids import Span
 from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped

@@ -8,8 +8,8 @@ from typing import Any
 from tpuembed.backends.backend import Backend
 from tpuembed.backends.host import HostBackend
 from tpuembed.backends.layer_options import LayerOptions
-from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.table_state import TableState
+from tpuembed.backends.tpu.stacked_table import StackLayout
 from tpuembed.backends.training import interleave
 from tpuembed.errors import ConfigError
 from tpuembed.lookup import Ids

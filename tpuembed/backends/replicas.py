@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.backends.tf_tpu import is_tpu_strategy
+from tpuembed.backends.tpu.tf_tpu import is_tpu_strategy
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.lookup.ranges import DROPPED
 

@@ -23,7 +23,7 @@ from tensorflow.python.checkpoint.checkpoint import _CheckpointRestoreCoordinato
 from tensorflow.python.checkpoint.restore import CheckpointPosition
 
 from tpuembed.backends.tf_config import restores_so_far
-from tpuembed.backends.tf_tpu import LAYOUTS, saved_layouts
+from tpuembed.backends.tpu.tf_tpu import LAYOUTS, saved_layouts
 from tpuembed.config import OPTIMIZERS
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.runtime.callers import frames

@@ -20,7 +20,7 @@ from tpuembed.backends.keras_steps import asking_optimizer, fit_callbacks, hando
 from tpuembed.backends.row_optimizers import ignores_zeros
 from tpuembed.backends.table_state import TableState, safe_name
 from tpuembed.backends.tf_config import LiveRate, custom_gradient, in_save_context, in_xla_context, local
-from tpuembed.backends.tf_tpu import differentiates_control_flow, tpu_call
+from tpuembed.backends.tpu.tf_tpu import differentiates_control_flow, tpu_call
 from tpuembed.errors import TrainingError, TrainingWarning, first_few, warn
 
 __all__ = ["RowGradients", "TableGradient"]

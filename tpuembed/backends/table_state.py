@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tpuembed.backends.checkpoint_keys import saved_attributes, saved_keys, tables_with_keras_slots
 from tpuembed.backends.restores import GivenRows, watch_restores
-from tpuembed.backends.stacked_table import StackLayout
 from tpuembed.backends.tf_config import SavedNode, resolve_optimizer
-from tpuembed.backends.tf_tpu import saved_layouts
+from tpuembed.backends.tpu.stacked_table import StackLayout
+from tpuembed.backends.tpu.tf_tpu import saved_layouts
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError
 

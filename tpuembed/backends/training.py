@@ -9,7 +9,7 @@ from tpuembed.backends.backend import Backend, TrainingStep
 from tpuembed.backends.gradient_trap import TakenGradients, gradient_trap
 from tpuembed.backends.row_gradients import RowGradients
 from tpuembed.backends.tf_config import custom_gradient, entry_optimizer, local, unchecked_gathers
-from tpuembed.backends.tf_tpu import tpu_call
+from tpuembed.backends.tpu.tf_tpu import tpu_call
 from tpuembed.errors import TrainingError
 from tpuembed.lookup import Ids
 

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tpuembed.backends.tf_config import optimizer_to_dict, resolve_optimizer
-from tpuembed.backends.tf_tpu import embedding_feature, is_tpu_strategy, tpu_call
+from tpuembed.backends.tpu.tf_tpu import embedding_feature, is_tpu_strategy, tpu_call
 from tpuembed.compat import module
 from tpuembed.compat.keras_rs_config import FeatureConfig, TableConfig
 from tpuembed.compat.partitioned_layer import PartitionedEmbedding, place_features

@@ -9,7 +9,7 @@ import keras
 
 from tpuembed.backends.checkpoint_keys import children_of, saved_attributes, saved_keys
 from tpuembed.backends.tf_config import local
-from tpuembed.backends.tf_tpu import LAYOUTS, saved_layouts
+from tpuembed.backends.tpu.tf_tpu import LAYOUTS, saved_layouts
 from tpuembed.backends.training import wait_for_lookups
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.config.checks import did_you_mean

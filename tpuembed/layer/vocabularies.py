@@ -14,7 +14,7 @@ import tensorflow as tf
 from tpuembed.backends.checkpoint_keys import saved_attributes, saved_keys
 from tpuembed.backends.table_rows import copies
 from tpuembed.backends.tf_config import SavedNode, local
-from tpuembed.backends.tf_tpu import is_tpu_strategy
+from tpuembed.backends.tpu.tf_tpu import is_tpu_strategy
 from tpuembed.config import FeatureConfig
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.lookup.name_index import WAYS, NameIndex

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tpuembed.backends.tf_config import features_to_tf, resolve_optimizer
-from tpuembed.backends.tf_stacks import stack_tables
+from tpuembed.backends.tpu.tf_stacks import stack_tables
 from tpuembed.config import FeatureConfig, TableConfig
 from tpuembed.config.checks import check_number, did_you_mean
 from tpuembed.errors import ConfigError

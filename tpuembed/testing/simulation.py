@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import mirrored_run
 from tensorflow.python.tpu import tpu_embedding_v3
 
-from tpuembed.backends import accelerator
+from tpuembed.backends.tpu import accelerator
 from tpuembed.errors import ConfigError
 from tpuembed.testing.sparse_core_ops import SparseCoreOps
 from tpuembed.testing.topology import HOST, FakeCluster

@@ -10,10 +10,11 @@ import tensorflow as tf
 from tensorflow.python.tpu import tpu_embedding_v2
 
 from tpuembed import FeatureConfig, TableConfig
-from tpuembed.backends import LayerOptions, tpu_v1
+from tpuembed.backends import LayerOptions
 from tpuembed.backends.table_state import TablesNode
-from tpuembed.backends.tf_tpu import HardwareEngine
-from tpuembed.backends.tpu_v1 import TpuV1Backend
+from tpuembed.backends.tpu import tpu_v1
+from tpuembed.backends.tpu.tf_tpu import HardwareEngine
+from tpuembed.backends.tpu.tpu_v1 import TpuV1Backend
 from tpuembed.config import Adam
 
 HOSTS = ["/job:localhost/replica:0/task:0/device:CPU:0"] * 3

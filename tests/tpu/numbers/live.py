@@ -25,7 +25,7 @@ from tests.support.layer.simulated import EXAMPLES, Array, Ids, inputs
 from tests.support.layer.simulated_cases import FEATURES, TABLES, batch, layer_of, looked_up, looked_up_in_one, rows_of
 from tests.tpu.numbers import kernels
 from tpuembed import SGD
-from tpuembed.backends.stack_ids import ids_with_room
+from tpuembed.backends.tpu.stack_ids import ids_with_room
 from tpuembed.testing import simulated_tpu, simulation
 
 __all__ = ["CHECKS"]

@@ -7,7 +7,7 @@ import pytest
 from tests.support.fake_tpu import fake_tpu
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
-from tpuembed.backends.stacked_table import StackLayout, check_shards
+from tpuembed.backends.tpu.stacked_table import StackLayout, check_shards
 from tpuembed.errors import ConfigError
 
 # 100 rows dealt out to 8 SparseCores, 16 rows of the stack in each, of which the first two are another table's.

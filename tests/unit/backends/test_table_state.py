@@ -48,7 +48,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.tpu import tpu_embedding_v2
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
-from tpuembed.backends.accelerator import ShardInitializer
+from tpuembed.backends.tpu.accelerator import ShardInitializer
 def peak():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 def host(rows):

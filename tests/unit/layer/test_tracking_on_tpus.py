@@ -13,7 +13,7 @@ from tests.support.layer.models import OPTIMIZERS
 from tests.support.layer.simulated_training import Model, batches, state, train
 from tests.support.messages import refused
 from tpuembed import Adam, FeatureConfig, TableConfig, TPUEmbedding
-from tpuembed.backends import accelerator
+from tpuembed.backends.tpu import accelerator
 from tpuembed.errors import ConfigError
 from tpuembed.live.tables import live_checkpoint
 from tpuembed.testing import simulated_tpu

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.tpu import tpu_embedding_v3
 
-from tpuembed.backends.stacked_table import StackLayout
+from tpuembed.backends.tpu.stacked_table import StackLayout
 
 __all__ = ["stack_tables"]
 

@@ -17,8 +17,8 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops import cond_v2, control_flow_v2_func_graphs, resource_variable_ops, while_v2
 from tensorflow.python.tpu import tpu_embedding_v2, tpu_embedding_v3, tpu_replication
 
-from tpuembed.backends.stack_ids import ids_inside, ids_with_room
-from tpuembed.backends.stacked_table import StackLayout, check_shards, check_stacks
+from tpuembed.backends.tpu.stack_ids import ids_inside, ids_with_room
+from tpuembed.backends.tpu.stacked_table import StackLayout, check_shards, check_stacks
 from tpuembed.lookup.ids import PaddedIds
 from tpuembed.lookup.ranges import DROPPED
 

@@ -9,10 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tpuembed.backends.activation_shapes import Shape
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.row_optimizers import learning_rate
-from tpuembed.backends.stack_ids import updated_rows
 from tpuembed.backends.table_state import (
     CheckedSlots,
     check_saved_names,
@@ -22,7 +20,9 @@ from tpuembed.backends.table_state import (
     table_initializer,
 )
 from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, local, loss_scale, resolve_optimizer
-from tpuembed.backends.tf_tpu import host_names, host_variable, in_symbolic_scope, run_on_host, tpu_call
+from tpuembed.backends.tpu.activation_shapes import Shape
+from tpuembed.backends.tpu.stack_ids import updated_rows
+from tpuembed.backends.tpu.tf_tpu import host_names, host_variable, in_symbolic_scope, run_on_host, tpu_call
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.lookup import Ids

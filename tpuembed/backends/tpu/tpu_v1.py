@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tpuembed.backends.accelerator import (
+from tpuembed.backends.backend import Backend, TrainingStep
+from tpuembed.backends.layer_options import LayerOptions
+from tpuembed.backends.table_state import TableState
+from tpuembed.backends.tpu.accelerator import (
     HostStamps,
     ShapesOnly,
     StepGuard,
@@ -24,11 +27,8 @@ from tpuembed.backends.accelerator import (
     given_weights,
     saved_variables,
 )
-from tpuembed.backends.activation_shapes import Shape, activation_shapes, check_same_shapes
-from tpuembed.backends.backend import Backend, TrainingStep
-from tpuembed.backends.layer_options import LayerOptions
-from tpuembed.backends.table_state import TableState
-from tpuembed.backends.tf_tpu import HardwareEngine
+from tpuembed.backends.tpu.activation_shapes import Shape, activation_shapes, check_same_shapes
+from tpuembed.backends.tpu.tf_tpu import HardwareEngine
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.lookup import Ids
 

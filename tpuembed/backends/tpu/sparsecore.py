@@ -11,7 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.backends.accelerator import (
+from tpuembed.backends.backend import Backend, TrainingStep
+from tpuembed.backends.layer_options import LayerOptions
+from tpuembed.backends.table_state import TableState
+from tpuembed.backends.tpu.accelerator import (
     HostStamps,
     ShapesOnly,
     StepGuard,
@@ -21,12 +24,9 @@ from tpuembed.backends.accelerator import (
     given_weights,
     saved_variables,
 )
-from tpuembed.backends.activation_shapes import activation_shapes, check_same_shapes, configured_shape
-from tpuembed.backends.backend import Backend, TrainingStep
-from tpuembed.backends.layer_options import LayerOptions
-from tpuembed.backends.stacked_table import StackedTable, StackLayout
-from tpuembed.backends.table_state import TableState
-from tpuembed.backends.tf_tpu import LAYOUTS, SparseCoreEngine, sparse_cores_per_chip, traced_outside_of_loops
+from tpuembed.backends.tpu.activation_shapes import activation_shapes, check_same_shapes, configured_shape
+from tpuembed.backends.tpu.stacked_table import StackedTable, StackLayout
+from tpuembed.backends.tpu.tf_tpu import LAYOUTS, SparseCoreEngine, sparse_cores_per_chip, traced_outside_of_loops
 from tpuembed.config import Optimizer
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.lookup import Ids

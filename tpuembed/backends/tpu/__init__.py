@@ -1,0 +1,1 @@
+"""Embedding accelerators: SparseCores and the first generation, through the objects that TensorFlow drives them by."""
