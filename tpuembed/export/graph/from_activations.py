@@ -13,23 +13,33 @@ the reason if it cannot:
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from tpuembed.errors import ConfigError, one_line
+from tpuembed.export.graph.model_inputs import InputForm
 from tpuembed.export.graph.signature import check_input_names
 from tpuembed.export.graph.stacked_tables import StackedTables
 from tpuembed.lookup import Ids
 from tpuembed.manifest import ActivationEntry, FromActivations
 
-if TYPE_CHECKING:
-    from tpuembed.export.graph.keras_model import KerasModel
-
 __all__ = ["trace_from_activations"]
 
 Tensor = Any
 Function = Any
+
+
+class _Model(Protocol):
+    """A model over named inputs. See `KerasModel`."""
+
+    forms: Mapping[str, InputForm]
+
+    def input_specs(self) -> dict[str, tf.TensorSpec]: ...
+
+    def decode(self, inputs: Mapping[str, Tensor], others: Mapping[str, Any] | None = None) -> dict[str, Any]: ...
+
+    def outputs(self, decoded: Mapping[str, Any]) -> dict[str, Tensor]: ...
 
 
 class _RefusalError(Exception):
@@ -44,7 +54,7 @@ class _LookedUp:
     activation: Tensor
 
 
-def trace_from_activations(model: "KerasModel", tables: StackedTables) -> tuple[FromActivations, Function | None]:
+def trace_from_activations(model: _Model, tables: StackedTables) -> tuple[FromActivations, Function | None]:
     """Return the signature for the manifest, and its function, which is not traced again. None if it is left out."""
     try:
         lookups = _traced_lookups(model, tables)
@@ -58,7 +68,7 @@ def trace_from_activations(model: "KerasModel", tables: StackedTables) -> tuple[
 # ---- what is looked up
 
 
-def _traced_lookups(model: "KerasModel", tables: StackedTables) -> list[_LookedUp]:
+def _traced_lookups(model: _Model, tables: StackedTables) -> list[_LookedUp]:
     """Return the lookups of a trace of `serving_default`, which is thrown away.
 
     Raises:
@@ -97,7 +107,7 @@ def _names(entry: ActivationEntry) -> list[str]:
     return [entry.name, *([f"{entry.name}_weights"] if entry.weighted else [])]
 
 
-def _lookup(ids: Ids, activation: Tensor, model: "KerasModel", decoded: Mapping[str, Any]) -> _LookedUp:
+def _lookup(ids: Ids, activation: Tensor, model: _Model, decoded: Mapping[str, Any]) -> _LookedUp:
     """Return a lookup of inputs of the signature. See `_traced_lookups`."""
     config, table = ids.config, ids.config.table
     name, given, vocabulary = _name_of(ids), _given(ids), config.vocabulary
@@ -214,7 +224,7 @@ def _keeps_ids(cast: Any, is_list: bool, fails_outside: bool, rows: int) -> bool
 # ---- the function
 
 
-def _traced_function(model: "KerasModel", tables: StackedTables, lookups: Sequence[_LookedUp]) -> Function:
+def _traced_function(model: _Model, tables: StackedTables, lookups: Sequence[_LookedUp]) -> Function:
     """Return the function of activations.
 
     Raises:
@@ -273,7 +283,7 @@ def _is_other(entry: ActivationEntry, ids: Ids, sources: tuple[str, str]) -> boo
     )
 
 
-def _stand_in(model: "KerasModel", name: str, stand_ins: dict[str, str]) -> Any:
+def _stand_in(model: _Model, name: str, stand_ins: dict[str, str]) -> Any:
     """Return a tensor in the place of input `name`, and note its operations in `stand_ins`."""
 
     def empty(dtype: tf.DType, shape: Sequence[int | None]) -> Tensor:
