@@ -27,7 +27,7 @@ __all__ = ["Backend", "LayerOptions", "RowGradients", "TakenGradients", "choose"
 _ACCELERATORS: Mapping[str, Callable[[LayerOptions], Backend]] = {"V1": TpuV1Backend, "V2": SparseCoreBackend}
 
 
-def choose(layer_options: LayerOptions) -> Backend | DeferredBackend:
+def choose(layer_options: LayerOptions) -> Backend:
     """Return the backend for the current `tf.distribute` strategy and scope. Only this function looks at the hardware.
 
     Raises:

@@ -1,5 +1,7 @@
 """The interface of a hardware path: it owns the tables of a layer, looks them up and updates them."""
 
+# ruff: noqa: B027 - most paths have nothing to do in some methods
+
 import abc
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,8 +11,9 @@ from tpuembed.backends.row_gradients import RowGradients
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tpu.stacked_table import StackLayout
 from tpuembed.lookup import Ids
+from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["Backend", "TableStore", "TrainingStep"]
+__all__ = ["Backend", "TrainingStep"]
 
 Tensor = Any
 
@@ -25,14 +28,37 @@ class TrainingStep(Protocol):
         """Update the tables by the gradients of the activations, one for each. Returns the update ops."""
 
 
-class TableStore:
-    """The tables of a layer in memory. By default there are none, and rows are read and written in place and in order.
+class Backend(abc.ABC):
+    """A hardware path, or an exporter. By default no tables are in memory, and rows are read and written in place and in order.
 
     Attributes:
         states: table name -> its variables.
+        is_export: rows come from an exporter, which is told what each table takes, and nothing is trained.
+        names: the layer's `LayerVocabularies`. None if it has none, and in an export.
     """
 
     states: Mapping[str, TableState] = {}
+    is_export = False
+    names: Any = None
+
+    @abc.abstractmethod
+    def lookup(self, features: Sequence[Ids]) -> list[Tensor]:
+        """Return the activations of `features`, without a gradient trap."""
+
+    def table(self, name: str) -> Any:
+        """Return the rows of a table, as `embedding_tables` gives them: the variable, or in an export a tensor."""
+        return self.states[name].variable
+
+    def rows_of(self, vocabulary: Vocabulary, table: str, names: Tensor, padded: bool) -> Tensor:  # noqa: ARG002 - for exports
+        """Return the row of each name in the `vocabulary` of `table`, int64 [n]."""
+        rows: Tensor = self.names.rows_of(table, names, padded)
+        return rows
+
+    def note_names(self, vocabulary: Vocabulary, table: str) -> None:
+        """Note that features of `table` take names, those of `vocabulary` or of the checkpoint."""
+
+    def note_numbers(self, table: str, feature: str | None = None) -> None:
+        """Note that `feature` of `table` takes row numbers, and others names. None: all features take numbers."""
 
     def checkpoint_children(self) -> dict[str, Any]:
         """Return the children of the layer's checkpoint node: name -> variable or node."""
@@ -60,16 +86,8 @@ class TableStore:
         """Return (variable, True if the user's optimizer trains it) for every Keras weight of the layer."""
         return []
 
-
-class Backend(TableStore, abc.ABC):
-    """A hardware path."""
-
     def check_symbolic_call(self) -> None:
         """Raise TrainingError if a model that is being built could not train the tables."""
-
-    @abc.abstractmethod
-    def lookup(self, features: Sequence[Ids]) -> list[Tensor]:
-        """Return the activations of `features`, without a gradient trap."""
 
     @abc.abstractmethod
     def begin(self, features: Sequence[Ids], layer: Any) -> TrainingStep:

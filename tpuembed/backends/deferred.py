@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed.backends.backend import TableStore
+from tpuembed.backends.backend import Backend, TrainingStep
 from tpuembed.config import TableConfig
 from tpuembed.lookup import Ids
 from tpuembed.lookup.names import as_names, find_names, row_numbers
@@ -21,8 +21,10 @@ __all__ = ["DeferredBackend"]
 Tensor = Any
 
 
-class DeferredBackend(TableStore):
+class DeferredBackend(Backend):
     """A layer that is being exported: it looks up and is never trained."""
+
+    is_export = True
 
     def __init__(self, tables: Sequence[TableConfig], source: TableSource) -> None:
         """Register the layer's tables with `source`."""
@@ -41,20 +43,24 @@ class DeferredBackend(TableStore):
             flat = [feature.flatten() for feature in features]
             return self._source.lookup(flat, [feature.table for feature in features])
 
+    def begin(self, features: Sequence[Ids], layer: Any) -> TrainingStep:  # noqa: ARG002
+        """Raise AssertionError: an export trains nothing."""
+        raise AssertionError("an export trains nothing")
+
     def note_names(self, vocabulary: Vocabulary, table: str) -> None:
-        """Record that features of `table` take names, those of `vocabulary` or of the checkpoint."""
+        """See Backend.note_names."""
         self._source.name_arrays(table, vocabulary)
 
     def note_numbers(self, table: str, feature: str | None = None) -> None:
-        """Record that `feature` of `table` takes row numbers, and others names. None: all features take numbers."""
+        """See Backend.note_numbers."""
         self._source.note_numbers(table, feature)
 
     def rows_of(self, vocabulary: Vocabulary, table: str, names: Tensor, padded: bool) -> Tensor:
-        """Return the row of each name in the exported vocabulary of `table`, int64 [n]."""
+        """See Backend.rows_of: in the exported vocabulary."""
         names = as_names(f"table {table!r}", names, vocabulary.dtype)
         numbers = find_names(names, self._source.name_arrays(table, vocabulary))
         return row_numbers(names, numbers, vocabulary, padded)
 
     def table(self, name: str) -> Any:
-        """Return a whole table, as `embedding_tables` gives it."""
+        """See Backend.table."""
         return self._source.table(name)

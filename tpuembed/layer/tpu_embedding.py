@@ -134,17 +134,15 @@ class TPUEmbedding(keras.layers.Layer):
         vocabularies = shared_vocabularies(self._parts.layer_options.features)
         self._vocabularies = None
         self._note_names()
-        if not vocabularies or isinstance(self._parts.backend, DeferredBackend):
+        if not vocabularies or self._parts.backend.is_export:
             return
         check_names_can_arrive(vocabularies, self._parts.takes_rows)
         capacities = {table.name: table.vocabulary_size for table in self._parts.layer_options.tables}
-        self._vocabularies = LayerVocabularies(vocabularies, capacities)
+        self._vocabularies = self._parts.backend.names = LayerVocabularies(vocabularies, capacities)
 
     def _note_names(self) -> None:
-        """Tell the exporter which tables need names, and which do not, before it makes a graph."""
+        """Tell an exporter which tables need names, and which do not, before it makes a graph."""
         backend, vocabularies = self._parts.backend, self.vocabularies
-        if not isinstance(backend, DeferredBackend):
-            return
         if not self._parts.takes_rows:
             for table, vocabulary in vocabularies.items():
                 backend.note_names(vocabulary, table)
@@ -247,7 +245,7 @@ class TPUEmbedding(keras.layers.Layer):
             each if each.config.vocabulary is None or self._parts.takes_rows else self._from_names(each)
             for each in inputs
         ]
-        if serving_config is not None or not self.trainable or isinstance(backend, DeferredBackend):
+        if serving_config is not None or not self.trainable or backend.is_export:
             activations = backend.lookup(inputs)
         else:
             self._compare_tables()
@@ -297,13 +295,10 @@ class TPUEmbedding(keras.layers.Layer):
         )
 
     def _from_names(self, given: Ids) -> Ids:
-        vocabulary, table, backend = self.vocabularies[given.table], given.table, self._parts.backend
+        vocabulary = self.vocabularies[given.table]
         if given.is_combined:
             vocabulary.check_padding(f"feature {given.path!r}")
-        if isinstance(backend, DeferredBackend):
-            return given.from_names(partial(backend.rows_of, vocabulary, table))
-        assert self._vocabularies is not None, "a layer with tables has the vocabularies of its features"
-        return given.from_names(partial(self._vocabularies.rows_of, table))
+        return given.from_names(partial(self._parts.backend.rows_of, vocabulary, given.table))
 
     @tf.autograph.experimental.do_not_convert
     def names_to_rows(self, features: Any) -> Any:
@@ -316,7 +311,7 @@ class TPUEmbedding(keras.layers.Layer):
             ConfigError: the names have another type than the vocabulary, or the layer is part of an export.
         """
         leaves = _inputs(self._parts.features, features, None, {})
-        if isinstance(self._parts.backend, DeferredBackend):
+        if self._parts.backend.is_export:
             raise ConfigError(
                 f"layer {self.name!r}: names_to_rows is for input pipelines. An export takes names itself."
             )
@@ -335,7 +330,7 @@ class TPUEmbedding(keras.layers.Layer):
             ConfigError: a call with such ids and weights would fail. The message names the feature.
             TrainingError: the layer was built outside the scope of the strategy that the model is built in.
         """
-        if serving_config is None and self.trainable and isinstance(self._parts.backend, Backend):
+        if serving_config is None and self.trainable:
             self._parts.backend.check_symbolic_call()
         structure = self._parts.structure(serving_config)
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
@@ -352,10 +347,7 @@ class TPUEmbedding(keras.layers.Layer):
 
         In an export there are no variables. Each table is a tensor that the export stores if it is used.
         """
-        backend, states = self._parts.backend, self._parts.backend.states
-        if isinstance(backend, DeferredBackend):
-            return {table: backend.table(name) for table, name in self._parts.table_names.items()}
-        return {table: states[name].variable for table, name in self._parts.table_names.items() if name in states}
+        return {table: self._parts.backend.table(name) for table, name in self._parts.table_names.items()}
 
     @property
     def vocabularies(self) -> dict[str, Vocabulary]:
@@ -629,7 +621,7 @@ class _Untracked:
     features: Any
     table_names: Mapping[Any, str]
     layer_options: LayerOptions
-    backend: Backend | DeferredBackend
+    backend: Backend
     takes_rows: bool = False
     rule: RowGradients | TakenGradients = dataclasses.field(default_factory=TakenGradients)
     input_shapes: Mapping[str, tuple[int | None, ...]] = dataclasses.field(default_factory=dict)
@@ -654,7 +646,7 @@ class _Untracked:
             _check_served(path, feature.table, own)
             _check_vocabulary(path, feature, vocabularies)
             takes_numbers = feature.vocabulary is None and feature.table.name in vocabularies
-            if takes_numbers and isinstance(self.backend, DeferredBackend) and not self.takes_rows:
+            if takes_numbers and not self.takes_rows:
                 self.backend.note_numbers(feature.table.name, path)
         return structure
 
