@@ -65,14 +65,14 @@ class Source:
         path: argument of the opener.
         fingerprint: the checkpoint's fingerprint when the export was planned.
         options: further arguments of the opener, as JSON.
-        opener: `module:function` that opens a path and returns a Checkpoint.
+        opener: `module:function` that opens a path and returns a Checkpoint, by its owner. Empty for `open_checkpoint`.
         lasts: another process can open the source later, so an interrupted export can be resumed.
     """
 
     path: str
     fingerprint: str
     options: str = "{}"
-    opener: str = "tpuembed.checkpoint:open_checkpoint"
+    opener: str = ""
     lasts: bool = True
 
 
@@ -214,16 +214,24 @@ def open_source(source: Source) -> "Checkpoint":
     Raises:
         CheckpointMismatchError: it has changed since the export was planned.
     """
-    module, _, function = source.opener.partition(":")
-    checkpoint: Checkpoint = getattr(importlib.import_module(module), function)(
-        source.path, **json.loads(source.options)
-    )
+    checkpoint = _opener(source.opener)(source.path, **json.loads(source.options))
     try:
         check_unchanged(checkpoint, source)
     except CheckpointMismatchError:
         checkpoint.close()
         raise
     return checkpoint
+
+
+def _opener(name: str) -> Callable[..., "Checkpoint"]:
+    """Return the function `module:function` that a capability gave for what it alone can open, or the one for files."""
+    if name:
+        module, _, function = name.partition(":")
+        found: Callable[..., Checkpoint] = getattr(importlib.import_module(module), function)
+        return found
+    from tpuembed.checkpoint import open_checkpoint  # here, because writers of shards need no reader
+
+    return open_checkpoint
 
 
 def check_unchanged(checkpoint: "Checkpoint", source: Source) -> None:
