@@ -74,7 +74,8 @@ def measure_ours(pairs: Any, seed: int) -> dict[str, float]:
     import keras
     import tensorflow as tf
 
-    from tpuembed import Adagrad, FactorizedTopK, FeatureConfig, TableConfig, TPUEmbedding, in_batch_softmax
+    from tpuembed import Adagrad, FeatureConfig, TableConfig, TPUEmbedding
+    from tpuembed.retrieval.training import FactorizedTopK, in_batch_softmax
 
     keras.utils.set_random_seed(seed)
     users, items = (np.concatenate([pairs[name], pairs[f"test_{name}"]]) for name in ("users", "items"))

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         Adam,
         FeatureConfig,
         QuantizationConfig,
-        ServingConfig,
         TableConfig,
     )
     from tpuembed.errors import TpuEmbedError
@@ -33,12 +32,11 @@ if TYPE_CHECKING:
     )
     from tpuembed.layer import TPUEmbedding
     from tpuembed.layer.keras_lookups import read_vocabulary
-    from tpuembed.layer.restore import RestoreReport, restore_tables
+    from tpuembed.layer.restore import restore_tables
     from tpuembed.live import export_model, export_saved_model
     from tpuembed.live.callback import ExportCallback
     from tpuembed.retrieval.export import export_retrieval
-    from tpuembed.retrieval.training import FactorizedTopK, in_batch_softmax
-    from tpuembed.runtime.tpu import TpuEnvironment, configure_tpu
+    from tpuembed.runtime.tpu import configure_tpu
     from tpuembed.vocabulary import Vocabulary
 
 __version__ = "0.1.0"
@@ -51,23 +49,18 @@ _HOME = {
     "Adam": "tpuembed.config",
     "ExportCallback": "tpuembed.live.callback",
     "ExportReport": "tpuembed.export",
-    "FactorizedTopK": "tpuembed.retrieval.training",
     "FeatureConfig": "tpuembed.config",
     "QuantizationConfig": "tpuembed.config",
-    "RestoreReport": "tpuembed.layer.restore",
-    "ServingConfig": "tpuembed.config",
     "TPUEmbedding": "tpuembed.layer",
     "TableConfig": "tpuembed.config",
     "TableInfo": "tpuembed.checkpoint",
     "TpuEmbedError": "tpuembed.errors",
-    "TpuEnvironment": "tpuembed.runtime.tpu",
     "Vocabulary": "tpuembed.vocabulary",
     "compact_version": "tpuembed.export",
     "configure_tpu": "tpuembed.runtime.tpu",
     "export_model": "tpuembed.live",
     "export_retrieval": "tpuembed.retrieval.export",
     "export_saved_model": "tpuembed.live",
-    "in_batch_softmax": "tpuembed.retrieval.training",
     "input_options": "tpuembed.backends.input_pipeline",
     "list_versions": "tpuembed.export",
     "open_checkpoint": "tpuembed.checkpoint",
@@ -85,16 +78,12 @@ __all__ = [
     "Adam",
     "ExportCallback",
     "ExportReport",
-    "FactorizedTopK",
     "FeatureConfig",
     "QuantizationConfig",
-    "RestoreReport",
-    "ServingConfig",
     "TPUEmbedding",
     "TableConfig",
     "TableInfo",
     "TpuEmbedError",
-    "TpuEnvironment",
     "Vocabulary",
     "__version__",
     "compact_version",
@@ -102,7 +91,6 @@ __all__ = [
     "export_model",
     "export_retrieval",
     "export_saved_model",
-    "in_batch_softmax",
     "input_options",
     "list_versions",
     "open_checkpoint",

@@ -62,7 +62,7 @@ def export_saved_model(
         checkpoint: a prefix, a directory, or any file or folder that a reader recognises. `tpuembed.export_saved_model` also
             takes a model in memory, with the options of `export_model`.
         model_dir: a folder, created if it is missing, or s3://BUCKET/KEY, whose bucket exists.
-        serving_config: the features to serve (see `tpuembed.ServingConfig`): YAML or JSON path, dict, or a nested
+        serving_config: the features to serve (see `tpuembed.config.ServingConfig`): YAML or JSON path, dict, or a nested
             structure of FeatureConfig. None: the features of the layer that wrote the checkpoint.
         model: exports a whole model instead of lookups. A function that builds the Keras model, or its name as
             "MODULE:FACTORY". Its `TPUEmbedding` layers allocate no tables. For a subclassed model, the function returns

@@ -18,11 +18,11 @@ from tpuembed import (
     Adam,
     FeatureConfig,
     QuantizationConfig,
-    ServingConfig,
     TableConfig,
 )
 from tpuembed.config import (
     Optimizer,
+    ServingConfig,
     ServingFeature,
     ServingTable,
     feature_config_from_dict,

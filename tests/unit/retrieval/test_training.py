@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tpuembed import FactorizedTopK, in_batch_softmax
 from tpuembed.errors import ConfigError
+from tpuembed.retrieval.training import FactorizedTopK, in_batch_softmax
 
 Array = np.ndarray[Any, Any]
 

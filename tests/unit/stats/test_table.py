@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 
 from tests.support.checkpoint.bundles import write
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, ServingConfig, TableConfig, TPUEmbedding, export_saved_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
+from tpuembed.config import ServingConfig
 from tpuembed.errors import ConfigError, UnknownTableError
 from tpuembed.stats import PathStats, TableStats, read_stats, stats_page, table
 
