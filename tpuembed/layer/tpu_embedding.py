@@ -25,6 +25,7 @@ from tpuembed.config import FeatureConfig, TableConfig, feature_config_from_dict
 from tpuembed.config.checks import check_count, did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import ConfigError, UnknownTableError
+from tpuembed.layer.export_checks import ListFeatures, check_table_names
 from tpuembed.layer.stamps import RowStamps, TableWeight
 from tpuembed.layer.tables import LiveTables, check_writable
 from tpuembed.layer.vocabularies import LayerVocabularies, check_names_can_arrive, shared_vocabularies
@@ -39,7 +40,7 @@ from tpuembed.layer.weight_files import (
 )
 from tpuembed.lookup import Ids, as_tensors, ids_of
 from tpuembed.runtime.callers import callers
-from tpuembed.runtime.keras_saving import check_built, exports_a_model, hide_default_signature, in_symbolic_scope
+from tpuembed.runtime.keras_saving import check_built, hide_default_signature, in_symbolic_scope
 from tpuembed.runtime.table_scope import TableSource
 from tpuembed.vocabulary import Vocabulary
 
@@ -125,7 +126,9 @@ class TPUEmbedding(keras.layers.Layer):
             size_threshold=size_threshold,
             track_rows=track_rows,
         )
-        self._parts = _Untracked(features, table_names, layer_options, choose(layer_options), takes_rows)
+        self._parts = _Untracked(
+            features, table_names, layer_options, choose(layer_options), ListFeatures(self.name), takes_rows
+        )
         self._tables_were_compared = False
         self._create_vocabularies()
         self._create_weights(updates)
@@ -240,7 +243,7 @@ class TPUEmbedding(keras.layers.Layer):
         check_restores(self._tpu_embedding)
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
         if serving_config is None and not in_symbolic_scope():  # there, Keras makes dense tensors of ragged inputs
-            self._note_kinds(inputs)
+            self._parts.lists.note(inputs)
         inputs = [
             each if each.config.vocabulary is None or self._parts.takes_rows else self._from_names(each)
             for each in inputs
@@ -261,38 +264,14 @@ class TPUEmbedding(keras.layers.Layer):
         model = next((caller for caller in callers() if isinstance(caller, keras.Model)), None)
         if model is None:
             return
-        own = {table.name for table in self._parts.layer_options.tables}
-        for layer in model._flatten_layers():
-            if not isinstance(layer, TPUEmbedding) or layer is self:
-                continue
-            if shared := sorted(own & {table.name for table in layer._parts.layer_options.tables}):
-                raise ConfigError(
-                    f"layers {self.name!r} and {layer.name!r} of model {model.name!r} both have a table {shared[0]!r}. An "
-                    "export could not tell them apart. Rename one, use one layer for the features of both, or put each into a "
-                    "keras.Model of its own, of which an export chooses one."
-                )
+        others = [one for one in model._flatten_layers() if isinstance(one, TPUEmbedding) and one is not self]
+        check_table_names(
+            model.name, self.name, self._names_of_tables(), [(one.name, one._names_of_tables()) for one in others]
+        )
         self._tables_were_compared = True
 
-    def _note_kinds(self, inputs: Sequence[Ids]) -> None:
-        """Note which features take lists. Raises ConfigError if an exporter traces a model that gives such a feature a matrix."""
-        kinds = self._parts.kinds
-        dense = [each.path for each in inputs if not each.is_combined and len(each.ids.shape) > 1]
-        changed = any(kinds.get(path) == {True} for path in dense)
-        if changed and exports_a_model() and (refusal := self.export_refusal()) is not None:
-            raise refusal
-        for each in inputs:
-            kinds.setdefault(each.path, set()).add(each.is_combined)
-
-    def export_refusal(self) -> ConfigError | None:
-        """Return the error of an export that would look up dense ids, or None if no feature takes lists alone."""
-        lists = [path for path, kinds in self._parts.kinds.items() if kinds == {True}]
-        if not lists:
-            return None
-        return ConfigError(
-            f"layer {self.name!r}: its ids{_of(lists)} were ragged or sparse in every call, and this export gives the model a "
-            "dense matrix, whose ids are looked up one by one. Call tpuembed.export_saved_model(model, MODEL_DIR), with (model, "
-            "specs of its inputs) for a subclassed model, or give tf.saved_model.save a function that makes ragged or sparse ids."
-        )
+    def _names_of_tables(self) -> set[str]:
+        return {table.name for table in self._parts.layer_options.tables}
 
     def _from_names(self, given: Ids) -> Ids:
         vocabulary = self.vocabularies[given.table]
@@ -337,7 +316,7 @@ class TPUEmbedding(keras.layers.Layer):
         for each in inputs:
             each.check_symbolic(takes_names=not self._parts.takes_rows)
         if serving_config is None:
-            self._note_kinds([each for each in inputs if each.is_of_input()])
+            self._parts.lists.note([each for each in inputs if each.is_of_input()])
         shapes = [(*each.known_shape(), each.config.table.dim) for each in inputs]
         return pack_like(structure, [keras.KerasTensor(shape, self.compute_dtype) for shape in shapes])
 
@@ -590,13 +569,9 @@ class TPUEmbedding(keras.layers.Layer):
         return self._tpu_embedding.updates
 
 
-def _of(features: Sequence[str]) -> str:
-    return f" of {', '.join(features)}" if any(features) else ""
-
-
 def _refusal(model: Any) -> ConfigError | None:
     layers = (each for each in model._flatten_layers() if isinstance(each, TPUEmbedding))
-    return next((refusal for layer in layers if (refusal := layer.export_refusal()) is not None), None)
+    return next((refusal for layer in layers if (refusal := layer._parts.lists.refusal()) is not None), None)
 
 
 hide_default_signature(_refusal)
@@ -622,11 +597,10 @@ class _Untracked:
     table_names: Mapping[Any, str]
     layer_options: LayerOptions
     backend: Backend
+    lists: ListFeatures
     takes_rows: bool = False
     rule: RowGradients | TakenGradients = dataclasses.field(default_factory=TakenGradients)
     input_shapes: Mapping[str, tuple[int | None, ...]] = dataclasses.field(default_factory=dict)
-    kinds: dict[str, set[bool]] = dataclasses.field(default_factory=dict)
-    """By feature: whether the ids of calls were combined."""
 
     def checkpoint_config(self) -> dict[str, Any]:
         """Return the layer's config for a checkpoint, so that an export needs no serving_config."""
