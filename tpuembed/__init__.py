@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     )
     from tpuembed.layer import TPUEmbedding
     from tpuembed.layer.keras_lookups import read_vocabulary
-    from tpuembed.layer.restore import restore_tables
     from tpuembed.live import export_model, export_saved_model
     from tpuembed.live.callback import ExportCallback
     from tpuembed.retrieval.export import export_retrieval
@@ -66,7 +65,6 @@ _HOME = {
     "open_checkpoint": "tpuembed.checkpoint",
     "prune_versions": "tpuembed.export",
     "read_vocabulary": "tpuembed.layer.keras_lookups",
-    "restore_tables": "tpuembed.layer.restore",
     "rollback_version": "tpuembed.export",
 }
 
@@ -96,7 +94,6 @@ __all__ = [
     "open_checkpoint",
     "prune_versions",
     "read_vocabulary",
-    "restore_tables",
     "rollback_version",
 ]
 

@@ -202,7 +202,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         updates: int | None = None,
         **options: Any,
     ) -> RestoreReport:
-        """Stream tables of a checkpoint of any format into this layer, for any placement. See `tpuembed.restore_tables`."""
+        """Stream tables of a checkpoint of any format into this layer, for any placement. See `layer.restore.restore_tables`."""
         if tables is None:
             with open_checkpoint(path, **options) as checkpoint:
                 tables = self._all_sources(checkpoint.tables())

@@ -464,7 +464,7 @@ class TPUEmbedding(keras.layers.Layer):
         updates: int | None = None,
         **options: Any,
     ) -> "RestoreReport":
-        """Stream tables of a checkpoint of any format into this layer. See `tpuembed.restore_tables`."""
+        """Stream tables of a checkpoint of any format into this layer. See `layer.restore.restore_tables`."""
         from tpuembed.layer.restore import restore_tables  # here, so that training imports no reader
 
         return restore_tables(self, path, tables, slots, by=by, resize=resize, lossy=lossy, updates=updates, **options)

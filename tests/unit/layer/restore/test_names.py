@@ -11,9 +11,9 @@ import tensorflow as tf
 from tests.support.checkpoint.named import named_layer, write_named, write_named_weights
 from tests.support.layer.restored import TRAINED_BY, Array, assert_held, held, updates
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, restore_tables
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
-from tpuembed.layer.restore import NamesPlan
+from tpuembed.layer.restore import NamesPlan, restore_tables
 from tpuembed.manifest.row_history import UNKNOWN
 
 HOSTILE: list[Any] = [b"", "ö", b"\xff\xfe", "line\nend", "\x1b[31m", "a/b", "a" * 3000, "\0", "[UNK]", "ö ", " ö"]

@@ -13,13 +13,14 @@ import tensorflow as tf
 from tests.support.goldens import read_golden
 from tests.support.layer.restored import Array, Tables, assert_held, held, layer_for, updates
 from tests.support.messages import refused
-from tpuembed import FTRL, FeatureConfig, TableConfig, TPUEmbedding, restore_tables
+from tpuembed import FTRL, FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     ConfigError,
     UnknownTableError,
 )
+from tpuembed.layer.restore import restore_tables
 from tpuembed.runtime.table_scope import deferred_tables
 
 
