@@ -442,6 +442,15 @@ def test_a_callback_of_the_learning_rate_reaches_tables_with_the_optimizer_of_co
     assert (model.table() == before).all() == follows
 
 
+@pytest.mark.parametrize("kind", [keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau])
+def test_a_callback_of_the_rate_takes_any_model(kind: Any) -> None:
+    """Of a loop of one's own, or none yet."""
+    callback = kind(lambda _: 0.1) if kind is keras.callbacks.LearningRateScheduler else kind()
+    for model in (None, object()):
+        callback.set_model(model)
+        assert callback.model is model
+
+
 def _scatter(pairs: Any) -> None:
     for gradient, variable in pairs:
         variable.scatter_sub(tf.IndexedSlices(Rate * gradient.values, gradient.indices))

@@ -767,3 +767,100 @@ def test_restores_and_their_models_are_freed(tmp_path: Path) -> None:
     alive = [type(one) for one in gc.get_objects()]
     assert alive.count(Layers) == 1
     assert alive.count(_CheckpointRestoreCoordinator) < 12  # TensorFlow keeps those of `gone` at the model
+
+
+# ---- one restore and another
+
+
+def test_rows_of_one_model_answer_for_no_other(tmp_path: Path) -> None:
+    """Not even from the same file, however the other one was restored."""
+    path, model, other = written(tmp_path, old="users"), Layers(first="users"), Layers(first="users")
+    for each in (model, other):
+        each(tf.constant([1]))
+        tf.train.Checkpoint(model=each).read(path).expect_partial()
+    other.first.restore_tables(path)
+    alone = TPUEmbedding(E.FeatureConfig(E.TableConfig(9, 2, name="users")), "sgd")
+    alone.restore_tables(path)
+    right = Layers(old="users")
+    tf.train.Checkpoint(model=right).read(path).expect_partial()
+    other(tf.constant([2]))
+    with pytest.raises(CheckpointMismatchError, match=r"old/ckpt"):
+        model(tf.constant([2]))
+
+
+def test_rows_of_tfrs_that_another_model_takes() -> None:
+    """Its slots are restored row by row, in the other model alone."""
+    golden = read_golden("tfrs/schedule_adagrad")
+    path, shapes = str(golden.path), {name: arrays[None].shape for name, arrays in golden.tables.items()}
+    tables = {name: E.TableConfig(*shape, name=name) for name, shape in shapes.items()}
+    configs = {name: E.FeatureConfig(table) for name, table in tables.items()}
+    ids = {name: tf.constant([1]) for name in configs}
+    model, other = tf.Module(), tf.Module()
+    model.rows, other.rows = (TPUEmbedding(configs, keras.optimizers.Adagrad(0.1)) for _ in range(2))
+    tf.train.Checkpoint(other=model.rows).read(path).expect_partial()
+    tf.train.Checkpoint(model=other.rows).read(path).expect_partial()
+    other.rows(ids)
+    with pytest.raises(CheckpointMismatchError, match="has not restored its tables"):
+        model.rows(ids)
+
+
+def test_pieces_before_a_restore_are_not_those_after_it(tmp_path: Path) -> None:
+    model, path = Layers(first="users"), written(tmp_path, old="users")
+    model(tf.constant([1]))
+    model.first.assign_rows("users", 0, ROWS[:8])
+    tf.train.Checkpoint(model=model).read(path).expect_partial()
+    model.first.assign_rows("users", 8, ROWS[8:])
+    with pytest.raises(CheckpointMismatchError, match=r"old/ckpt"):
+        model(tf.constant([2]))
+
+
+def test_a_choice_of_tables_ends_with_the_next_training(tmp_path: Path) -> None:
+    """A later restore of the file is to bring its rows back."""
+    model, path = Layers(first="users"), written(tmp_path, old="users")
+    model.compile("sgd", "mse")
+    model(tf.constant([1]))
+    model.first.restore_tables(path)
+    model.fit(np.array([1, 2]), np.ones([2, 1]), verbose=0)
+    tf.train.Checkpoint(model=model).read(path).expect_partial()
+    with pytest.raises(CheckpointMismatchError, match=r"old/ckpt"):
+        model(tf.constant([2]))
+
+
+@pytest.mark.parametrize("part", ["layer", "inner"])
+def test_functions_of_a_model_around_the_restored_part(part: str, tmp_path: Path) -> None:
+    inner = Layers(first="users")
+    outer = keras.Sequential([inner])
+    outer.compile("sgd", "mse")
+    outer.fit(np.array([1, 2]), np.ones([2, 1]), verbose=0)
+    restored = inner if part == "inner" else inner.first
+    saved = Layers(old="users")
+    saved(tf.constant([1]))
+    path = tf.train.Checkpoint(elsewhere=saved).write(str(tmp_path / "ckpt"))
+    tf.train.Checkpoint(part=restored).read(path).expect_partial()
+    with pytest.raises(CheckpointMismatchError, match="/ckpt, where"):
+        outer.fit(np.array([1, 2]), np.ones([2, 1]), verbose=0)
+
+
+def test_an_object_that_cannot_be_saved_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    """TensorFlow restores it. A model apart from it is free in any case."""
+    path, holder = written(tmp_path, first="users", gone="ads"), tf.Module()
+    holder.first = TPUEmbedding(E.FeatureConfig(E.TableConfig(9, 2, name="users")), "sgd", name="first")
+    holder.heads = {1: tf.Variable(1.0)}
+    tf.train.Checkpoint(model=holder).read(path).expect_partial()
+    np.testing.assert_array_equal(holder.first(tf.constant([1])), [[5, 5]])
+    apart = Layers(first="items")
+    apart(tf.constant([1]))
+    tf.train.Checkpoint(model=apart).write(str(tmp_path / "apart"))
+
+
+def test_a_compile_after_a_restore_stays(tmp_path: Path) -> None:
+    model = Layers(first="users")
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    model.fit(np.array([1, 2]), np.ones([2, 1]), verbose=0)
+    tf.train.Checkpoint(model=model).read(written(tmp_path, first="users")).expect_partial()
+    held = model.train_function
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    held(iter(tf.data.Dataset.from_tensors((tf.constant([1, 2]), tf.ones([2, 1])))))
+    kernel = np.asarray(model.score.kernel)
+    model.fit(np.array([1, 2]), np.ones([2, 1]), verbose=0)
+    np.testing.assert_array_equal(model.score.kernel, kernel)

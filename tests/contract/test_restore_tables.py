@@ -1,5 +1,6 @@
 """`layer.restore_tables`: rows of every format, by number and by name, and what it refuses."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -273,10 +274,33 @@ def test_a_schedule_without_a_count_in_the_file_is_warned_of(steps: tuple[int, .
     path = embedding_model(**optimizers).write(str(tmp_path / "ckpt"))
     (source,) = open_checkpoint(path).tables()
     layer = layer_of({"t": (6, 2)}, keras.optimizers.SGD(schedule()))
-    with pytest.warns(UserWarning, match=r"schedule of 't' goes on at the layer's count, 0\. Give .*updates=N"):
+    with pytest.warns(UserWarning, match=r"schedule of 't' goes on at the layer's count\. Give .*updates=N"):
         layer.restore_tables(path, {"t": source})
     layer.restore_tables(path, {"t": source}, updates=3)
     assert int(layer.updates.numpy()) == 3
     for wrong in (-1, 1.5, True, "4"):
         with pytest.raises(TpuEmbedError, match="updates must be"):
             layer.restore_tables(path, {"t": source}, updates=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:a TableConfig without a name")
+@pytest.mark.parametrize("rule", ["sgd", keras.optimizers.SGD(schedule())], ids=["number", "schedule"])
+def test_a_checkpoint_whose_count_cannot_be_read_is_restored(rule: Any, tmp_path: Path) -> None:
+    """In a graph of TensorFlow 1 the layer's count is not written. Only a schedule needs it, and warns."""
+    golden = read_golden("tfrs/schedule_sgd")
+    shapes = {name: arrays[None].shape for name, arrays in golden.tables.items()}
+
+    def layer() -> TPUEmbedding:
+        tables = [TableConfig(rows, dim, name) for name, (rows, dim) in shapes.items()]
+        return TPUEmbedding([FeatureConfig(table) for table in tables], rule)
+
+    graph, found = tf.Graph(), layer()
+    with contextlib.ExitStack() as stack:
+        if rule != "sgd":
+            stack.enter_context(pytest.warns(UserWarning, match="cannot be read: .*Give .*updates=N"))
+        with graph.as_default():
+            inside = layer()
+            tf.train.Checkpoint(model=inside).restore(str(golden.path)).expect_partial()
+    tf.train.Checkpoint(model=found).restore(str(golden.path)).expect_partial()
+    for table, variable in found.embedding_tables.items():
+        np.testing.assert_array_equal(variable, golden.tables[table.name][None])

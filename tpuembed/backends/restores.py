@@ -9,6 +9,7 @@ says whether the one is the other under an old name, or the one was dropped and 
 This module uses private names of TensorFlow, because its public status of a restore is with the caller of the restore.
 """
 
+import contextlib
 import functools
 import os
 import sys
@@ -45,35 +46,40 @@ class GivenRows:
 
     def __init__(self) -> None:
         self.since: dict[str, int] = {}
-        self.choices: dict[str, set[str]] = {}
-        self._written: dict[str, int] = {}
+        self.choices: dict[str, tuple[set[str], int]] = {}
+        self._written: dict[str, tuple[int, int]] = {}
 
     def note(self, tables: Iterable[str]) -> None:
         """Note that all rows of `tables` were written now. A restore that begins later may write others over them."""
         self.since.update(dict.fromkeys(tables, restores_so_far()))
 
     def note_rows(self, table: str, start: int, stop: int, rows: int) -> None:
-        """Note that rows [start, stop) of a table of `rows` rows were written: a table may be written in pieces, from row 0 on."""
-        done = self._written.get(table, 0) if start else 0
-        self._written[table] = stop if start <= done else done
-        if self._written[table] == rows:
+        """Note that rows [start, stop) of a table of `rows` rows were written: a table may be written in pieces, from row 0 on.
+
+        Pieces before a restore do not count with those after it.
+        """
+        newest = max((restore.uid for restore in _restores), default=0)
+        done, then = self._written.get(table, (0, newest))
+        done = 0 if start == 0 or then != newest else done
+        self._written[table] = (stop if start <= done else done, newest)
+        if self._written[table][0] == rows:
             self.note([table])
 
     def note_restored(self, node: Any, path: str, sources: Mapping[str, str], is_chosen: bool) -> None:
         """Note that `sources`, {table of `node`: its name in the checkpoint}, were restored from `path`.
 
         If `is_chosen`, the caller named them. Then no other table of the layer is in that checkpoint: for a restore that was, or
-        else for the next one.
+        else for the next one before the tables are trained.
         """
         self.note(sources)
         file, names = os.path.realpath(path), set(sources.values())
-        restores = [restore for restore in _restores if restore.file == file]
+        restores = [restore for restore in _restores if restore.file == file and restore.leads_to(node)]
         for restore in restores:
             restore.taken |= names
             if is_chosen:
                 restore.settled.add(node)
-        if is_chosen and not any(node in restore.nodes for restore in restores):
-            self.choices[file] = names
+        if is_chosen and not restores:
+            self.choices[file] = names, node.count()
 
 
 class _Restore:
@@ -84,7 +90,8 @@ class _Restore:
         uid: its number, which grows from restore to restore.
         taken: tables of the checkpoint that were restored row by row.
         nodes: those that could be reached when it began.
-        settled: those for which it is not open.
+        settled: those for which it is not open any more.
+        apart: those that it did not lead to when they were called.
     """
 
     def __init__(self, coordinator: Any, tables: Mapping[int, set[str]], reached: Iterable[Any], kind: type) -> None:
@@ -94,6 +101,7 @@ class _Restore:
         self.taken: set[str] = set()
         self.nodes: weakref.WeakSet[Any] = weakref.WeakSet(one for one in reached if isinstance(one, kind))
         self.settled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.apart: weakref.WeakSet[Any] = weakref.WeakSet()
         self._tables, self._matched, self._objects = (
             tables,
             coordinator.matched_proto_ids,
@@ -112,13 +120,13 @@ class _Restore:
         return any(one is rows for one in list(self._objects.values()))
 
     def goes_on(self) -> bool:
-        """Return True inside this restore, in any thread, and inside one of what TensorFlow has kept."""
-        return any(
-            frame.f_code is CheckpointPosition.restore.__code__
-            for first in (sys._getframe(), sys._current_frames().get(self._thread))
-            if first is not None
-            for frame in frames(first)
-        )
+        """Return True if this restore has not ended: another thread is in it, or this one in any, which may mend it."""
+        if any(_restored_by(frames())):
+            return True
+        if self._thread == threading.get_ident():  # the frame would hold itself, and what its callers have open
+            return False
+        other = sys._current_frames().get(self._thread)
+        return other is not None and self.uid in _restored_by(frames(other))
 
     def roots(self) -> list[Any]:
         """Return the objects that could be reached when it began, and still exist."""
@@ -137,7 +145,15 @@ class _Restore:
                     node.given.since[table] = max(self.uid, node.given.since.get(table, -1))
 
 
+def _restored_by(around: Iterator[Any]) -> Iterator[int]:
+    """Yield the number of each restore in the frames `around`."""
+    for frame in around:
+        if frame.f_code is CheckpointPosition.restore.__code__:
+            yield frame.f_locals["self"].restore_uid
+
+
 _Trackable = tf.__internal__.tracking.Trackable
+_lock = threading.Lock()
 _restores: list[_Restore] = []
 """Those that left tables over, from old to new."""
 
@@ -151,17 +167,17 @@ def watch_restores(kind: type) -> None:
         begin(self, *arguments, **options)
         if not (tables := _tables_in(self.object_graph_proto.nodes, self.save_path_string)):
             return
-        _sweep()
         restore = _Restore(self, tables, list(_reachable([self.graph_view.root])), kind)
         for node in restore.nodes:
-            names = node.given.choices.pop(restore.file, None)
-            if names is not None:
-                restore.taken |= names
+            choice = node.given.choices.pop(restore.file, None)
+            if choice is not None and choice[1] == node.count():
+                restore.taken |= choice[0]
                 restore.settled.add(node)
-        _restores.append(restore)
-        for one in restore.roots():
-            if isinstance(one, keras.Model):
-                _check_functions(one, kind)
+        with _lock:
+            _sweep()
+            _restores.append(restore)
+        for model in {model for node in restore.nodes for model in node.traced_by}:
+            _check_functions(model, kind)
 
     _CheckpointRestoreCoordinator.__init__ = noted
 
@@ -187,8 +203,13 @@ class _Checked:
         nodes: list[Any] = [one for one in _reachable([model]) if isinstance(one, self._kind)]
         for node in nodes:
             check_restores(node)
-        setattr(model, self._name, self._function)
+        if getattr(model, self._name) is self:  # it was not compiled again
+            setattr(model, self._name, self._function)
         return self._function(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the function has, such as `get_concrete_function`."""
+        return getattr(self._function, name)
 
 
 def _reachable(starts: Iterable[Any]) -> Iterator[Any]:
@@ -199,7 +220,8 @@ def _reachable(starts: Iterable[Any]) -> Iterator[Any]:
         if id(one) not in seen and isinstance(one, _Trackable):
             seen.add(id(one))
             yield one
-            waiting += one._trackable_children().values()
+            with contextlib.suppress(Exception):  # whatever an object raises that TensorFlow restores and cannot save
+                waiting += one._trackable_children().values()
             if isinstance(one, keras.layers.Layer):
                 waiting += one._layers
 
@@ -216,8 +238,10 @@ def _sweep() -> None:
             later |= objects
 
 
-def check_restores(node: Any) -> None:
+def check_restores(node: Any, *, is_call: bool = False) -> None:
     """Check that no restore is open for the layer of `node`, a `TablesNode`, before its rows are used.
+
+    A layer that is called eagerly apart from what was restored is not looked for again in its next eager calls, for their speed.
 
     Raises:
         CheckpointMismatchError: one is.
@@ -231,6 +255,8 @@ def check_restores(node: Any) -> None:
             for table, rows in node.rows_by_table().items()
             if node.given.since.get(table, -1) < restore.uid and not any(each.gave(rows) for each in restores[number:])
         ]
+        if missing and is_call and tf.executing_eagerly() and node in restore.apart:
+            continue
         if missing and restore.leads_to(node):
             raise CheckpointMismatchError(
                 f"layer {node.layer!r}: tf.train.Checkpoint.restore has not restored its tables {', '.join(missing[:5])} from "
@@ -240,8 +266,10 @@ def check_restores(node: Any) -> None:
                 "other layers alone, at their places in the checkpoint: "
                 "tf.train.Checkpoint(model=tf.train.Checkpoint(dense=model.dense))."
             )
-        if not in_symbolic_scope():  # afterwards the layer gets its place in a functional model
+        if not missing:
             restore.settled.add(node)
+        elif not in_symbolic_scope():  # afterwards the layer gets its place in a functional model
+            restore.apart.add(node)
 
 
 def _tables_in(nodes: Any, path: str) -> dict[int, set[str]]:

@@ -325,7 +325,7 @@ def _watch_rates(kind: Any) -> None:
     def watched(self: Any, model: Any) -> None:
         set_model(self, model)
         optimizer = getattr(model, "optimizer", None)
-        weights = [weight for weight in model.trainable_variables if isinstance(weight, TableGradient)]
+        weights = [one for one in getattr(model, "trainable_variables", ()) if isinstance(one, TableGradient)]
         for owner in {weight.table.owner for weight in weights}:
             owner.warn_of_rate(getattr(optimizer, "inner_optimizer", optimizer), self)
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from tpuembed.backends.checkpoint_keys import saved_attributes, saved_keys, tables_with_keras_slots
 from tpuembed.backends.restores import GivenRows, watch_restores
-from tpuembed.backends.tf_config import SavedNode, resolve_optimizer
+from tpuembed.backends.tf_config import SavedNode, local, resolve_optimizer
 from tpuembed.backends.tpu.stacked_table import StackLayout
 from tpuembed.backends.tpu.tf_tpu import saved_layouts
 from tpuembed.config import Optimizer, TableConfig
@@ -236,6 +237,7 @@ class TablesNode(SavedNode):
         self._slots = {state.config.name: tuple(state.slots) for state in states}
         self._rows_lie_elsewhere = False
         self.given = GivenRows()
+        self.traced_by: weakref.WeakSet[Any] = weakref.WeakSet()
         self.restore_rows: Callable[[str, Sequence[str]], Any] | None = None
         self.restore_count: Callable[[str], None] | None = None
         self.restoring: Callable[[], None] = lambda: None
@@ -265,6 +267,10 @@ class TablesNode(SavedNode):
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         return None if self._rows_lie_elsewhere else super()._lookup_dependency(name, cached_dependencies)
+
+    def count(self) -> int:
+        """Return the layer's count of updates."""
+        return int(local(self.updates).numpy())
 
     def rows_by_table(self) -> dict[str, Any]:
         """Return {table: the child that holds its rows}. Tables of a stack share one."""

@@ -240,7 +240,9 @@ class TPUEmbedding(keras.layers.Layer):
             ConfigError: `features` or `weights` have another structure than the config.
         """
         structure, backend = self._parts.structure(serving_config), self._parts.backend
-        check_restores(self._tpu_embedding)
+        check_restores(self._tpu_embedding, is_call=True)
+        if not tf.executing_eagerly():  # a restore stops the functions that models have traced
+            self._tpu_embedding.traced_by.update(one for one in callers() if isinstance(one, keras.Model))
         inputs = _inputs(structure, features, weights, {} if serving_config is not None else self._parts.input_shapes)
         if serving_config is None and not in_symbolic_scope():  # there, Keras makes dense tensors of ragged inputs
             self._parts.lists.note(inputs)
@@ -478,7 +480,7 @@ class TPUEmbedding(keras.layers.Layer):
     def _restore_count(self, path: str) -> None:
         from tpuembed.layer.restore import restore_count
 
-        restore_count(self, path)
+        restore_count(self, self._parts.backend.states, path)
 
     # ---- saving
 

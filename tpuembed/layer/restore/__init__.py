@@ -11,9 +11,17 @@ import keras
 import numpy as np
 
 from tpuembed.backends.table_rows import PIECE_BYTES, initial_pieces, piece_rows, write_rows
+from tpuembed.backends.table_state import TableState
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
 from tpuembed.config.checks import check_count
-from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, first_few, warn
+from tpuembed.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    ConfigError,
+    TpuEmbedError,
+    first_few,
+    warn,
+)
 from tpuembed.files import FilePath
 from tpuembed.formats.tensor_bundle import crc
 from tpuembed.layer.restore.names import NamesPlan, live_vocabularies, names_by_number
@@ -120,18 +128,23 @@ def restore_saved(layer: HasTables, path: str, tables: Mapping[str, str]) -> Res
     return _restore(layer, path, RestoreRequest(tables, slots=True, resize={}, lossy=False, rows_only=True), {})
 
 
-def restore_count(layer: HasTables, path: str) -> None:
-    """Set the count of updates to that of the optimizers in the checkpoint at `path`, which no embedding layer of ours wrote.
+def restore_count(layer: HasTables, states: Mapping[str, TableState], path: str) -> None:
+    """Set the count of updates of a layer with schedules to that of the optimizers in the checkpoint at `path`, or warn.
 
-    Raises:
-        CheckpointMismatchError, CheckpointError: as `restore_tables`.
+    No embedding layer of ours wrote the checkpoint. TensorFlow restores it whether or not it has a count.
     """
-    live = layer.live_tables("restore_count")
-    with open_checkpoint(path) as checkpoint:
-        sources = {table: table for table in live.states}
-        updates = _updates(path, checkpoint.update_counts(), live, sources)
-        _warn_of_schedules(path, live, sources, updates)
-    if updates is not None:
+    if not (scheduled := _scheduled(states)):
+        return
+    updates, why = None, "does not say how many updates its tables have had"
+    try:
+        live = layer.live_tables("restore_count")
+        with open_checkpoint(path) as checkpoint:
+            updates = _updates(path, checkpoint.update_counts(), live, {table: table for table in states})
+    except TpuEmbedError as error:
+        why = f"the count of updates cannot be read: {error}"
+    if updates is None:
+        _warn_of_schedules(path, scheduled, why)
+    else:
         live.updates.assign(updates)
 
 
@@ -150,7 +163,9 @@ def _restore(
         updates, sources = count, {plan.table: plan.source for plan in plans}
         if count is None and request.slots:
             updates = _updates(checkpoint.path, checkpoint.update_counts(), live, sources)
-            _warn_of_schedules(checkpoint.path, live, sources, updates)
+            scheduled = _scheduled({plan.table: live.state(plan.table) for plan in plans})
+            if scheduled and updates is None:
+                _warn_of_schedules(checkpoint.path, scheduled, "does not say how many updates its tables have had")
         history = None if live.stamps is None or updates is None else _history(checkpoint, live, plans, updates)
         _verify(checkpoint, plans)
         _stamp(live, plans, updates)
@@ -223,17 +238,18 @@ def _updates(path: str, counts: Mapping[str, int], live: LiveTables, sources: Ma
     return next(iter(found.values()))
 
 
-def _warn_of_schedules(path: str, live: LiveTables, tables: Iterable[str], updates: int | None) -> None:
-    """Warn if schedules of restored tables go on at the layer's own count, because the checkpoint has none for it."""
-    rates = {table: getattr(live.state(table).optimizer, "learning_rate", None) for table in tables}
-    schedules = keras.optimizers.schedules.LearningRateSchedule
-    names = [table for table, rate in rates.items() if isinstance(rate, schedules)]
-    if names and updates is None:
-        warn(
-            f"checkpoint {path}: does not say how many updates its tables have had, so the learning-rate schedule of "
-            f"{first_few(map(repr, names))} goes on at the layer's count, {int(live.updates.numpy())}. Give "
-            "restore_tables(..., updates=N)."
-        )
+def _scheduled(states: Mapping[str, TableState]) -> list[str]:
+    """Return the tables whose learning rate is a schedule."""
+    rates = {table: getattr(state.optimizer, "learning_rate", None) for table, state in states.items()}
+    return [table for table, rate in rates.items() if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)]
+
+
+def _warn_of_schedules(path: str, tables: Iterable[str], why: str) -> None:
+    """Warn that schedules of restored tables go on at the layer's own count, because the checkpoint has none for it."""
+    warn(
+        f"checkpoint {path}: {why}, so the learning-rate schedule of {first_few(map(repr, tables))} goes on at the layer's count. "
+        "Give restore_tables(..., updates=N)."
+    )
 
 
 def _is_checked_while_read(checkpoint: Checkpoint, plan: TablePlan, slot: str | None) -> bool:
