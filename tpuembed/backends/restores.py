@@ -121,7 +121,7 @@ class _Restore:
 
     def goes_on(self) -> bool:
         """Return True if this restore has not ended: another thread is in it, or this one in any, which may mend it."""
-        if any(_restored_by(frames())):
+        if next(_restored_by(frames()), None) is not None:
             return True
         if self._thread == threading.get_ident():  # the frame would hold itself, and what its callers have open
             return False
@@ -214,11 +214,14 @@ class _Checked:
 
 def _reachable(starts: Iterable[Any]) -> Iterator[Any]:
     """Yield objects to which attributes of `starts` lead, for TensorFlow or, inside a keras.Sequential, for Keras."""
-    waiting, seen = list(starts), set[int]()
+    waiting, seen = (
+        list(starts),
+        dict[int, Any](),
+    )  # which holds them, so that none made meanwhile has the id of another
     while waiting:
         one = waiting.pop()
         if id(one) not in seen and isinstance(one, _Trackable):
-            seen.add(id(one))
+            seen[id(one)] = one
             yield one
             with contextlib.suppress(Exception):  # whatever an object raises that TensorFlow restores and cannot save
                 waiting += one._trackable_children().values()
