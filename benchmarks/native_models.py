@@ -109,19 +109,19 @@ def dlrm(rows: int, lists: int = FEATURES, vocabulary: Any = None) -> Any:
 
 def export(folder: str, rows: int) -> None:
     """Export the model, and lookups of its tables."""
-    from tpuembed import Vocabulary, export_model
+    from tpuembed import Vocabulary, export_saved_model
     from tpuembed.config import ServingConfig, ServingFeature
 
     vocabulary = Vocabulary(list(map(_text, range(rows))))
     for named, models in ((None, LISTS), (vocabulary, NAMED)):
         for name, lists in models.items():
             model = dlrm(rows, lists, named)
-            export_model(model, f"{folder}/{name}", layout="mmap")
+            export_saved_model(model, f"{folder}/{name}", layout="mmap")
     for name, given in zip(LOOKUPS, ({}, {"vocabulary": vocabulary}, {"vocabulary": vocabulary}), strict=True):
         form = {"input": "id"} if "one" in name else {"combiner": "sum"}
         features = {feature: ServingFeature(table=feature, **form, **given) for feature in NAMES}
         served = ServingConfig(features=features)
-        export_model(model.get_layer("embedding"), f"{folder}/{name}", serving_config=served, layout="mmap")
+        export_saved_model(model.get_layer("embedding"), f"{folder}/{name}", serving_config=served, layout="mmap")
 
 
 def _text(number: int) -> bytes:

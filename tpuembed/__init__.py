@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
     from tpuembed.layer import TPUEmbedding
     from tpuembed.layer.keras_lookups import read_vocabulary
-    from tpuembed.live import export_model, export_saved_model
+    from tpuembed.live import export_saved_model
     from tpuembed.live.callback import ExportCallback
     from tpuembed.retrieval.export import export_retrieval
     from tpuembed.runtime.tpu import configure_tpu
@@ -57,7 +57,6 @@ _HOME = {
     "Vocabulary": "tpuembed.vocabulary",
     "compact_version": "tpuembed.export",
     "configure_tpu": "tpuembed.runtime.tpu",
-    "export_model": "tpuembed.live",
     "export_retrieval": "tpuembed.retrieval.export",
     "export_saved_model": "tpuembed.live",
     "input_options": "tpuembed.backends.input_pipeline",
@@ -86,7 +85,6 @@ __all__ = [
     "__version__",
     "compact_version",
     "configure_tpu",
-    "export_model",
     "export_retrieval",
     "export_saved_model",
     "input_options",

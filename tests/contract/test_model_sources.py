@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.contract_lookups import answers
-from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
@@ -76,7 +76,7 @@ def test_the_callback_exports_every_epoch_while_training(fitted: Fitted) -> None
 
 
 def test_a_model_in_memory(fitted: Fitted, tmp_path: Path) -> None:
-    report = export_model(fitted.model, tmp_path / "m")
+    report = export_saved_model(fitted.model, tmp_path / "m")
     assert (report.version, report.tables, report.bytes_written) == (1, ("items",), 12 * 4 * 4)
     assert_scores(report.path, fitted.scores[-1])
 

@@ -16,7 +16,6 @@ from tpuembed import (
     TableConfig,
     TPUEmbedding,
     Vocabulary,
-    export_model,
     export_retrieval,
     export_saved_model,
 )
@@ -271,7 +270,7 @@ def test_a_feature_takes_row_numbers_beside_names_if_it_did_in_training(tmp_path
     users = {"user": tf.constant(["eve", "ann"]), "friend": tf.constant(["ann", "bob"])}
     for version in (
         export_saved_model(prefix, tmp_path / "m", model=lambda: build([], numbered="friend")).path,
-        export_model(model, tmp_path / "live").path,
+        export_saved_model(model, tmp_path / "live").path,
     ):
         found = tf.saved_model.load(str(version)).signatures["serving_default"](**users)
         np.testing.assert_array_equal(next(iter(found.values())), model(users))

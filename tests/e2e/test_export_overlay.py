@@ -33,7 +33,6 @@ from tpuembed import (
     TableConfig,
     TPUEmbedding,
     compact_version,
-    export_model,
     export_saved_model,
     list_versions,
     prune_versions,
@@ -243,8 +242,8 @@ def test_a_whole_model_in_training(tmp_path: Path, layout: str) -> None:
         fed = {"user": random.integers(0, 200, 6), "tag": random.integers(0, 20, 6)}
         model.fit(fed, random.normal(size=6).astype(np.float32), verbose=0)
         over: dict[str, Any] = {"base": 1} if step else {}
-        report = export_model(model, tmp_path / "m", layout=layout, **over)
-        full = export_model(model, tmp_path / "full", layout=layout)
+        report = export_saved_model(model, tmp_path / "m", layout=layout, **over)
+        full = export_saved_model(model, tmp_path / "full", layout=layout)
         asked = {"user": np.arange(200), "tag": np.arange(200) % 20}
         answer = answers(report.path, asked)
         assert_same(answer, answers(full.path, asked))

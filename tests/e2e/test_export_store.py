@@ -122,7 +122,7 @@ def test_a_live_model_is_exported_into_a_store(server: S3, bucket: str, tmp_path
     layer = tpuembed.TPUEmbedding({"x": tpuembed.FeatureConfig(table)})
     layer.build({"x": (None, 1)})
     rows = layer.embedding_tables[table].numpy()
-    report = tpuembed.export_model(
+    report = tpuembed.export_saved_model(
         layer, f"s3://{bucket}/m", serving_config={"features": {"x": {"table": "t", "input": "id"}}}
     )
     assert report.version == 1

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.export.overlays import overlays_of_any_size
 from tests.support.layer.branches import ROWS, make, make_in_sparse_cores, restore, rows_of, step, write_save
-from tpuembed import TPUEmbedding, compact_version, export_model, export_saved_model
+from tpuembed import TPUEmbedding, compact_version, export_saved_model
 from tpuembed.export.report import ExportReport
 from tpuembed.formats.saved_model.stack_rows import StackRows
 from tpuembed.manifest import Manifest
@@ -72,7 +72,7 @@ def run_in_random_order(
             truth, base = rows_of(layer), ["latest", None, *(report.version for report in reports)]
             options: dict[str, Any] = {"base": base[random.integers(len(base))], "layout": "mmap"}
             if random.random() < 0.5:
-                report = export_model(layer, tmp_path / "m", **options)
+                report = export_saved_model(layer, tmp_path / "m", **options)
             else:
                 _, path = write_save(layer, "ckpt", tmp_path)
                 report = export_saved_model(path, tmp_path / "m", serving_config=CONFIG, **options)

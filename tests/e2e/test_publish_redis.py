@@ -29,7 +29,7 @@ from tests.support.export.fakes import write_checkpoint
 from tests.support.export.in_process import exports_in_this_process
 from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import refused, said
-from tpuembed import export_model, export_saved_model
+from tpuembed import export_saved_model
 from tpuembed.errors import ExportError
 from tpuembed.export import publish_rows as publishing
 from tpuembed.manifest import Manifest
@@ -100,9 +100,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
             given: dict[str, Any] = {"serving_config": {"features": FEATURES}, "storage": STORAGE}
             export_saved_model(path, folder / "lookups", **given, layout="mmap", **base)
         export_saved_model(path, folder / "variables", serving_config={"features": PLAIN}, storage="int8")
-        export_model(whole_model.build(is_lazy=True), folder / "whole", layout="mmap", storage="bfloat16")
-        export_model(whole_model.build(), folder / "dense")
-        export_model(named_model.build(), folder / "named")
+        export_saved_model(whole_model.build(is_lazy=True), folder / "whole", layout="mmap", storage="bfloat16")
+        export_saved_model(whole_model.build(), folder / "dense")
+        export_saved_model(named_model.build(), folder / "named")
     return folder
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tests.support.export import whole_model
 from tests.support.memory import resident_bytes
 from tests.support.serving.process import ServerProcess
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed_serving.core.status import StatusError
 from tpuembed_serving.tensorflow import session as runtime
 
@@ -42,7 +42,7 @@ the graph of lookups left 2,200 bytes for each."""
 def lookups_at(folder: Path, features: dict[str, Any]) -> Path:
     tables = {name: FeatureConfig(TableConfig(rows, 4, name)) for name, rows in ROWS.items()}
     layer = TPUEmbedding(tables, optimizer="sgd")
-    return export_model(layer, folder, serving_config={"features": features}, layout="mmap").path
+    return export_saved_model(layer, folder, serving_config={"features": features}, layout="mmap").path
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("bad")
     lookups_at(root / "lookups", FEATURES)
     lookups_at(root / "packed", {name: spec for name, spec in FEATURES.items() if "weighted" not in spec})
-    export_model(whole_model.build(names=["one", "triples", "ragged", "light"]), root / "whole", layout="mmap")
+    export_saved_model(whole_model.build(names=["one", "triples", "ragged", "light"]), root / "whole", layout="mmap")
     return root
 
 

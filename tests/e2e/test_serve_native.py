@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.contract_lookups import CONFIG, FEATURES, SHAPES, draw
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.manifest import Manifest
 from tpuembed.native import lookup as native_lookup
 from tpuembed.native.lookup import NativeLookups, available
@@ -20,7 +20,7 @@ def test_a_call_needs_no_thread_that_cannot_be_started(
 ) -> None:
     """A limit on processes is reached. A thread that was started before must not write after the call."""
     layer = TPUEmbedding({name: FeatureConfig(TableConfig(*shape, name)) for name, shape in SHAPES.items()}, "sgd")
-    version = export_model(layer, tmp_path / "m", serving_config=CONFIG, layout="mmap").path
+    version = export_saved_model(layer, tmp_path / "m", serving_config=CONFIG, layout="mmap").path
     manifest = Manifest.read(version)
     assert manifest
     inputs = draw(FEATURES, 3000, hot=20)

@@ -18,7 +18,7 @@ from tests.support.export import named_model, whole_model
 from tests.support.export.in_process import exports_in_this_process
 from tests.support.export.overlays import overlays_of_any_size
 from tests.support.messages import said
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, compact_version, export_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, compact_version, export_saved_model
 from tpuembed.manifest import MANIFEST_PATH, Manifest
 from tpuembed.native.lookup import available
 from tpuembed_serving.core.status import StatusError
@@ -120,11 +120,11 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
     model = whole_model.build(is_lazy=True)
     folder = tmp_path_factory.mktemp("models") / "m"
     storage = "int8" if request.param == "overlay" else request.param
-    version = export_model(model, folder, layout="mmap", storage=storage).path
+    version = export_saved_model(model, folder, layout="mmap", storage=storage).path
     if request.param == "overlay":
         change(model)
         with overlays_of_any_size():
-            version = export_model(model, folder, layout="mmap", storage=storage, base="latest").path
+            version = export_saved_model(model, folder, layout="mmap", storage=storage, base="latest").path
         manifest = Manifest.read(version)
         assert manifest is not None
         assert manifest.base is not None
@@ -226,7 +226,7 @@ def test_ragged_lists_may_have_padding_before_an_id(pair: Pair, monkeypatch: pyt
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_model(whole_model.build(), tmp_path_factory.mktemp("whole") / "m", layout="mmap").path
+    return export_saved_model(whole_model.build(), tmp_path_factory.mktemp("whole") / "m", layout="mmap").path
 
 
 @pytest.mark.nightly
@@ -256,7 +256,7 @@ def test_weights_that_add_up_to_nothing(tmp_path: Path, combiner: str, kind: str
     rows = np.random.default_rng(0).standard_normal((20, 3), np.float32)
     rows[2], rows[5] = np.nan, np.inf
     layer.assign_rows("t", 0, rows)
-    version = export_model(model, tmp_path / "m", layout="mmap").path
+    version = export_saved_model(model, tmp_path / "m", layout="mmap").path
     with both(version) as (ours, theirs):
         for first in ([0, 0, 0], [1, -1, 0], [-1, -2, 3], [0, 1, 0], [1e-20] * 3, [1e-40] * 3, [-0.5] * 3, [0.5] * 3):
             weights = np.array([first, [*first[:2], 0]], np.float32)
@@ -279,7 +279,7 @@ def test_weights_and_rows_of_any_size(combiner: str, tmp_path: Path, monkeypatch
     rows = np.random.default_rng(0).uniform(0.5, 1, (6, 3)).astype(np.float32)
     rows *= np.array([[1e-40], [1e-30], [1e-30], [1e30], [1e30], [1]], np.float32)
     layer.assign_rows("t", 0, rows)
-    version = export_model(model, tmp_path / "m", layout="mmap").path
+    version = export_saved_model(model, tmp_path / "m", layout="mmap").path
     counts = Counts(monkeypatch)
     with both(version) as (ours, theirs):
         for ids in ([0, -1], [1, 2], [2, 1], [3, 4], [5, 0]):
@@ -313,7 +313,7 @@ def test_an_error_of_the_dense_part_is_that_of_the_graph(tmp_path: Path, monkeyp
     specs = {"x": tf.TensorSpec([None], tf.int64), "y": tf.TensorSpec([None], tf.float32)}
     model = (Subclassed(checked), specs)
     with pytest.warns(UserWarning, match="fails for zeros"):
-        version = export_model(model, tmp_path / "m", layout="mmap").path
+        version = export_saved_model(model, tmp_path / "m", layout="mmap").path
     counts = Counts(monkeypatch)
     with both(version) as (ours, theirs):
         for y in (1.0, -1.0):
@@ -327,9 +327,9 @@ def test_an_error_of_the_dense_part_is_that_of_the_graph(tmp_path: Path, monkeyp
 @overlays_of_any_size()
 def test_a_compacted_overlay_has_the_signature_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = whole_model.build()
-    export_model(model, tmp_path / "m", layout="mmap")
+    export_saved_model(model, tmp_path / "m", layout="mmap")
     change(model)
-    overlay = export_model(model, tmp_path / "m", layout="mmap", base="latest").path
+    overlay = export_saved_model(model, tmp_path / "m", layout="mmap", base="latest").path
     compacted = Path(str(compact_version(tmp_path / "m").path))
     manifests = [Manifest.read(path) for path in (overlay, compacted)]
     assert manifests[0] is not None
@@ -350,7 +350,7 @@ def test_a_compacted_overlay_has_the_signature_too(tmp_path: Path, monkeypatch: 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     model = named_model.build()
-    version = export_model(model, tmp_path_factory.mktemp("names") / "m", layout="mmap").path
+    version = export_saved_model(model, tmp_path_factory.mktemp("names") / "m", layout="mmap").path
     # A server that would take names for rows refuses it.
     assert json.loads((version / MANIFEST_PATH).read_text())["requires"] == ["names"]
     with both(version) as servables:
@@ -404,7 +404,9 @@ def test_unknown_names_and_odd_requests_are_answered_by_the_graph(
 def test_what_is_not_run_natively_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     x = keras.Input((), dtype="int64", name="x")
     layer = TPUEmbedding({"x": FeatureConfig(TableConfig(20, 3, "t"))}, optimizer="sgd")
-    version = export_model(keras.Model({"x": x}, {**layer({"x": x}), "id": x}), tmp_path / "m", layout="mmap").path
+    version = export_saved_model(
+        keras.Model({"x": x}, {**layer({"x": x}), "id": x}), tmp_path / "m", layout="mmap"
+    ).path
     with contextlib.closing(load(version, "native")) as servable:
         assert servable._native is None
         assert run(servable, {"x": np.array([3])})["id"] == 3

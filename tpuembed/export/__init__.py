@@ -59,8 +59,10 @@ def export_saved_model(
     only if the object does not exist yet.
 
     Args:
-        checkpoint: a prefix, a directory, or any file or folder that a reader recognises. `tpuembed.export_saved_model` also
-            takes a model in memory, with the options of `export_model`.
+        checkpoint: a prefix, a directory, or any file or folder that a reader recognises. Or a model in memory, on any
+            backend: a Keras model with `TPUEmbedding` layers, (a subclassed model, specs of its inputs), or a `TPUEmbedding` for
+            lookups alone. It does not change. If another thread trains it meanwhile, the export fails. It takes no `engine`,
+            `model`, `allow_unused_weights` or `checkpoint_options`, and `tables` and `features` only for a layer.
         model_dir: a folder, created if it is missing, or s3://BUCKET/KEY, whose bucket exists.
         serving_config: the features to serve (see `tpuembed.config.ServingConfig`): YAML or JSON path, dict, or a nested
             structure of FeatureConfig. None: the features of the layer that wrote the checkpoint.

@@ -11,7 +11,7 @@ from tpuembed.errors import ConfigError, TpuEmbedError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.report import ExportReport
 from tpuembed.files import FilePath, as_path
-from tpuembed.live import export_model
+from tpuembed.live import export_saved_model
 
 __all__ = ["ExportCallback"]
 
@@ -33,7 +33,7 @@ class ExportCallback(keras.callbacks.Callback):
         input_specs: for a subclassed model, which has no inputs to read: {input name: tf.TensorSpec}, or other specs
             that `export_saved_model` takes.
         on_error: "raise" ends the training with the error. "warn" continues, and tries again after the next epochs.
-        options: as `tpuembed.export_model` takes them, but `require_finite` is True if it is left out.
+        options: as `tpuembed.export_saved_model` takes them, but `require_finite` is True if it is left out.
 
     Attributes:
         reports: an ExportReport for each export so far.
@@ -105,7 +105,7 @@ class ExportCallback(keras.callbacks.Callback):
     def _export(self) -> None:
         model = self.model if self._input_specs is None else (self.model, self._input_specs)
         try:
-            self.reports.append(export_model(model, self._model_dir, **self._options))
+            self.reports.append(export_saved_model(model, self._model_dir, **self._options))
         except TpuEmbedError as error:
             if self._on_error == "raise":
                 raise
@@ -115,6 +115,6 @@ class ExportCallback(keras.callbacks.Callback):
 
 
 def _export_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` without the arguments of `export_model` that are not export options."""
+    """Return `options` without the arguments of `export_saved_model` that are not export options."""
     beside = ("serving_config", "on_progress")
     return {name: value for name, value in options.items() if name not in beside}

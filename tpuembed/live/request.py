@@ -37,7 +37,8 @@ def request_of(
         return make_request(checkpoint, serving_config, None, tables, features)
     if tables is not None or features is not None:
         raise ConfigError(
-            "export_model: tables and features select from a layer. A model uses all of its tables. Pass its TPUEmbedding layer."
+            "export_saved_model: tables and features select from a layer. A model uses all of its tables. Pass its TPUEmbedding "
+            "layer."
         )
     return _LiveModelRequest(checkpoint, model, serving_config)
 
@@ -50,7 +51,7 @@ class _LiveModelRequest:
     dropped_features: tuple[str, ...] = ()
 
     def __init__(self, checkpoint: LiveCheckpoint, model: Any, serving_config: Any) -> None:
-        self._model = wrap_model(model, "export_model")
+        self._model = wrap_model(model, "export_saved_model")
         self._layers = embedding_layers(self._model.model)
         tables = checkpoint.tables()
         self._sources = StackedTables(tables, checkpoint.vocabulary, with_rows=None)
@@ -93,6 +94,6 @@ def _check_names(model: Any) -> None:
     for weight in model.weights:
         if weight.path.startswith("_"):
             raise ConfigError(
-                f"export_model: weight {weight.path!r}: TensorFlow cannot save a variable whose name begins with _. "
+                f"export_saved_model: weight {weight.path!r}: TensorFlow cannot save a variable whose name begins with _. "
                 "Give the model a name that begins with a letter."
             )

@@ -23,7 +23,7 @@ from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["LiveCheckpoint", "embedding_layers", "live_checkpoint", "registered"]
 
-_DOING: Final = "export_model"
+_DOING: Final = "export_saved_model"
 _registered: "weakref.WeakValueDictionary[str, LiveCheckpoint]" = weakref.WeakValueDictionary()
 
 
@@ -37,13 +37,13 @@ def embedding_layers(model: Any) -> list[TPUEmbedding]:
         return [model]
     if not isinstance(model, keras.layers.Layer):
         raise ConfigError(
-            f"export_model: model must be a Keras 3 model or a tpuembed.TPUEmbedding, got {type(model).__name__}."
+            f"export_saved_model: model must be a Keras 3 model or a tpuembed.TPUEmbedding, got {type(model).__name__}."
         )
     check_layers(model)
     found = [layer for layer in model._flatten_layers(include_self=False) if isinstance(layer, TPUEmbedding)]
     if not found:
         raise ConfigError(
-            f"export_model: model {model.name!r} has no tpuembed.TPUEmbedding layer, so it has no table to export. "
+            f"export_saved_model: model {model.name!r} has no tpuembed.TPUEmbedding layer, so it has no table to export. "
             "Save a model without tables with its own `export`."
         )
     return found
@@ -155,7 +155,7 @@ def _states(lives: Iterable[LiveTables]) -> dict[str, TableState]:
         for name, state in live.states.items():
             if name in states:
                 raise ConfigError(
-                    f"export_model: layers {owners[name]!r} and {live.layer!r} both have a table {name!r}. Rename one."
+                    f"export_saved_model: layers {owners[name]!r} and {live.layer!r} both have a table {name!r}. Rename one."
                 )
             owners[name], states[name] = live.layer, state
     return states

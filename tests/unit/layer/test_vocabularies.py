@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.testing import simulated_tpu
 
@@ -187,7 +187,7 @@ def test_a_restore_does_not_rename_the_rows_of_another_layer(kind: str, tmp_path
     assert second(names)[:, 0].numpy().tolist() == [0, 1]
     assert model.layer.vocabularies["t"].get_vocabulary() == ["bob", "ann"]
     assert shared.get_vocabulary() == ["ann", "bob"]
-    export_model((model, tf.TensorSpec([None], tf.string, name="names")), tmp_path / "export")
+    export_saved_model((model, tf.TensorSpec([None], tf.string, name="names")), tmp_path / "export")
     served = tf.saved_model.load(str(tmp_path / "export" / "1")).signatures["serving_default"]
     (rows,) = served(names=names).values()
     assert rows[:, 0].numpy().tolist() == [1, 0]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.support.layer.simulated import EXAMPLES
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.compat import keras_rs, tfrs
 from tpuembed.errors import CheckpointMismatchError, ConfigError
 from tpuembed.testing import simulated_tpu
@@ -49,7 +49,7 @@ def test_a_layer_answers_lookups(tmp_path: Path) -> None:
     layer = _layer()
     _trained(_functional(layer))
     config = {"features": {"liked": {"table": "items", "combiner": "sum"}, "who": {"table": "users", "input": "id"}}}
-    report = export_model(layer, tmp_path, serving_config=config)
+    report = export_saved_model(layer, tmp_path, serving_config=config)
     rows = {table.name: variable.numpy() for table, variable in layer.embedding_tables.items()}
     found = _answers(report.path, {"liked": np.array([[3, 4], [29, -1]]), "who": np.array([49, 0])})
     np.testing.assert_allclose(
@@ -71,10 +71,10 @@ def test_a_subclassed_model(tmp_path: Path) -> None:
     model = Tower()
     expected = model({name: tf.constant(ids) for name, ids in IDS.items()})["out"].numpy()
     specs = {name: tf.TensorSpec([None], tf.int64) for name in TABLES}
-    report = export_model((model, specs), tmp_path)
+    report = export_saved_model((model, specs), tmp_path)
     np.testing.assert_allclose(_answers(report.path)["out"], expected, rtol=1e-6, atol=1e-6)
     with refused(ConfigError):
-        export_model(model, tmp_path)
+        export_saved_model(model, tmp_path)
 
 
 class _Private(Tower):
@@ -86,7 +86,7 @@ def test_a_name_that_no_variable_may_have(tmp_path: Path) -> None:
     model({name: tf.constant(ids) for name, ids in IDS.items()})
     specs = {name: tf.TensorSpec([None], tf.int64) for name in TABLES}
     with refused(ConfigError):
-        export_model((model, specs), tmp_path)
+        export_saved_model((model, specs), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["keras_rs", "tfrs"])
@@ -104,7 +104,7 @@ def test_models_of_the_other_libraries_names(tmp_path: Path, kind: str) -> None:
         rows = keras_rs.DistributedEmbedding({"user": feature})(inputs)["user"]
         model = keras.Model(inputs, keras.layers.Dense(1, name="score")(rows))
     ids = {n: IDS[n] if kind == "tfrs" else IDS[n][:, None] for n in model.input}
-    report = export_model(model, tmp_path)
+    report = export_saved_model(model, tmp_path)
     expected = model.predict(ids, verbose=0, batch_size=16)
     np.testing.assert_allclose(_answers(report.path, ids)["score"], expected, rtol=1e-6, atol=1e-6)
 
@@ -120,7 +120,7 @@ def test_tables_on_simulated_tpus(tmp_path: Path, feature: str) -> None:
         values = {t.name: np.random.rand(t.vocabulary_size, t.dim).astype(np.float32) for t in TABLES.values()}
         for name, rows in values.items():
             layer.assign_rows(name, 0, rows)
-        report = export_model(layer, tmp_path, serving_config={"features": {n: {"table": n} for n in values}})
+        report = export_saved_model(layer, tmp_path, serving_config={"features": {n: {"table": n} for n in values}})
     for name, rows in values.items():
         every = {n: np.arange(len(r))[:, None] if n == name else np.array([[0]]) for n, r in values.items()}
         np.testing.assert_array_equal(_answers(report.path, every)[name], rows)
@@ -129,7 +129,7 @@ def test_tables_on_simulated_tpus(tmp_path: Path, feature: str) -> None:
 def test_mirrored_tables(tmp_path: Path) -> None:
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         model = _functional(_layer())
-    report = export_model(model, tmp_path)
+    report = export_saved_model(model, tmp_path)
     np.testing.assert_allclose(_answers(report.path)["score"], model(dict(IDS)), rtol=1e-6, atol=1e-6)
 
 
@@ -141,7 +141,7 @@ def test_training_meanwhile_is_noticed(tmp_path: Path) -> None:
     layer = _layer()
     model = _trained(_functional(layer))
     with refused(CheckpointMismatchError):
-        export_model(model, tmp_path, on_progress=lambda *_: _trained(model) and None)
+        export_saved_model(model, tmp_path, on_progress=lambda *_: _trained(model) and None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -150,14 +150,13 @@ def test_two_tables_of_one_name(tmp_path: Path) -> None:
     inputs = [keras.Input((), dtype="int64", name=name) for name in "xy"]
     model = keras.Model(inputs, keras.layers.Add()([layer(x) for layer, x in zip(layers, inputs, strict=True)]))
     with refused(ConfigError, match="layers 'a'"):
-        export_model(model, tmp_path)
+        export_saved_model(model, tmp_path)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         {"model": keras.Sequential([keras.layers.Dense(1)], name="plain")},
-        {"model": "models:build"},
         {"model": None},
         {"storage": "float8"},
         {"engine": "ray"},
@@ -170,11 +169,11 @@ def test_two_tables_of_one_name(tmp_path: Path) -> None:
 def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
     given = {"model": _functional(_layer()), **arguments}
     with refused(ConfigError):
-        export_model(given.pop("model"), tmp_path / "models", **given)
+        export_saved_model(given.pop("model"), tmp_path / "models", **given)
     assert not any(path.name.isdecimal() for path in tmp_path.rglob("*"))
 
 
 def test_in_a_graph_it_is_refused(tmp_path: Path) -> None:
     layer = _layer()
     with refused(ConfigError, match=r"tf\.function"):
-        tf.function(lambda: export_model(layer, tmp_path), autograph=False)()
+        tf.function(lambda: export_saved_model(layer, tmp_path), autograph=False)()

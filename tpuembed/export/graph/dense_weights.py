@@ -125,7 +125,7 @@ def _difference(names: Names, wanted: Objects, saved: Objects, failures: Sequenc
         return (
             f"It is of Keras 2, which saved the layers of a functional model by their numbers alone ({_shown(numbered[:1])}). "
             "Build the model in memory, restore its tables with restore_tables, assign its other weights, and export it with "
-            "export_model. docs/compat.md has the lines under Checkpoints of TFRS."
+            "export_saved_model. docs/compat.md has the lines under Checkpoints of TFRS."
         )
     known, asked = {weight.name for weight in theirs.values()}, {weight.name for weight in mine.values()}
     without = [weight for weight in mine.values() if weight.name not in known]

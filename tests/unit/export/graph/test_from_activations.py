@@ -13,7 +13,7 @@ import tensorflow as tf
 from tests.support import capi
 from tests.support.export import named_model, whole_model
 from tests.support.messages import said
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, export_saved_model
 from tpuembed.export.graph.warmup import WARMUP_PATH
 from tpuembed.manifest import ActivationEntry, FromActivations, Manifest
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def exported(model: Any, folder: Path, **options: Any) -> tuple[Path, FromActivations]:
-    path = export_model(model, folder / "m", **options).path
+    path = export_saved_model(model, folder / "m", **options).path
     manifest = Manifest.read(path)
     assert manifest is not None
     return path, manifest.from_activations

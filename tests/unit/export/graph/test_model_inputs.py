@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import wrap_model
 from tpuembed.manifest import Manifest
@@ -70,7 +70,7 @@ def objects(rows: Any) -> Any:
 def test_ragged_text_and_weights_are_served(combiner: str, tmp_path: Path) -> None:
     model = weighted(combiner=combiner)
     truth = model({"words": ragged(LISTS, tf.string), "strengths": ragged(WEIGHTS, tf.float32)}, training=False)["rows"]
-    report = export_model(model, tmp_path / "m")
+    report = export_saved_model(model, tmp_path / "m")
     manifest = Manifest.read(report.path)
     assert manifest is not None
     assert manifest.padding == {"words": "", "strengths": "NaN"}
@@ -170,7 +170,7 @@ def assert_same(found: Any, truth: Any) -> None:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """Returns a model, and its export loaded."""
     model = every_kind()
-    with loaded(export_model(model, tmp_path_factory.mktemp("kinds") / "m").path) as servable:
+    with loaded(export_saved_model(model, tmp_path_factory.mktemp("kinds") / "m").path) as servable:
         yield model, servable
 
 
@@ -212,7 +212,7 @@ MISMATCHES = [
 
 
 def test_weights_that_do_not_belong_to_their_values_fail(tmp_path: Path) -> None:
-    report = export_model(weighted(), tmp_path / "m")
+    report = export_saved_model(weighted(), tmp_path / "m")
     assert (report.path / "assets.extra" / "tf_serving_warmup_requests").stat().st_size > 0
     with loaded(report.path) as servable:
         for strengths in MISMATCHES:

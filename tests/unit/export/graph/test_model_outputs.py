@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import wrap_model
 from tpuembed_serving.tensorflow import session as runtime
@@ -223,5 +223,5 @@ def test_half_outputs_are_served(tmp_path: Path) -> None:
         def call(self, ids: Any) -> Any:
             return {"rows": tf.cast(self.embedding(ids), tf.bfloat16)}
 
-    report = export_model((Model(), tf.TensorSpec([None], tf.int64)), tmp_path / "m")
+    report = export_saved_model((Model(), tf.TensorSpec([None], tf.int64)), tmp_path / "m")
     assert served(report.path, np.array([2, 0, 1]))["rows"].dtype == np.float32

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.compat import keras_rs
 from tpuembed.errors import ConfigError
 
@@ -39,7 +39,7 @@ def test_both_exporters_point_to_the_layer_of_that_name(tmp_path: Path) -> None:
     with refused(ConfigError, match="layer 'native'"):
         export_saved_model(checkpoint, tmp_path / "m", model=native)
     with refused(ConfigError, match="layer 'native'"):
-        export_model(model, tmp_path / "m")
+        export_saved_model(model, tmp_path / "m")
 
 
 def test_ours_is_exported(tmp_path: Path) -> None:
@@ -47,4 +47,4 @@ def test_ours_is_exported(tmp_path: Path) -> None:
     feature = keras_rs.FeatureConfig(name="x", table=table, input_shape=(None, 1), output_shape=(None, 2))
     x = keras.Input((1,), dtype="int32", name="x")
     model = keras.Model({"x": x}, keras_rs.layers.DistributedEmbedding({"x": feature})({"x": x}))
-    assert export_model(model, tmp_path / "m").tables == ("t",)
+    assert export_saved_model(model, tmp_path / "m").tables == ("t",)

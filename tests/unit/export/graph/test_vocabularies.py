@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.checkpoint.tools import describe_export
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tpuembed.export.graph.vocabularies import compare_vocabularies, vocabularies_of
@@ -357,7 +357,7 @@ def test_manifest_report_and_description_have_it(tmp_path: Path) -> None:
     checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
     model.save(tmp_path / "m.keras")
     reports = {
-        "live": export_model(model, tmp_path / "a"),
+        "live": export_saved_model(model, tmp_path / "a"),
         "bundle": export_saved_model(checkpoint, tmp_path / "b", model=build),
         "keras": export_saved_model(tmp_path / "m.keras", tmp_path / "c", model=build),
     }
@@ -414,4 +414,4 @@ def test_a_layer_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
         keras.layers.StringLookup(name="words")(x)
     )
     with refused(ConfigError, match="layer 'words'"):
-        export_model(keras.Model(x, rows), tmp_path / "m")
+        export_saved_model(keras.Model(x, rows), tmp_path / "m")

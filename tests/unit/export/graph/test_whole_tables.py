@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import capi
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.manifest import Manifest
 from tpuembed_serving.tensorflow import session as runtime
@@ -116,7 +116,7 @@ def test_numbers_of_both_exporters_in_every_reader(whole: tuple[str, ...], layou
     truth = model({name: tf.constant(value) for name, value in inputs.items()}, training=False)
     checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
     saved = export_saved_model(checkpoint, tmp_path / "a", model=lambda: functional(whole), layout=layout)
-    live = export_model(model, tmp_path / "b", layout=layout)
+    live = export_saved_model(model, tmp_path / "b", layout=layout)
     for report in (saved, live):
         check(report.path, inputs, truth, through_c=report is saved and len(whole) == 2)
         manifest = Manifest.read(report.path)
@@ -133,7 +133,7 @@ def test_a_subclassed_model(tmp_path: Path) -> None:
     checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
     for report in (
         export_saved_model(checkpoint, tmp_path / "a", model=subclassed),
-        export_model((model, spec), tmp_path / "b", layout="mmap"),
+        export_saved_model((model, spec), tmp_path / "b", layout="mmap"),
     ):
         check(report.path, {"item": IDS}, truth)
         assert (report.path / "assets.extra" / "tf_serving_warmup_requests").is_file()
@@ -179,7 +179,10 @@ def test_a_model_of_a_fixed_batch(tmp_path: Path) -> None:
 
     model = build()
     checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
-    for report in (export_saved_model(checkpoint, tmp_path / "a", model=build), export_model(model, tmp_path / "b")):
+    for report in (
+        export_saved_model(checkpoint, tmp_path / "a", model=build),
+        export_saved_model(model, tmp_path / "b"),
+    ):
         (found,) = served(report.path, {"id": IDS[:2]}).values()
         np.testing.assert_allclose(found, model(IDS[:2]))
 
@@ -199,7 +202,7 @@ def test_a_table_in_a_functional_models_graph(tmp_path: Path) -> None:
     checkpoint = tf.train.Checkpoint(model=model).write(str(tmp_path / "ckpt"))
     check(export_saved_model(checkpoint, tmp_path / "a", model=symbolic).path, {"item": IDS}, truth)
     with pytest.raises(ExportError, match=r"Read layer\.embedding_tables in the call of a layer"):
-        export_model(model, tmp_path / "b")  # the graph has the live variable, which is not exported
+        export_saved_model(model, tmp_path / "b")  # the graph has the live variable, which is not exported
 
 
 def read_while_built() -> Any:
@@ -310,7 +313,7 @@ class Best(Scores):
 @pytest.mark.parametrize("layout", ["variables", "mmap"])
 def test_no_copy_at_load_nor_per_request(layout: str, tmp_path: Path) -> None:
     for name, rows in (("small", 100), ("large", ROWS)):
-        report = export_model(large(rows), tmp_path / "m", layout=layout)
+        report = export_saved_model(large(rows), tmp_path / "m", layout=layout)
         report.path.rename(tmp_path / name)
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False

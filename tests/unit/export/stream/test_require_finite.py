@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tests.support.export.fakes import Array, random_table, write_checkpoint
 from tests.support.export.in_process import exports_in_this_process
 from tests.support.messages import refused, said
-from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_model, export_saved_model
+from tpuembed import ExportCallback, FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 from tpuembed.errors import ExportError
 from tpuembed.export.plan import planner
 from tpuembed.export.plan.plan import ShardTask
@@ -183,9 +183,9 @@ def model_of(table: Array, kernel: float = 0.5) -> Any:
 def test_a_dense_weight_of_a_live_model(tmp_path: Path, kernel: float) -> None:
     model = model_of(np.ones((20, 4), np.float32), kernel)
     with refused(ExportError, match=r"\[2, 1\]"):
-        export_model(model, tmp_path / "rec", require_finite=True)
+        export_saved_model(model, tmp_path / "rec", require_finite=True)
     assert published(tmp_path) == []
-    assert export_model(model, tmp_path / "rec").version == 1
+    assert export_saved_model(model, tmp_path / "rec").version == 1
 
 
 def test_a_dense_weight_of_a_checkpoint(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_table_of_a_live_model(tmp_path: Path) -> None:
     table = np.ones((20, 4), np.float32)
     table[13] = np.nan
     with refused(ExportError, match="'users': row 13"):
-        export_model(model_of(table), tmp_path / "rec", require_finite=True)
+        export_saved_model(model_of(table), tmp_path / "rec", require_finite=True)
 
 
 def test_the_callback_asks_for_finite_values_by_itself(tmp_path: Path) -> None:
