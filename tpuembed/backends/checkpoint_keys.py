@@ -5,7 +5,10 @@ from collections.abc import Iterable, Mapping
 
 import tensorflow as tf
 
-__all__ = ["children_of", "saved_attributes", "saved_keys", "tables_with_keras_slots"]
+__all__ = ["TABLES_NODE", "children_of", "saved_attributes", "saved_keys", "tables_with_keras_slots"]
+
+TABLES_NODE = "_tpu_embedding"
+"""The attribute of a layer that leads to its tables, as TensorFlow Recommenders' layers have it."""
 
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _OPTIMIZER_SLOT = "/.OPTIMIZER_SLOT/"
@@ -27,8 +30,8 @@ def tables_with_keras_slots(keys: Iterable[str], slots: Mapping[str, Iterable[st
 
 
 def _has_keras_slots(keys: list[str], table: str, slots: Iterable[str]) -> bool:
-    own = [f"_tpu_embedding/{_escaped(f'{table}/{slot}')}{_VALUE}" for slot in slots]
-    of_keras = f"_tpu_embedding/{_escaped(table)}{_OPTIMIZER_SLOT}"
+    own = [f"{TABLES_NODE}/{_escaped(f'{table}/{slot}')}{_VALUE}" for slot in slots]
+    of_keras = f"{TABLES_NODE}/{_escaped(table)}{_OPTIMIZER_SLOT}"
     return any(of_keras in key for key in keys) and not any(key.endswith(name) for key in keys for name in own)
 
 

@@ -23,6 +23,7 @@ import tensorflow as tf
 from tensorflow.python.checkpoint.checkpoint import _CheckpointRestoreCoordinator
 from tensorflow.python.checkpoint.restore import CheckpointPosition
 
+from tpuembed.backends.checkpoint_keys import TABLES_NODE
 from tpuembed.backends.tf_config import restores_so_far
 from tpuembed.backends.tpu.tf_tpu import LAYOUTS, saved_layouts
 from tpuembed.config import OPTIMIZERS
@@ -32,10 +33,10 @@ from tpuembed.runtime.keras_saving import in_symbolic_scope
 
 __all__ = ["GivenRows", "check_restores", "watch_restores"]
 
-_TABLES, _SMALL_TABLES = "_tpu_embedding", "_keras_embedding_layers"
-"""The nodes whose children are tables: of this layer and TensorFlow Recommenders' layers, and of its small tables."""
-_NO_TABLES = (_TABLES, LAYOUTS, "_engine")
-"""Children of such a node that are none."""
+_SMALL_TABLES = "_keras_embedding_layers"
+"""The attribute of TensorFlow Recommenders' layers that leads to their small tables."""
+_NO_TABLES = (TABLES_NODE, LAYOUTS, "_engine")
+"""Children of a node of tables that are none."""
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 """Attributes of a Keras model with what it has traced."""
 _SLOTS = {slot for optimizer in OPTIMIZERS.values() for slot in optimizer.slots}
@@ -281,7 +282,7 @@ def _tables_in(nodes: Any, path: str) -> dict[int, set[str]]:
     stacks: dict[str, set[str]] | None = None
     for parent in nodes:
         for child in parent.children:
-            if child.local_name not in (_TABLES, _SMALL_TABLES):
+            if child.local_name not in (TABLES_NODE, _SMALL_TABLES):
                 continue
             is_small = child.local_name == _SMALL_TABLES
             below = {one.local_name: one.node_id for one in nodes[child.node_id].children}

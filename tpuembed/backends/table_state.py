@@ -11,7 +11,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from tpuembed.backends.checkpoint_keys import saved_attributes, saved_keys, tables_with_keras_slots
+from tpuembed.backends.checkpoint_keys import TABLES_NODE, saved_attributes, saved_keys, tables_with_keras_slots
 from tpuembed.backends.restores import GivenRows, watch_restores
 from tpuembed.backends.tf_config import SavedNode, local, resolve_optimizer
 from tpuembed.backends.tpu.stacked_table import StackLayout
@@ -205,8 +205,8 @@ def check_saved_names(slots: Mapping[str, Iterable[str]]) -> None:
         taken[saved] = repr(name)
 
 
-_NODE, _UPDATES = "_tpu_embedding", "tpuembed_iterations"
-"""The attribute of a layer that leads to the node, and the node's attribute with the count of updates."""
+_UPDATES = "tpuembed_iterations"
+"""The node's attribute with the count of updates."""
 
 
 class TablesNode(SavedNode):
@@ -260,7 +260,7 @@ class TablesNode(SavedNode):
         tables = self._tables if self._rows_lie_elsewhere else tables_with_keras_slots(keys, self._slots)
         if tables and self.restore_rows is not None:
             self.restore_rows(path, tables)
-        is_counted = saved_attributes(keys, _NODE, _UPDATES) or set(tables) == set(self._tables)
+        is_counted = saved_attributes(keys, TABLES_NODE, _UPDATES) or set(tables) == set(self._tables)
         if not is_counted and self.restore_count is not None:
             self.restore_count(path)
         self.restoring()
