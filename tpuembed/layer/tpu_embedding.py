@@ -177,10 +177,12 @@ class TPUEmbedding(keras.layers.Layer):
             RowStamps(backend.states, updates) if self._parts.layer_options.track_rows and states else None
         )
         # Keras counts, lists and freezes them as weights of the layer. They are wrapped, not copied.
-        self._table_weights = [TableWeight(variable, trainable) for variable, trainable in backend.weights()]
-        for weight in self._table_weights:
-            tables = [state.config.name for state in states if state.variable is weight.value]
-            weight.assigned = partial(self._tpu_embedding.given.note, tables)
+        variables = backend.weights()
+        self._table_weights = [TableWeight(variable, trainable) for variable, trainable in variables]
+        names = {id(state.variable): state.config.name for state in states}
+        for weight, (variable, _) in zip(self._table_weights, variables, strict=True):
+            if id(variable) in names:
+                weight.assigned = partial(self._tpu_embedding.given.note, [names[id(variable)]])
         if (
             trained_here
         ):  # named after a table, because Keras refuses a path of two weights in the state tree of a model
