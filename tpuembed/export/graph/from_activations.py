@@ -30,7 +30,7 @@ Tensor = Any
 Function = Any
 
 
-class _Model(Protocol):
+class _TracedModel(Protocol):
     """A model over named inputs. See `KerasModel`."""
 
     forms: Mapping[str, InputForm]
@@ -54,7 +54,7 @@ class _LookedUp:
     activation: Tensor
 
 
-def trace_from_activations(model: _Model, tables: StackedTables) -> tuple[FromActivations, Function | None]:
+def trace_from_activations(model: _TracedModel, tables: StackedTables) -> tuple[FromActivations, Function | None]:
     """Return the signature for the manifest, and its function, which is not traced again. None if it is left out."""
     try:
         lookups = _traced_lookups(model, tables)
@@ -68,7 +68,7 @@ def trace_from_activations(model: _Model, tables: StackedTables) -> tuple[FromAc
 # ---- what is looked up
 
 
-def _traced_lookups(model: _Model, tables: StackedTables) -> list[_LookedUp]:
+def _traced_lookups(model: _TracedModel, tables: StackedTables) -> list[_LookedUp]:
     """Return the lookups of a trace of `serving_default`, which is thrown away.
 
     Raises:
@@ -107,7 +107,7 @@ def _names(entry: ActivationEntry) -> list[str]:
     return [entry.name, *([f"{entry.name}_weights"] if entry.weighted else [])]
 
 
-def _lookup(ids: Ids, activation: Tensor, model: _Model, decoded: Mapping[str, Any]) -> _LookedUp:
+def _lookup(ids: Ids, activation: Tensor, model: _TracedModel, decoded: Mapping[str, Any]) -> _LookedUp:
     """Return a lookup of inputs of the signature. See `_traced_lookups`."""
     config, table = ids.config, ids.config.table
     name, given, vocabulary = _name_of(ids), _given(ids), config.vocabulary
@@ -224,7 +224,7 @@ def _keeps_ids(cast: Any, is_list: bool, fails_outside: bool, rows: int) -> bool
 # ---- the function
 
 
-def _traced_function(model: _Model, tables: StackedTables, lookups: Sequence[_LookedUp]) -> Function:
+def _traced_function(model: _TracedModel, tables: StackedTables, lookups: Sequence[_LookedUp]) -> Function:
     """Return the function of activations.
 
     Raises:
@@ -283,7 +283,7 @@ def _is_other(entry: ActivationEntry, ids: Ids, sources: tuple[str, str]) -> boo
     )
 
 
-def _stand_in(model: _Model, name: str, stand_ins: dict[str, str]) -> Any:
+def _stand_in(model: _TracedModel, name: str, stand_ins: dict[str, str]) -> Any:
     """Return a tensor in the place of input `name`, and note its operations in `stand_ins`."""
 
     def empty(dtype: tf.DType, shape: Sequence[int | None]) -> Tensor:
