@@ -441,7 +441,7 @@ def test_own_file_without_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [np.int64(-3), np.int32(3), np.zeros(2, np.int64)])
 def test_counts_of_updates(count: Any, tmp_path: Path) -> None:
     with open_checkpoint(own_file(tmp_path / "right.weights.h5")) as checkpoint:
-        assert checkpoint.update_counts() == {"user": 3}
+        assert checkpoint.update_counts == {"user": 3}
     wrong = own_file(tmp_path / "wrong.weights.h5", **{"|updates": count})
     with open_checkpoint(wrong) as checkpoint, pytest.raises(CheckpointCorruptError, match="count of updates"):
-        checkpoint.update_counts()
+        _ = checkpoint.update_counts

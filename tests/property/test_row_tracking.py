@@ -58,13 +58,13 @@ def test_rows_that_differ_from_a_base_have_newer_stamps(
             saves.append(write_save(layer, detail, folder))
             if detail != "untracked":
                 with open_checkpoint(saves[-1][1]) as checkpoint:
-                    history = checkpoint.row_history("a")
+                    history = checkpoint.stamps["a"].history
                     assert history is not None
-                    assert history == checkpoint.row_history("b")
+                    assert history == checkpoint.stamps["b"].history
                     bases.append((number, history, {name: checkpoint.read(name) for name in "ab"}))
                     straight.add(len(bases) - 1)
         elif what == "base":
-            history = live_checkpoint(layer).row_history("a")
+            history = live_checkpoint(layer).stamps["a"].history
             assert history is not None
             bases.append((number, history, rows_of(layer)))
             straight.add(len(bases) - 1)
@@ -80,7 +80,7 @@ def test_rows_that_differ_from_a_base_have_newer_stamps(
                 restore(layer, kind, path) if what == "restore" else layer.restore_tables(path)
     for number, layer in enumerate(layers):
         live = live_checkpoint(layer)
-        history = live.row_history("a")
+        history = live.stamps["a"].history
         assert history is not None
         for index, (owner, base, before) in enumerate(bases):
             if not history.since(base):
@@ -88,6 +88,6 @@ def test_rows_that_differ_from_a_base_have_newer_stamps(
                 continue
             for name in "ab":
                 stamps = np.empty(ROWS, np.int32)
-                live.read_stamps(name, 0, stamps)
+                live.stamps[name].read(0, stamps)
                 differs = (rows_of(layer)[name] != before[name]).any(axis=1)
                 assert not differs[stamps <= base.updates].any(), (name, stamps, base, history)

@@ -1,19 +1,31 @@
-"""The base class of every checkpoint reader."""
+"""The base class of every checkpoint reader: what all formats have, and attributes for what only some have."""
 
 import abc
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, Self
 
 import numpy as np
 
 from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.config.checks import did_you_mean
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.manifest.row_history import RowHistory
 from tpuembed.vocabulary import Vocabulary, VocabularyHeader
 
-__all__ = ["Array", "Checkpoint", "PartialChecksum", "SummedRows", "TableInfo"]
+__all__ = [
+    "Array",
+    "Checkpoint",
+    "Checksums",
+    "GatherRows",
+    "PartialChecksum",
+    "RowStamps",
+    "SavedLayers",
+    "SavedVocabulary",
+    "SummedRows",
+    "TableInfo",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -65,11 +77,111 @@ class SummedRows(Protocol):
         """Return the partial checksum of each tensor."""
 
 
+class Checksums(Protocol):
+    """The checksums of rows that a checkpoint's files record. An unknown table has none."""
+
+    def recorded(self, table: str, slot: str | None = None) -> int | None:
+        """Return the CRC32C, unmasked, of the rows of a table or slot in order; None if the files have none."""
+
+    def piece_rows(self, table: str) -> int | None:
+        """Return the rows to read at a time, so that a piece stays in a processor's cache for its checksum. None: any."""
+
+    def reader(self, table: str) -> SummedRows | None:
+        """Return a reader of `table` if the checksums cover bytes in a different order than its rows; otherwise None."""
+
+    def proven(self, tables: Iterable[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:
+        """Compare `tables`, all of whose rows were read by `reader`, with the files' checksums. Return whether each is
+        right.
+
+        Other bytes that the checksums cover are read here. Tables for which `sums` are not enough are left out.
+        """
+
+
+class SavedLayers(Protocol):
+    """The layers that are saved beside the tables."""
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """Return what `keras.saving.serialize_keras_object` made of the model, or None if the files do not have it."""
+
+    def objects(self, tables: Collection[str]) -> Objects:
+        """Return the saved model's layers, without its optimizers and without `tables`."""
+
+    def read(self, weight: Weight) -> Array:
+        """Return the value of a weight of `objects`.
+
+        Raises:
+            CheckpointCorruptError: it does not have its checksum.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class RowStamps:
+    """For each row of a table, the number of the update that last touched it.
+
+    Attributes:
+        table: name of the table, and of its checkpoint, for messages.
+        rows: number of rows.
+        history: of the layer that tracks the rows.
+        fill: fills an int32 array with the stamps of the rows from `start` on, which exist.
+    """
+
+    table: str
+    rows: int
+    history: RowHistory
+    fill: Callable[[int, Array], None]
+
+    def read(self, start: int, out: Array) -> None:
+        """Fill `out`, int32 [n], with the stamps of the rows [start, start + n).
+
+        Raises:
+            RowRangeError: the range is not inside the table.
+            ConfigError: `out` has a different shape or dtype.
+            CheckpointCorruptError: the stamps do not have their checksum.
+        """
+        if out.shape != (len(out),) or out.dtype != np.int32:
+            raise ConfigError(f"{self.table}: out must be int32 [rows], got {out.dtype} {list(out.shape)}.")
+        _check_range(self.table, self.rows, start, start + len(out))
+        self.fill(start, out)
+
+
+class SavedVocabulary:
+    """A vocabulary that is saved with its table, as `Vocabulary.to_bytes` makes it. Nothing is read before it is needed."""
+
+    def __init__(self, where: str, table_rows: int, size: int, read: Callable[[int], bytes]) -> None:
+        """Take its name for messages, its size in bytes, and a function that returns the first bytes of it."""
+        self._where, self._table_rows, self._size, self._read = where, table_rows, size, read
+
+    @functools.cached_property
+    def header(self) -> VocabularyHeader:
+        """Return what its first bytes say. No name is read.
+
+        Raises:
+            CheckpointCorruptError: it is damaged, or has more rows than the table.
+        """
+        header = VocabularyHeader.from_bytes(self._read(min(self._size, VocabularyHeader.MOST_BYTES)), self._where)
+        if header.rows > self._table_rows:
+            raise CheckpointCorruptError.of(
+                f"{self._where} has {header.rows} rows, {header.oov_buckets} of them for unknown names, but the table has "
+                f"{self._table_rows}"
+            )
+        return header
+
+    def read(self) -> Vocabulary:
+        """Return the vocabulary. Raises CheckpointCorruptError as `header` does."""
+        _ = self.header  # a damaged header has the better message
+        return Vocabulary.from_bytes(self._read(self._size), self._where)
+
+
+GatherRows = Callable[[str, Array, Array], None]
+"""Fills [n, dim] of a table's dtype with its rows of these numbers, int64 [n], which exist."""
+
+
 class Checkpoint(abc.ABC):
     """A checkpoint opened for reading. A read uses the memory of the rows read, and any thread may read.
 
-    A reader sets the attributes and implements the abstract methods. The others have defaults for files in which rows
-    are cheap to read in any pieces.
+    A reader sets the attributes and implements the abstract methods. What its files have beside tables, it returns by the
+    properties; by default there is nothing.
 
     Attributes:
         format: the name of the on-disk format.
@@ -83,8 +195,6 @@ class Checkpoint(abc.ABC):
     path: str
     options: Mapping[str, Any] = {}
     layer_config: dict[str, Any] | None = None
-    is_in_memory = False
-    """`read_numbers` reads single rows."""
     _tables: Mapping[str, TableInfo]
     """The tables by name, sorted; never empty."""
 
@@ -118,7 +228,7 @@ class Checkpoint(abc.ABC):
         self._check(table, slot)
         info = self._tables[table]
         stop = info.rows if stop is None else stop
-        self._check_range(table, start, stop)
+        _check_range(self._named(table), info.rows, start, stop)
         out = np.empty((stop - start, info.dim), self._dtype(table, slot))
         self._fill(table, slot, start, out)
         return out
@@ -136,18 +246,8 @@ class Checkpoint(abc.ABC):
             raise ConfigError(
                 f"{self._shown}: table {table!r}: out must be {dtype} [rows, {dim}], got {out.dtype} {list(out.shape)}."
             )
-        self._check_range(table, start, start + len(out))
+        _check_range(self._named(table), self._tables[table].rows, start, start + len(out))
         self._fill(table, slot, start, out)
-
-    def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """Return the recorded CRC32C, unmasked, of the rows of a table or slot in order; None if the checkpoint has
-        none.
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-        """
-        self._check(table, slot)
-        return None
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
         """Read the tensors of `tables`, or of that slot of theirs, and compare them with the checksums in the files.
@@ -172,51 +272,17 @@ class Checkpoint(abc.ABC):
         self._check(table, None)
         return 0
 
-    def piece_rows(self, table: str) -> int | None:
-        """Return the number of rows of `table` to read at a time, such as a piece that fits in a processor's cache.
-        None if more are better.
-
-        Raises:
-            UnknownTableError: there is no such table.
-        """
-        self._check(table, None)
+    @property
+    def checksums(self) -> Checksums | None:
+        """Return the checksums of the rows, if the files have such."""
         return None
 
-    def summed(self, table: str) -> SummedRows | None:
-        """Return a reader of `table` if the checksums cover bytes in another order than its rows. None if `checksum`
-        covers it, or if it has no checksum.
-
-        Raises:
-            UnknownTableError: there is no such table.
-        """
-        self._check(table, None)
+    @property
+    def layers(self) -> SavedLayers | None:
+        """Return the layers beside the tables, if the files have them."""
         return None
 
-    def proven(self, tables: Collection[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:  # noqa: ARG002 - readers without sums
-        """Compare `tables`, all of whose rows were read by `summed`, with the files' checksums. Return whether each is
-        right.
-
-        Other bytes that the checksums cover are read here. Tables for which `sums` are not enough are left out.
-
-        Raises:
-            UnknownTableError: there is no such table.
-        """
-        return {}
-
-    def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - readers without layers
-        """Return the saved model's layers, without its optimizers and without `tables`; None if the files have none."""
-        return None
-
-    def read_weight(self, weight: Weight) -> Array:
-        """Return the value of a weight of `objects`.
-
-        Raises:
-            CheckpointCorruptError: it does not have its checksum.
-        """
-        raise CheckpointFormatError(
-            f"{self._shown}: weight {weight.key!r}: this format holds tables only. Export tables."
-        )
-
+    @property
     def update_counts(self) -> Mapping[str, int]:
         """Return table name -> the number of updates of the tpuembed layer that has it, if the layer wrote it.
 
@@ -227,14 +293,27 @@ class Checkpoint(abc.ABC):
         """
         return {}
 
-    def row_history(self, table: str) -> RowHistory | None:
-        """Return the history of the layer that has `table`, if that layer tracks rows, or None.
+    @property
+    def stamps(self) -> Mapping[str, RowStamps]:
+        """Return the stamps of the tables whose layer tracks rows, by table.
 
         Raises:
-            UnknownTableError: there is no such table.
-            CheckpointCorruptError: the saved history is none.
+            CheckpointCorruptError: a saved history is none, or stamps have another shape.
         """
-        self._check(table, None)
+        return {}
+
+    @property
+    def vocabularies(self) -> Mapping[str, SavedVocabulary]:
+        """Return the vocabularies that are saved with tables, by table.
+
+        Raises:
+            CheckpointCorruptError: a vocabulary is missing, or is of no table.
+        """
+        return {}
+
+    @property
+    def gather(self) -> GatherRows | None:
+        """Return how to read single rows, where they are in memory. Checksums in files cover whole tables."""
         return None
 
     def vocabulary(self, table: str) -> Vocabulary | None:
@@ -244,76 +323,9 @@ class Checkpoint(abc.ABC):
             UnknownTableError: there is no such table.
             CheckpointCorruptError: it is damaged, or has more rows than the table.
         """
-        header = self.vocabulary_header(table)
-        size = self._vocabulary_size(table)
-        if header is None or size is None:
-            return None
-        return Vocabulary.from_bytes(self._read_vocabulary(table, size), self._vocabulary_of(table))
-
-    def vocabulary_header(self, table: str) -> VocabularyHeader | None:
-        """Return what the first bytes of the vocabulary of `table` say, or None. No name is read.
-
-        Raises:
-            UnknownTableError: there is no such table.
-            CheckpointCorruptError: it is damaged, or has more rows than the table.
-        """
         self._check(table, None)
-        size = self._vocabulary_size(table)
-        if size is None:
-            return None
-        where = self._vocabulary_of(table)
-        first = self._read_vocabulary(table, min(size, VocabularyHeader.MOST_BYTES))
-        header, rows = VocabularyHeader.from_bytes(first, where), self._tables[table].rows
-        if header.rows > rows:
-            raise CheckpointCorruptError.of(
-                f"{where} has {header.rows} rows, {header.oov_buckets} of them for unknown names, but the table has {rows}"
-            )
-        return header
-
-    def _vocabulary_of(self, table: str) -> str:
-        return f"{self._shown}: the vocabulary of table {table!r}"
-
-    def _vocabulary_size(self, table: str) -> int | None:  # noqa: ARG002 - readers without vocabularies
-        """Return the number of bytes of the vocabulary of `table`, or None if there is none."""
-        return None
-
-    def _read_vocabulary(self, table: str, size: int) -> bytes:
-        """Return the first `size` bytes of the vocabulary of `table`, which has them."""
-        raise NotImplementedError
-
-    def read_stamps(self, table: str, start: int, out: Array) -> None:
-        """Fill `out`, int32 [n], with the number of the update that last touched each of rows [start, start + n).
-
-        Raises:
-            UnknownTableError, RowRangeError: as `read`.
-            CheckpointFormatError: the rows of the table are not tracked.
-            ConfigError: `out` has another shape or dtype.
-        """
-        if self.row_history(table) is None:
-            raise CheckpointFormatError(
-                f"{self._shown}: table {table!r}: its rows are not tracked. Train its layer with track_rows=True."
-            )
-        if out.shape != (len(out),) or out.dtype != np.int32:
-            raise ConfigError(
-                f"{self._shown}: table {table!r}: out must be int32 [rows], got {out.dtype} {list(out.shape)}."
-            )
-        self._check_range(table, start, start + len(out))
-        self._fill_stamps(table, start, out)
-
-    def read_numbers(self, table: str, numbers: Array, out: Array) -> None:
-        """Fill `out`, [n, dim] of the table's dtype, with the rows `numbers`, int64 [n], which the table has.
-
-        A checkpoint that is not in memory has no such read: its checksums cover whole tables.
-        """
-        raise NotImplementedError
-
-    def _fill_stamps(self, table: str, start: int, out: Array) -> None:
-        """Fill `out` with stamps from row `start` on of a table with a history. All arguments are checked."""
-        raise NotImplementedError
-
-    def model_config(self) -> Mapping[str, Any] | None:
-        """Return what `keras.saving.serialize_keras_object` made of the model, or None if the files do not have it."""
-        return None
+        saved = self.vocabularies.get(table)
+        return None if saved is None else saved.read()
 
     def __enter__(self) -> Self:
         return self
@@ -336,10 +348,12 @@ class Checkpoint(abc.ABC):
         """Return the name of the checkpoint in messages."""
         return f"checkpoint {self.path}"
 
-    def _check_range(self, table: str, start: int, stop: int) -> None:
-        rows = self._tables[table].rows
-        if not 0 <= start <= stop <= rows:
-            raise RowRangeError(
-                f"{self._shown}: table {table!r}: rows [{start}, {stop}) are not inside its {rows} rows. "
-                f"Give rows in [0, {rows})."
-            )
+    def _named(self, table: str) -> str:
+        return f"{self._shown}: table {table!r}"
+
+
+def _check_range(table: str, rows: int, start: int, stop: int) -> None:
+    if not 0 <= start <= stop <= rows:
+        raise RowRangeError(
+            f"{table}: rows [{start}, {stop}) are not inside its {rows} rows. Give rows in [0, {rows})."
+        )

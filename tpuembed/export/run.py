@@ -89,11 +89,12 @@ def choose_writer(model_dir: str | FilePath, plan: ExportPlan, options: ExportOp
 
 
 def _histories(checkpoint: Checkpoint, plan: ExportPlan) -> dict[str, HistoryEntry]:
-    found = {place.table: checkpoint.row_history(place.table) for stack in plan.stacks for place in stack.tables}
+    stamps = checkpoint.stamps
     return {
-        table: HistoryEntry(spans=history.spans, updates=history.updates)
-        for table, history in found.items()
-        if history is not None
+        place.table: HistoryEntry(spans=stamps[place.table].history.spans, updates=stamps[place.table].history.updates)
+        for stack in plan.stacks
+        for place in stack.tables
+        if place.table in stamps
     }
 
 

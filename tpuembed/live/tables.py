@@ -1,10 +1,11 @@
 """The tables of live layers as a checkpoint: read by row ranges from the memory they are trained in."""
 
 import contextlib
+import functools
 import json
 import secrets
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import keras
@@ -12,13 +13,12 @@ import numpy as np
 
 from tpuembed.backends.table_rows import gather_rows, read_rows
 from tpuembed.backends.table_state import TableState
-from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
+from tpuembed.checkpoint.types import Array, Checkpoint, GatherRows, RowStamps, TableInfo
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import check_layers
 from tpuembed.export.stream.shard import Source
 from tpuembed.layer import TPUEmbedding
 from tpuembed.layer.tables import LiveTables
-from tpuembed.manifest.row_history import RowHistory
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["LiveCheckpoint", "embedding_layers", "live_checkpoint", "registered"]
@@ -59,7 +59,6 @@ class LiveCheckpoint(Checkpoint):
     """
 
     format = "live"
-    is_in_memory = True
 
     def __init__(self, name: str, layers: Sequence[TPUEmbedding]) -> None:
         """Copy the tables to where they can be read.
@@ -85,25 +84,26 @@ class LiveCheckpoint(Checkpoint):
         state = self._states[table]
         out[...] = read_rows(state.variable if slot is None else state.slots[slot], start, start + len(out))
 
-    def read_numbers(self, table: str, numbers: Array, out: Array) -> None:
-        """See Checkpoint.read_numbers."""
-        gather_rows(self._states[table].variable, numbers, out)
+    @property
+    def gather(self) -> GatherRows:
+        """See Checkpoint.gather."""
+        return lambda table, numbers, out: gather_rows(self._states[table].variable, numbers, out)
 
     def vocabulary(self, table: str) -> Vocabulary | None:
         """Return the vocabulary of the layer's table itself, no copy."""
         self._check(table, None)
         return self._vocabularies.get(table)
 
-    def row_history(self, table: str) -> RowHistory | None:
-        """See Checkpoint.row_history."""
-        self._check(table, None)
-        stamps = self._stamps[table]
-        return None if stamps is None else stamps.history()
-
-    def _fill_stamps(self, table: str, start: int, out: Array) -> None:
-        stamps = self._stamps[table]
-        assert stamps is not None, "the table has a history"
-        stamps.read_into(table, start, out)
+    @property
+    def stamps(self) -> Mapping[str, RowStamps]:
+        """See Checkpoint.stamps."""
+        return {
+            name: RowStamps(
+                self._named(name), self._tables[name].rows, stamps.history(), functools.partial(stamps.read_into, name)
+            )
+            for name, stamps in self._stamps.items()
+            if stamps is not None
+        }
 
     @property
     def _shown(self) -> str:

@@ -1,19 +1,24 @@
 """A checkpoint with one more table: the candidates, in the order of the index. The exporter streams it as any other."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.saved_objects import Objects, Weight
-from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum, SummedRows, TableInfo
+from tpuembed.checkpoint.types import (
+    Array,
+    Checkpoint,
+    Checksums,
+    RowStamps,
+    SavedLayers,
+    SavedVocabulary,
+    TableInfo,
+)
 from tpuembed.errors import ConfigError
 from tpuembed.export.stream.shard import Source
-from tpuembed.manifest.row_history import RowHistory
-from tpuembed.vocabulary import Vocabulary, VocabularyHeader
 
 __all__ = ["ORDER", "WithCandidates"]
 
@@ -71,11 +76,7 @@ class WithCandidates(Checkpoint):
         np.take(self._vectors, np.maximum(numbers, 0), axis=0, out=out, mode="clip")
         out[numbers < 0] = 0
 
-    # The rest asks the checkpoint for its own tables, and has the defaults for the candidates.
-
-    def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """See Checkpoint."""
-        return None if table == self._name else self._of.checksum(table, slot)
+    # Nothing is saved beside the candidates. For the other tables, the checkpoint answers.
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
         """See Checkpoint."""
@@ -85,48 +86,25 @@ class WithCandidates(Checkpoint):
         """See Checkpoint."""
         return 8 * rows if table == self._name else self._of.read_buffer_bytes(table, rows)
 
-    def piece_rows(self, table: str) -> int | None:
+    @property
+    def checksums(self) -> Checksums | None:
         """See Checkpoint."""
-        return None if table == self._name else self._of.piece_rows(table)
+        return self._of.checksums
 
-    def summed(self, table: str) -> SummedRows | None:
+    @property
+    def layers(self) -> SavedLayers | None:
         """See Checkpoint."""
-        return None if table == self._name else self._of.summed(table)
+        return self._of.layers
 
-    def proven(self, tables: Collection[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:
+    @property
+    def stamps(self) -> Mapping[str, RowStamps]:
         """See Checkpoint."""
-        return self._of.proven([table for table in tables if table != self._name], sums)
+        return self._of.stamps
 
-    def objects(self, tables: Collection[str]) -> Objects | None:
+    @property
+    def vocabularies(self) -> Mapping[str, SavedVocabulary]:
         """See Checkpoint."""
-        return self._of.objects([table for table in tables if table != self._name])
-
-    def read_weight(self, weight: Weight) -> Array:
-        """See Checkpoint."""
-        return self._of.read_weight(weight)
-
-    def update_counts(self) -> Mapping[str, int]:
-        """See Checkpoint."""
-        return self._of.update_counts()
-
-    def row_history(self, table: str) -> RowHistory | None:
-        """See Checkpoint."""
-        return None if table == self._name else self._of.row_history(table)
-
-    def vocabulary(self, table: str) -> Vocabulary | None:
-        """See Checkpoint."""
-        return None if table == self._name else self._of.vocabulary(table)
-
-    def vocabulary_header(self, table: str) -> VocabularyHeader | None:
-        """See Checkpoint."""
-        return None if table == self._name else self._of.vocabulary_header(table)
-
-    def _fill_stamps(self, table: str, start: int, out: Array) -> None:
-        self._of._fill_stamps(table, start, out)
-
-    def model_config(self) -> Mapping[str, Any] | None:
-        """See Checkpoint."""
-        return self._of.model_config()
+        return self._of.vocabularies
 
 
 def _open(path: str, options: Mapping[str, Any], name: str, folder: str, dim: int, digest: str) -> WithCandidates:

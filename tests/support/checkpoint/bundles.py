@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support.checkpoint.strings import encode_strings
+from tpuembed.checkpoint import Checkpoint
 from tpuembed.formats.tensor_bundle import BundleIndex, Entry, crc, index_path, shard_path, write_index
 
 Array = np.ndarray[Any, Any]
@@ -51,3 +52,9 @@ def write(prefix: Path, arrays: Mapping[str, Array]) -> BundleIndex:
     shard_path(prefix, 0, 1).write_bytes(data)
     write_index(index_path(prefix), entries, 1)
     return BundleIndex(entries, 1)
+
+
+def recorded(checkpoint: Checkpoint, table: str) -> int | None:
+    """The CRC32C that the files record of the rows of a table in order."""
+    assert checkpoint.checksums is not None
+    return checkpoint.checksums.recorded(table)

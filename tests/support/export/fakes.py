@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.checkpoint import Checkpoint, TableInfo
+from tpuembed.checkpoint.types import PartialChecksum
 from tpuembed.errors import CheckpointCorruptError, CheckpointError
 from tpuembed.export.stream.shard import Source
 from tpuembed.formats.tensor_bundle import Bundle, Entry, crc, index_path, shard_path, write_index
@@ -27,6 +28,25 @@ FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 def info(name: str, rows: int, dim: int, dtype: np.dtype[Any] = FLOAT32) -> TableInfo:
     """What a checkpoint says of a table without slots."""
     return TableInfo(name, rows, dim, dtype)
+
+
+class RecordedChecksums:
+    """Checksums of the rows in order."""
+
+    def __init__(self, of_tables: Mapping[str, int]) -> None:
+        self._of_tables = of_tables
+
+    def recorded(self, table: str, slot: str | None = None) -> int | None:
+        return self._of_tables[table]
+
+    def piece_rows(self, table: str) -> None:
+        return None
+
+    def reader(self, table: str) -> None:
+        return None
+
+    def proven(self, tables: Iterable[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:
+        return {}
 
 
 class FakeCheckpoint(Checkpoint):
@@ -47,8 +67,9 @@ class FakeCheckpoint(Checkpoint):
     def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
         self._bundle.read_rows(table, start, start + len(out), out)
 
-    def checksum(self, table: str, slot: str | None = None) -> int | None:
-        return self._bundle.entries[table].crc32c
+    @property
+    def checksums(self) -> "RecordedChecksums":
+        return RecordedChecksums({key: entry.crc32c for key, entry in self._bundle.entries.items()})
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
         for table in tables:
@@ -114,8 +135,9 @@ class CorruptCheckpoint(FakeCheckpoint):
 class OtherChecksumCheckpoint(FakeCheckpoint):
     """States the checksum of other rows than it has."""
 
-    def checksum(self, table: str, slot: str | None = None) -> int | None:
-        return self._bundle.entries[table].crc32c ^ 1
+    @property
+    def checksums(self) -> "RecordedChecksums":
+        return RecordedChecksums({key: entry.crc32c ^ 1 for key, entry in self._bundle.entries.items()})
 
 
 class BuggyCheckpoint(FakeCheckpoint):

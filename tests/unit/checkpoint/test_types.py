@@ -42,11 +42,9 @@ class Small(Checkpoint):
     [
         lambda checkpoint, name: checkpoint.read(name),
         lambda checkpoint, name: checkpoint.read_into(name, 0, np.zeros((1, 3), np.float16)),
-        lambda checkpoint, name: checkpoint.checksum(name),
         lambda checkpoint, name: checkpoint.verify([name]),
         lambda checkpoint, name: checkpoint.read_buffer_bytes(name, 1),
-        lambda checkpoint, name: checkpoint.piece_rows(name),
-        lambda checkpoint, name: checkpoint.summed(name),
+        lambda checkpoint, name: checkpoint.vocabulary(name),
     ],
 )
 def test_every_method_refuses_an_unknown_table(call: Callable[[Small, str], Any]) -> None:

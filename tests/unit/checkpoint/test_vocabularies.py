@@ -51,15 +51,14 @@ def test_vocabularies_are_read_back(tmp_path: Path, form: str) -> None:
         assert films.names(range(10)) == [None, None, *HOSTILE]
         assert users.names(range(4)) == [5, -7, 2**63 - 1, -(2**63)]
         assert checkpoint.vocabulary("plain") is None
-        assert checkpoint.vocabulary_header("films") == VocabularyHeader(8, "string", 2)
-        assert checkpoint.vocabulary_header("users/v.1") == VocabularyHeader(4, "int64", 0)
-        assert checkpoint.vocabulary_header("plain") is None
+        assert checkpoint.vocabularies["films"].header == VocabularyHeader(8, "string", 2)
+        assert checkpoint.vocabularies["users/v.1"].header == VocabularyHeader(4, "int64", 0)
+        assert "plain" not in checkpoint.vocabularies
         np.testing.assert_array_equal(checkpoint.read("films"), TABLES["films"][None])
         with pytest.raises(UnknownTableError):
             checkpoint.vocabulary("film")
-        objects = checkpoint.objects(["films"])
-        assert objects is not None
-        assert not objects.weights()
+        assert checkpoint.layers is not None
+        assert not checkpoint.layers.objects(["films"]).weights()
 
 
 @pytest.mark.nightly

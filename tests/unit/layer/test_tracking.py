@@ -18,7 +18,7 @@ from tests.support.messages import refused
 from tpuembed import SGD, FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
 from tpuembed.backends.tf_config import SavedNode
 from tpuembed.checkpoint.tools import describe_checkpoint
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
+from tpuembed.errors import CheckpointCorruptError, ConfigError
 from tpuembed.live.tables import live_checkpoint
 from tpuembed.manifest.row_history import UNKNOWN, RowHistory
 
@@ -41,12 +41,12 @@ def stamps_of(layer: TPUEmbedding) -> dict[str, Array]:
     live, found = live_checkpoint(layer), {}
     for name, rows in ROWS.items():
         found[name] = np.empty(rows, np.int32)
-        live.read_stamps(name, 0, found[name])
+        live.stamps[name].read(0, found[name])
     return found
 
 
 def history_of(layer: TPUEmbedding) -> RowHistory:
-    found = live_checkpoint(layer).row_history("a")
+    found = live_checkpoint(layer).stamps["a"].history
     assert found is not None
     return found
 
@@ -162,11 +162,9 @@ def test_updates_beyond_int32_fail_before_they_touch_a_row() -> None:
 
 def test_a_layer_that_does_not_track_says_so() -> None:
     live = live_checkpoint(make(track_rows=False))
-    assert live.row_history("a") is None
-    with refused(CheckpointFormatError, match="table 'a'"):
-        live.read_stamps("a", 0, np.empty(1, np.int32))
+    assert live.stamps.get("a") is None
     with refused(ConfigError, match="int64"):
-        live_checkpoint(make()).read_stamps("a", 0, np.empty(1, np.int64))
+        live_checkpoint(make()).stamps["a"].read(0, np.empty(1, np.int64))
 
 
 def test_configs_keep_it_and_old_configs_load() -> None:
@@ -234,9 +232,9 @@ def test_stamps_and_history_are_saved_and_restored(tmp_path: Path, kind: str, ho
     path = save(layer, kind, tmp_path)
     saved, stamps = history_of(layer), stamps_of(layer)
     with open_checkpoint(path) as checkpoint:
-        assert checkpoint.row_history("a") == checkpoint.row_history("b") == saved
+        assert checkpoint.stamps["a"].history == checkpoint.stamps["b"].history == saved
         out = np.empty(4, np.int32)
-        checkpoint.read_stamps("a", 5, out)
+        checkpoint.stamps["a"].read(5, out)
         np.testing.assert_array_equal(out, stamps["a"][5:9])
     if how == "restore":
         found = load(kind, path)
@@ -295,7 +293,7 @@ def test_a_grown_table_counts_its_new_rows_as_changed(tmp_path: Path) -> None:
     )
     grown.restore_tables(path, resize={"a": "grow"})
     live, out = live_checkpoint(grown), np.empty(13, np.int32)
-    live.read_stamps("a", 0, out)
+    live.stamps["a"].read(0, out)
     np.testing.assert_array_equal(out, [*stamps_of(layer)["a"], 6, 6])
     assert history_of(grown).since(history_of(layer))
 
@@ -337,9 +335,9 @@ def test_an_asynchronous_save_has_the_history_of_its_rows(tmp_path: Path) -> Non
         gate.open.set()
         checkpoint.sync()
         with open_checkpoint(path) as saved:
-            assert saved.row_history("a") == history
+            assert saved.stamps["a"].history == history
             found = np.empty(ROWS["a"], np.int32)
-            saved.read_stamps("a", 0, found)
+            saved.stamps["a"].read(0, found)
         np.testing.assert_array_equal(found, stamps["a"])
         restored = make()
         tf.train.Checkpoint(layer=restored).restore(path).expect_partial()
@@ -395,7 +393,7 @@ def test_damaged_stamps_are_refused(tmp_path: Path) -> None:
     damaged[entry.offset] ^= 1
     data.write_bytes(damaged)
     with open_checkpoint(path) as checkpoint, refused(CheckpointCorruptError, match="_row_stamps/a"):
-        checkpoint.read_stamps("a", 0, np.empty(1, np.int32))
+        checkpoint.stamps["a"].read(0, np.empty(1, np.int32))
 
 
 def test_a_history_knows_the_points_that_it_passed() -> None:

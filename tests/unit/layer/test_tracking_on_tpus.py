@@ -26,7 +26,7 @@ def stamps_of(layer: TPUEmbedding) -> dict[str, Array]:
     live, found = live_checkpoint(layer), {}
     for table in layer.embedding_tables:
         found[table.name] = np.empty(table.vocabulary_size, np.int32)
-        live.read_stamps(table.name, 0, found[table.name])
+        live.stamps[table.name].read(0, found[table.name])
     return found
 
 
@@ -99,13 +99,13 @@ def test_stamps_move_between_sparse_cores_and_the_host(tmp_path: Path) -> None:
             model = Model(features, optimizer="adam", track_rows=True)
         train(strategy, model, batches(features, 2, steps=3))
         path = tf.train.Checkpoint(layer=model.embedding).write(str(tmp_path / "tpu"))
-        saved, stamps = live_checkpoint(model.embedding).row_history("a"), stamps_of(model.embedding)
+        saved, stamps = live_checkpoint(model.embedding).stamps["a"].history, stamps_of(model.embedding)
         assert any(of_table.max() == 3 for of_table in stamps.values())
     host = Model(features, optimizer="adam", track_rows=True).embedding
     tf.train.Checkpoint(layer=host).read(path).expect_partial()
     for name, expected in stamps.items():
         np.testing.assert_array_equal(stamps_of(host)[name], expected)
-    history = live_checkpoint(host).row_history("a")
+    history = live_checkpoint(host).stamps["a"].history
     assert saved is not None
     assert history is not None
     assert history.since(saved)

@@ -1,13 +1,13 @@
 """Checkpoints whose tables are in a tensor bundle. The `RowLayout` of each table knows the order of its rows."""
 
 import functools
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 
+from tpuembed.checkpoint.bundle.checksums import DISK_PIECE_BYTES, BundleChecksums
 from tpuembed.checkpoint.bundle.graph_objects import find_root, objects_of_graph
 from tpuembed.checkpoint.bundle.keras_graph import check_keras_model, keras_rs_tables
 from tpuembed.checkpoint.bundle.layer_config import checked_count, merge_configs
@@ -19,12 +19,11 @@ from tpuembed.checkpoint.bundle.own_layer import (
     own_layer_tables,
     own_layer_vocabularies,
 )
-from tpuembed.checkpoint.bundle.partial_checksums import ModShardedReader, matches_checksum
 from tpuembed.checkpoint.bundle.plain_variables import PARTITION_STRATEGIES, graph_variables, named_variables
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, merge_tables, mid_level_nodes, table_info
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.saved_objects import Objects, Weight
-from tpuembed.checkpoint.types import Array, Checkpoint, PartialChecksum
+from tpuembed.checkpoint.types import Array, Checkpoint, RowStamps, SavedVocabulary
 from tpuembed.config.checks import check_choice
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
 from tpuembed.files import FilePath
@@ -35,8 +34,6 @@ from tpuembed.manifest.row_history import RowHistory
 
 __all__ = ["BundleCheckpoint"]
 
-_DISK_PIECE_BYTES: Final = 1 << 20
-"""A piece of this size stays in a processor's cache between the read and the checksum."""
 _STORE_PIECE_BYTES: Final = 64 << 20
 """The total size of the parallel requests."""
 _UPDATES: Final = "tpuembed_iterations"
@@ -106,37 +103,10 @@ class BundleCheckpoint(Checkpoint):
     def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
         self._keys[table].rows.read_into(self.bundle, self._key(table, slot), start, out)
 
-    def checksum(self, table: str, slot: str | None = None) -> int | None:
-        """Return the CRC32C of the rows from the index; None if its checksums cover rows in another order."""
-        entry = self.bundle.entries[self._key(table, slot)]
-        return self._keys[table].rows.checksum(entry)
-
-    def summed(self, table: str) -> ModShardedReader | None:
-        """Return a reader of a mod-sharded table; None for others."""
-        key = self._key(table, None)
-        sharding = self._keys[table].rows.mod_sharding
-        return None if sharding is None else ModShardedReader(sharding, self.bundle, key)
-
-    def proven(self, tables: Collection[str], sums: Mapping[str, PartialChecksum]) -> Mapping[str, bool]:
-        """Compare `tables` with their checksums by the sums of readers that `summed` returned."""
-        found: dict[str, bool] = {}
-        groups: defaultdict[str, list[str]] = defaultdict(list)
-        for table in tables:
-            groups[self._key(table, None)].append(table)
-        for key, names in groups.items():
-            shardings = [(self._keys[name].rows.mod_sharding, self._tables[name].rows) for name in names]
-            answer = matches_checksum(self.bundle, key, shardings, sums.get(key, PartialChecksum()))
-            found |= {} if answer is None else dict.fromkeys(names, answer)
-        return found
-
-    def piece_rows(self, table: str) -> int | None:
-        """Return the rows of a megabyte or two, on a disk: this was a fifth faster than four."""
-        key = self._key(table, None)
-        if not isinstance(self.bundle.prefix, Path):
-            return None
-        runs = 1 if self._keys[table].rows.mod_sharding is None else 2  # a piece may contain rows of every SparseCore
-        row_bytes = self._tables[table].dim * numpy_dtype(self.bundle.entries[key].dtype).itemsize
-        return max(1, runs * _DISK_PIECE_BYTES // row_bytes)
+    @functools.cached_property
+    def checksums(self) -> BundleChecksums:
+        """See Checkpoint.checksums."""
+        return BundleChecksums(self.bundle, self._keys, self._tables)
 
     def read_buffer_bytes(self, table: str, rows: int) -> int:
         """See Checkpoint.read_buffer_bytes."""
@@ -153,36 +123,27 @@ class BundleCheckpoint(Checkpoint):
             UnknownTableError: there is no such table or slot.
             CheckpointCorruptError: a checksum is wrong; the message names data file, tensor and both checksums.
         """
-        piece_bytes = _DISK_PIECE_BYTES if isinstance(self.bundle.prefix, Path) else _STORE_PIECE_BYTES
+        piece_bytes = DISK_PIECE_BYTES if isinstance(self.bundle.prefix, Path) else _STORE_PIECE_BYTES
         for key in sorted({self._key(table, slot) for table in tables}):
             self.bundle.verify(key, piece_bytes)
 
-    def objects(self, tables: Collection[str]) -> Objects | None:
-        """Return the layers in the object graph; None for TensorFlow 1. See Checkpoint.objects."""
-        if self.graph is None:
-            return None
-        configs = own_layer_configs(self.bundle, self.graph)
-        held = self._keys if configs or mid_level_nodes(self.graph) else [name for name in tables if name in self._keys]
-        keys = {key for name in held for key in (self._keys[name].key, *self._keys[name].slots.values())}
-        return objects_of_graph(
-            self.bundle,
-            self.graph,
-            keys | {key for _, key in self._stamps.values()} | set(self._vocabularies.values()),
-            {number: config["tables"] for number, config in configs.items()},
-            self.options.get("root", "").strip("/"),
-        )
+    @property
+    def layers(self) -> "_GraphLayers | None":
+        """See Checkpoint.layers; None for TensorFlow 1."""
+        return None if self.graph is None else _GraphLayers(self, self.graph, self._keys, self._configs)
 
-    def read_weight(self, weight: Weight) -> Array:
-        """Return the value of a variable, compared with its checksum."""
-        self.bundle.verify(weight.key)
-        return self.bundle.read(weight.key)
+    @functools.cached_property
+    def keys_beside(self) -> frozenset[str]:
+        """Return the keys of what tpuembed's layers save beside their tables."""
+        return frozenset({key for _, key in self._stamp_keys.values()} | set(self._vocabulary_keys.values()))
 
+    @functools.cached_property
     def update_counts(self) -> Mapping[str, int]:
         """See Checkpoint.update_counts."""
         if self.graph is None:
             return {}
         counts: dict[str, int] = {}
-        for number, config in own_layer_configs(self.bundle, self.graph).items():
+        for number, config in self._configs.items():
             attribute = self.graph.nodes[number].attributes.get(_UPDATES)
             if attribute is not None and attribute.checkpoint_key in self.bundle.entries:
                 count = checked_count(f"checkpoint {self.path}", self.bundle.read(attribute.checkpoint_key))
@@ -198,36 +159,46 @@ class BundleCheckpoint(Checkpoint):
         return (counts.pop() or None) if len(counts) == 1 else None  # one that made no step trained no table
 
     @functools.cached_property
-    def _stamps(self) -> Mapping[str, tuple[RowHistory, str]]:
-        if self.graph is None:
-            return {}
-        return own_layer_stamps(self.bundle, self.graph, own_layer_configs(self.bundle, self.graph))
+    def _configs(self) -> Mapping[int, dict[str, Any]]:
+        return {} if self.graph is None else own_layer_configs(self.bundle, self.graph)
 
-    def row_history(self, table: str) -> RowHistory | None:
-        """See Checkpoint.row_history."""
-        self._check(table, None)
-        return self._stamps[table][0] if table in self._stamps else None
+    @functools.cached_property
+    def stamps(self) -> Mapping[str, RowStamps]:
+        """See Checkpoint.stamps."""
+        return {
+            table: RowStamps(
+                self._named(table), self._tables[table].rows, history, functools.partial(self._fill_stamps, key)
+            )
+            for table, (history, key) in self._stamp_keys.items()
+        }
 
-    def _fill_stamps(self, table: str, start: int, out: Array) -> None:
+    @functools.cached_property
+    def _stamp_keys(self) -> Mapping[str, tuple[RowHistory, str]]:
+        return {} if self.graph is None else own_layer_stamps(self.bundle, self.graph, self._configs)
+
+    def _fill_stamps(self, key: str, start: int, out: Array) -> None:
         """Read stamps that are compared with their checksum at the first read: a wrong one would hide a changed row."""
-        key = self._stamps[table][1]
         if key not in self._verified:
             self.bundle.verify(key)
             self._verified.add(key)
         self.bundle.read_rows(key, start, start + len(out), out)
 
     @functools.cached_property
-    def _vocabularies(self) -> Mapping[str, str]:
-        if self.graph is None:
-            return {}
-        return own_layer_vocabularies(self.bundle, self.graph, own_layer_configs(self.bundle, self.graph))
+    def vocabularies(self) -> Mapping[str, SavedVocabulary]:
+        """See Checkpoint.vocabularies."""
+        return {
+            table: SavedVocabulary(
+                f"{self._shown}: the vocabulary of table {table!r}",
+                self._tables[table].rows,
+                self.bundle.entries[key].shape[0],
+                lambda size, key=key: self.bundle.read_rows(key, 0, size).tobytes(),  # type: ignore[misc]
+            )
+            for table, key in self._vocabulary_keys.items()
+        }
 
-    def _vocabulary_size(self, table: str) -> int | None:
-        key = self._vocabularies.get(table)
-        return None if key is None else self.bundle.entries[key].shape[0]
-
-    def _read_vocabulary(self, table: str, size: int) -> bytes:
-        return self.bundle.read_rows(self._vocabularies[table], 0, size).tobytes()
+    @functools.cached_property
+    def _vocabulary_keys(self) -> Mapping[str, str]:
+        return {} if self.graph is None else own_layer_vocabularies(self.bundle, self.graph, self._configs)
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the bundle, of its index and of all its files' sizes and modification times."""
@@ -243,6 +214,39 @@ class BundleCheckpoint(Checkpoint):
         if table not in self._tables and table in self.bundle.entries:
             self.bundle.entry(table)  # raises for a tensor with holes
         super()._check(table, slot)
+
+
+class _GraphLayers:
+    """The layers in the object graph; see SavedLayers. A bundle has no config of a model."""
+
+    config = None
+
+    def __init__(
+        self,
+        checkpoint: BundleCheckpoint,
+        graph: ObjectGraph,
+        keys: Mapping[str, TableKeys],
+        configs: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        self._checkpoint, self._graph, self._keys, self._configs = checkpoint, graph, keys, configs
+
+    def objects(self, tables: Collection[str]) -> Objects:
+        """See SavedLayers.objects."""
+        are_known = self._configs or mid_level_nodes(self._graph)
+        held = self._keys if are_known else [name for name in tables if name in self._keys]
+        keys = {key for name in held for key in (self._keys[name].key, *self._keys[name].slots.values())}
+        return objects_of_graph(
+            self._checkpoint.bundle,
+            self._graph,
+            keys | self._checkpoint.keys_beside,
+            {number: config["tables"] for number, config in self._configs.items()},
+            self._checkpoint.options.get("root", "").strip("/"),
+        )
+
+    def read(self, weight: Weight) -> Array:
+        """Return the value of a variable, compared with its checksum."""
+        self._checkpoint.bundle.verify(weight.key)
+        return self._checkpoint.bundle.read(weight.key)
 
 
 def _below_root(graph: ObjectGraph | None, root: Any, where: str) -> ObjectGraph | None:

@@ -113,10 +113,6 @@ class RowLayout:
         else:
             read_mod_sharded_rows(self.mod_sharding, bundle, key, start, out)
 
-    def checksum(self, entry: Entry) -> int | None:
-        """Return the CRC32C, unmasked, of the table's rows in order; None if the tensor's entry does not have it."""
-        return recorded_checksum(entry) if self.mod_sharding is None else None
-
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
         """Return the most bytes that reading `rows` rows holds beside them. It does not decrease with more rows."""
         held = strided_bytes(entry, rows) + (0 if isinstance(bundle.prefix, Path) else IN_FLIGHT_BYTES)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Self
 
 import numpy as np
@@ -15,10 +15,9 @@ from tpuembed.checkpoint.keras.layers import config_below, objects_of_weights
 from tpuembed.checkpoint.keras.tables import Table, own_layer_stamps, own_layer_updates, own_layer_vocabularies
 from tpuembed.checkpoint.keras.weights import Weights, find_weights
 from tpuembed.checkpoint.saved_objects import Objects, Weight
-from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
+from tpuembed.checkpoint.types import Array, Checkpoint, RowStamps, SavedVocabulary, TableInfo
 from tpuembed.errors import CheckpointError, reason
 from tpuembed.files import FilePath, versions
-from tpuembed.manifest.row_history import RowHistory
 
 __all__ = ["KerasCheckpoint"]
 
@@ -93,7 +92,8 @@ class KerasCheckpoint(Checkpoint):
             self._weights.verify()
             self._is_verified = True
 
-    def update_counts(self) -> dict[str, int]:
+    @functools.cached_property
+    def update_counts(self) -> Mapping[str, int]:
         """See Checkpoint.update_counts."""
         counts = own_layer_updates(self._weights)
         if not counts and (steps := optimizer_steps(self._weights)) is not None:
@@ -101,47 +101,37 @@ class KerasCheckpoint(Checkpoint):
         return counts
 
     @functools.cached_property
-    def _stamps(self) -> Mapping[str, tuple[RowHistory, Dataset]]:
-        return own_layer_stamps(self._weights)
+    def stamps(self) -> Mapping[str, RowStamps]:
+        """See Checkpoint.stamps."""
+        return {
+            table: RowStamps(
+                self._named(table), self._tables[table].rows, history, functools.partial(self._stamps, dataset)
+            )
+            for table, (history, dataset) in own_layer_stamps(self._weights).items()
+        }
 
-    def row_history(self, table: str) -> RowHistory | None:
-        """See Checkpoint.row_history."""
-        self._check(table, None)
-        return self._stamps[table][0] if table in self._stamps else None
-
-    def _fill_stamps(self, table: str, start: int, out: Array) -> None:
+    def _stamps(self, dataset: Dataset, start: int, out: Array) -> None:
         self._verify()
-        dataset = self._stamps[table][1]
         dataset.check_written()
         dataset.read_into(start, out)
 
     @functools.cached_property
-    def _vocabularies(self) -> Mapping[str, Dataset]:
-        return own_layer_vocabularies(self._weights)
+    def vocabularies(self) -> Mapping[str, SavedVocabulary]:
+        """See Checkpoint.vocabularies."""
+        return {
+            table: SavedVocabulary(
+                f"{self._shown}: the vocabulary of table {table!r}",
+                self._tables[table].rows,
+                dataset.bytes,
+                lambda size, dataset=dataset: dataset.read()[:size].tobytes(),  # type: ignore[misc]
+            )
+            for table, dataset in own_layer_vocabularies(self._weights).items()
+        }
 
-    def _vocabulary_size(self, table: str) -> int | None:
-        return self._vocabularies[table].bytes if table in self._vocabularies else None
-
-    def _read_vocabulary(self, table: str, size: int) -> bytes:
-        return self._vocabularies[table].read()[:size].tobytes()
-
-    def objects(self, tables: Collection[str]) -> Objects | None:  # noqa: ARG002 - tables are known by their groups
-        """Return the layers, by Keras' groups of variables; see Checkpoint.objects."""
-        return objects_of_weights(self._weights, self._found.values())
-
-    def read_weight(self, weight: Weight) -> Array:
-        """The array of a weight, once all weights are verified.
-
-        Raises:
-            CheckpointCorruptError: as `verify`, or some of it was never written.
-        """
-        self._verify()
-        group, _, name = weight.key.rpartition("/")
-        return self._weights.groups[group].datasets[name].read()
-
-    def model_config(self) -> Mapping[str, Any] | None:
-        """Return the config in a `.keras` file, of the model at `root`."""
-        return self._config
+    @functools.cached_property
+    def layers(self) -> "_FileLayers":
+        """See Checkpoint.layers."""
+        return _FileLayers(self._config, self._weights, tuple(self._found.values()), self._verify)
 
     def fingerprint(self) -> str:
         """Return a digest of the sizes and versions of the files, and of the forms of the arrays in them."""
@@ -155,6 +145,30 @@ class KerasCheckpoint(Checkpoint):
         }
         parts = [[dataclasses.astuple(version) for version in found], forms]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class _FileLayers:
+    """The layers in a weight file; see SavedLayers. `config` is in a `.keras` file, of the model at `root`."""
+
+    config: Mapping[str, Any] | None
+    weights: Weights
+    tables: Sequence[Table]
+    verify: Callable[[], None]
+
+    def objects(self, tables: Collection[str]) -> Objects:  # noqa: ARG002 - tables are known by their groups
+        """Return the layers, by Keras' groups of variables; see SavedLayers.objects."""
+        return objects_of_weights(self.weights, self.tables)
+
+    def read(self, weight: Weight) -> Array:
+        """Return the array of a weight, once all weights are verified.
+
+        Raises:
+            CheckpointCorruptError: as `verify`, or some of it was never written.
+        """
+        self.verify()
+        group, _, name = weight.key.rpartition("/")
+        return self.weights.groups[group].datasets[name].read()
 
 
 def _info(table: Table, weights: Weights) -> TableInfo:

@@ -35,9 +35,9 @@ def describe_checkpoint(path: str | FilePath, *, checkpoint_options: Mapping[str
 def _describe(checkpoint: Checkpoint, info: TableInfo) -> dict[str, Any]:
     size = info.rows * info.dim * info.dtype.itemsize * (1 + len(info.slots))
     found = dataclasses.asdict(info) | {"dtype": str(info.dtype), "bytes": size}
-    history, header = checkpoint.row_history(info.name), checkpoint.vocabulary_header(info.name)
-    found |= {} if history is None else {"tracked_updates": history.updates}
-    return found | ({} if header is None else {"vocabulary": dataclasses.asdict(header)})
+    stamps, names = checkpoint.stamps.get(info.name), checkpoint.vocabularies.get(info.name)
+    found |= {} if stamps is None else {"tracked_updates": stamps.history.updates}
+    return found | ({} if names is None else {"vocabulary": dataclasses.asdict(names.header)})
 
 
 def describe_export(version: FilePath, manifest: Manifest) -> dict[str, Any]:

@@ -16,11 +16,11 @@ import tensorflow as tf
 
 from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import SavedNode
-from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.keras.layers import layer_policies
 from tpuembed.checkpoint.keras.tables import CONFIG
 from tpuembed.checkpoint.keras.trained_vocabularies import snake_case
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
+from tpuembed.checkpoint.types import SavedLayers
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.export.graph.weight_names import Candidate, Mismatch, Names, OwnNames, find_candidates, match_by_name
 from tpuembed.export.graph.wiring import find_contradiction
@@ -57,24 +57,25 @@ def restore_dense_weights(
     if not model.weights and not raw_variables(model):
         return
     where = f"checkpoint {checkpoint.path}"
-    saved = checkpoint.objects(tables)
-    if saved is None:
+    layers = checkpoint.layers
+    if layers is None:
         raise CheckpointMismatchError(f"{where}: it has no object graph to find the model's weights in")
+    saved = layers.objects(tables)
     wanted = _keras_objects(model) if checkpoint.format == "keras" else _tracked_objects(model)
     wanted.check_complete(where, model)
     names = Names(_stems(model))
     kinds = {snake_case(kind.__name__) for kind in type(model).__mro__ if issubclass(kind, keras.Model)}
     found = _find(where, names, OwnNames(model.name, frozenset(kinds)), wanted, saved)
-    _check_config(where, names, model, wanted, saved, found, checkpoint.model_config())
+    _check_config(where, names, model, wanted, saved, found, layers.config)
     _check_dtypes(where, wanted, found)
-    _check_policies(where, model, layer_policies(checkpoint.model_config()))
+    _check_policies(where, model, layer_policies(layers.config))
     left = [weight for weight in found.left_over if weight.key not in _of_metrics(saved)]
     if left and not allow_unused_weights:
         raise CheckpointMismatchError(
             f"{where}: the model has no place for {len(left)} saved weight{'s' * (len(left) > 1)}: {_shown(left)}. Build the "
             "model as it was trained. To export only a part of it, pass allow_unused_weights=True."
         )
-    wanted.assign(found, checkpoint)
+    wanted.assign(found, layers)
     # These compute with constants that were made of their weights.
     for node in tf.train.TrackableView(model).descendants():
         if isinstance(node, keras.layers.Normalization):
@@ -243,10 +244,10 @@ class _Tracked:
                 f"keeps in a Python list or dict. Save the trained model with {_WEIGHTS_FILE} and export that file."
             )
 
-    def assign(self, found: Candidate, checkpoint: Checkpoint) -> None:
+    def assign(self, found: Candidate, layers: SavedLayers) -> None:
         """Read the values and assign them."""
         for key, weight in found.pairs.items():
-            self.variables[key].assign(checkpoint.read_weight(weight))
+            self.variables[key].assign(layers.read(weight))
 
 
 def _tracked_objects(model: Any) -> _Tracked:
@@ -295,11 +296,11 @@ class _Saveable:
                 "tf.Variable. Make it with self.add_weight, or save the trained model with tf.train.Checkpoint(model=model)."
             )
 
-    def assign(self, found: Candidate, checkpoint: Checkpoint) -> None:
+    def assign(self, found: Candidate, layers: SavedLayers) -> None:
         for wanted in found.layers:
             weights = self.objects.nodes[wanted].weights
             if weights:
-                values = {name: checkpoint.read_weight(found.pairs[weight.key]) for name, weight in weights.items()}
+                values = {name: layers.read(found.pairs[weight.key]) for name, weight in weights.items()}
                 self.layers[wanted].load_own_variables(values)
 
 

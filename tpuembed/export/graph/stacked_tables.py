@@ -139,8 +139,7 @@ class StackedTables:
 
     def given_names(self, checkpoint: Checkpoint) -> dict[str, Vocabulary]:
         """Return {table: its names}, where the factory of a model gives them and the checkpoint has none."""
-        names = self.vocabularies.items()
-        return {table: its for table, its in names if checkpoint.vocabulary_header(table) is None}
+        return {table: its for table, its in self.vocabularies.items() if table not in checkpoint.vocabularies}
 
     def note_numbers(self, table: str, feature: str | None = None) -> None:
         """Refuse a layer that takes row numbers of `table` if the checkpoint has names: its numbers may be of another order.

@@ -115,7 +115,7 @@ class Search:
     @property
     def _read_in_part(self) -> Collection[str]:
         """Return the tables of which only the touched rows are read."""
-        return self.stamped.keys() if self.checkpoint.is_in_memory else ()
+        return () if self.checkpoint.gather is None else self.stamped.keys()
 
     def _is_whole(self, stack: StackPlan) -> bool:
         """Returns True if the model reads the stack's table whole."""
@@ -131,7 +131,7 @@ class Search:
         if task.table in self.stamped:
             touched = _touched_rows(self.checkpoint, task, self.stamped[task.table])
             rows.chosen, write = touched + place.row_offset, rows.choose
-            if self.checkpoint.is_in_memory:
+            if self.checkpoint.gather is not None:
                 numbers, write = touched, rows.append
         rows.result = write_shard(task, self.source, write, checkpoint=self.checkpoint, numbers=numbers)
         return rows
@@ -199,7 +199,7 @@ def _touched_rows(checkpoint: Checkpoint, task: ShardTask, since: int) -> npt.ND
     found = []
     for start in range(task.start, task.stop, _STAMPS_AT_ONCE):
         stamps = np.empty(min(_STAMPS_AT_ONCE, task.stop - start), np.int32)
-        checkpoint.read_stamps(task.table, start, stamps)
+        checkpoint.stamps[task.table].read(start, stamps)
         found.append(np.flatnonzero(stamps > since) + start)
     return np.concatenate(found)
 

@@ -126,7 +126,7 @@ class LookupRequest:
         self.vocabularies = {
             each.table: each.spec.vocabulary for each in self.features if each.spec.vocabulary is not None
         }
-        given = {table: names for table, names in self.vocabularies.items() if checkpoint.vocabulary(table) is None}
+        given = {table: names for table, names in self.vocabularies.items() if table not in checkpoint.vocabularies}
         check_names_in(given, checkpoint.path, "serving_config")
         self.tables: Sequence[str] = list(dict.fromkeys(feature.table for feature in self.features))
         self.dropped_features = tuple(name for name in config.features if name not in kept.features)

@@ -86,10 +86,11 @@ def _complete(plan: ExportPlan, results: Sequence[ShardResult]) -> dict[int, Sha
 
 def check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int, ShardResult]) -> None:
     """Raise CheckpointCorruptError if the rows read of a table do not have the checksum that the checkpoint records."""
+    checksums = checkpoint.checksums
     unproven, sums = list[str](), defaultdict[str, PartialChecksum](PartialChecksum)
     for table, group in groupby(plan.shards, key=attrgetter("table")):
         tasks = list(group)
-        stated = checkpoint.checksum(table)
+        stated = None if checksums is None else checksums.recorded(table)
         if stated is None:
             unproven.append(table)
             for task in tasks:
@@ -105,7 +106,7 @@ def check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int,
                 f"had the CRC32C {read:#010x} when they were exported, but the index has {stated:#010x}",
             )
     # The files of these tables have checksums over other bytes than rows. Files that the reads do not cover are read again.
-    proven = checkpoint.proven(unproven, sums)
+    proven = {} if checksums is None else checksums.proven(unproven, sums)
     checkpoint.verify([table for table in unproven if not proven.get(table)])
     for table, is_right in proven.items():
         if not is_right:

@@ -88,7 +88,7 @@ class ShardResult:
         peak_rss_bytes: of the process since it started.
         is_reused: an earlier run had written it; then `source_crc32c` is 0 and `errors` are empty.
         errors: fields of ErrorSums: the differences of stored values from float32.
-        source_sums: fields of PartialChecksum by tensor, if the checkpoint has them; see Checkpoint.summed.
+        source_sums: fields of PartialChecksum by tensor, if the checkpoint has them; see Checksums.reader.
         tag: in a store, the ETag of the part with the shard.
         is_finite: every value of the source was checked, and is finite.
     """
@@ -269,7 +269,8 @@ class _Chunk:
         self.errors = ErrorSums()
         self._task, self._codec = task, STORAGES[task.storage]
         self._checkpoint = checkpoint
-        self._reader = checkpoint.summed(task.table)
+        self._checksums = checkpoint.checksums
+        self._reader = None if self._checksums is None else self._checksums.reader(task.table)
         self._read: _Array = np.empty((task.chunk_rows, task.dim), SOURCE_DTYPES[task.source_dtype])
         self._stored: _Array | None = None
         if not task.row_format.is_copied:
@@ -285,7 +286,9 @@ class _Chunk:
         """
         rows = self._read[: len(numbers)]
         if not isinstance(numbers, range):
-            self._checkpoint.read_numbers(self._task.table, numbers, rows)
+            gather = self._checkpoint.gather
+            assert gather is not None, "only rows in memory are read one by one"
+            gather(self._task.table, numbers, rows)
         elif self._reader is None:
             self._checkpoint.read_into(self._task.table, numbers.start, rows)
         else:
@@ -306,10 +309,11 @@ class _Chunk:
     @property
     def rows_at_once(self) -> int:
         """Return the number of rows to load at a time; at most those of the chunk."""
-        return min(self._checkpoint.piece_rows(self._task.table) or self._task.chunk_rows, self._task.chunk_rows)
+        piece = None if self._checksums is None else self._checksums.piece_rows(self._task.table)
+        return min(piece or self._task.chunk_rows, self._task.chunk_rows)
 
     def source_sums(self) -> "dict[str, PartialChecksum]":
-        """Return the checksums of what was read of the checkpoint's tensors, if it has them; see Checkpoint.summed."""
+        """Return the checksums of what was read of the checkpoint's tensors, if it has them; see Checksums.reader."""
         return {} if self._reader is None else dict(self._reader.sums())
 
     def _store(self, rows: _Array, stored: _Array, numbers: range | npt.NDArray[np.int64]) -> None:

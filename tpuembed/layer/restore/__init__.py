@@ -139,7 +139,7 @@ def restore_count(layer: HasTables, states: Mapping[str, TableState], path: str)
     try:
         live = layer.live_tables("restore_count")
         with open_checkpoint(path) as checkpoint:
-            updates = _updates(path, checkpoint.update_counts(), live, {table: table for table in states})
+            updates = _updates(path, checkpoint.update_counts, live, {table: table for table in states})
     except TpuEmbedError as error:
         why = f"the count of updates cannot be read: {error}"
     if updates is None:
@@ -162,7 +162,7 @@ def _restore(
         names = names_by_number(checkpoint, live, plans, vocabularies, adopt=request.rows_only)
         updates, sources = count, {plan.table: plan.source for plan in plans}
         if count is None and request.slots:
-            updates = _updates(checkpoint.path, checkpoint.update_counts(), live, sources)
+            updates = _updates(checkpoint.path, checkpoint.update_counts, live, sources)
             scheduled = _scheduled({plan.table: live.state(plan.table) for plan in plans})
             if scheduled and updates is None:
                 _warn_of_schedules(checkpoint.path, scheduled, "does not say how many updates its tables have had")
@@ -205,7 +205,8 @@ def _history(checkpoint: Checkpoint, live: LiveTables, plans: Sequence[TablePlan
     """
     if any(plan.names is not None for plan in plans):
         return None
-    found = [checkpoint.row_history(plan.source) for plan in plans]
+    stamps = checkpoint.stamps
+    found = [stamps[plan.source].history if plan.source in stamps else None for plan in plans]
     same = {plan.table for plan in plans if plan.table == plan.source and plan.dtypes[None] == np.float32}
     history = found[0]
     if history is None or any(other != history for other in found) or same != live.states.keys():
@@ -218,7 +219,7 @@ def _verify(checkpoint: Checkpoint, plans: Sequence[TablePlan]) -> None:
     unproven: dict[str | None, list[str]] = {}
     for plan in plans:
         for slot in (None, *plan.slots):
-            if not _is_checked_while_read(checkpoint, plan, slot):
+            if _recorded_checksum(checkpoint, plan, slot) is None:
                 unproven.setdefault(slot, []).append(plan.source)
     for slot, sources in unproven.items():
         checkpoint.verify(sources, slot)
@@ -252,9 +253,10 @@ def _warn_of_schedules(path: str, tables: Iterable[str], why: str) -> None:
     )
 
 
-def _is_checked_while_read(checkpoint: Checkpoint, plan: TablePlan, slot: str | None) -> bool:
-    """Return True if a restore reads everything that the checkpoint has a checksum of. If False, call `Checkpoint.verify`."""
-    return not plan.skipped_rows and checkpoint.checksum(plan.source, slot) is not None
+def _recorded_checksum(checkpoint: Checkpoint, plan: TablePlan, slot: str | None) -> int | None:
+    """Return the checksum of all that a restore reads. If the checkpoint has none, `Checkpoint.verify` has to be called."""
+    checksums = checkpoint.checksums
+    return None if plan.skipped_rows or checksums is None else checksums.recorded(plan.source, slot)
 
 
 def _restore_table(checkpoint: Checkpoint, live: LiveTables, plan: TablePlan, slots: bool) -> None:
@@ -278,10 +280,10 @@ def _restore_table(checkpoint: Checkpoint, live: LiveTables, plan: TablePlan, sl
 
 def _restore_stamps(checkpoint: Checkpoint, stamps: RowStamps, plan: TablePlan) -> None:
     """Write the stamps of a table that was restored. The layer's count of updates is restored already."""
-    buffer = np.empty(min(_STAMPS, plan.rows), np.int32)
+    saved, buffer = checkpoint.stamps[plan.source], np.empty(min(_STAMPS, plan.rows), np.int32)
     for start in range(0, plan.rows, _STAMPS):
         piece = buffer[: plan.rows - start]
-        checkpoint.read_stamps(plan.source, start, piece)
+        saved.read(start, piece)
         stamps.write(plan.table, start, piece)
     if plan.new_rows:
         stamps.wrote(plan.table, plan.rows, plan.rows + plan.new_rows)
@@ -302,7 +304,7 @@ def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable:
             numbers = plan.names.numbers[start : start + len(piece)]
             kept = np.flatnonzero(numbers >= 0)
             write_numbers(variable, numbers[kept], rows[kept])
-    stated = checkpoint.checksum(plan.source, slot) if _is_checked_while_read(checkpoint, plan, slot) else None
+    stated = _recorded_checksum(checkpoint, plan, slot)
     if stated is not None and stated != checksum:
         what = f"table {plan.source!r}" if slot is None else f"table {plan.source!r}: slot {slot!r}"
         raise CheckpointCorruptError.of(

@@ -93,7 +93,7 @@ def names_by_number(
     found: dict[str, Vocabulary] = {}
     for plan in plans:
         own = vocabularies.get(plan.table)
-        if own is None and checkpoint.vocabulary_header(plan.source) is not None:
+        if own is None and plan.source in checkpoint.vocabularies:
             warn(
                 f"checkpoint {checkpoint.path}: table {plan.source!r} has names, and table {plan.table!r} of layer {live.layer!r} "
                 "takes row numbers. The rows are restored by number, and what the layer saves has no names. To keep them, give the "

@@ -38,7 +38,7 @@ def read_all(checkpoint: BundleCheckpoint, tables: Collection[str]) -> dict[str,
     """The sums of two readers per table: shards are read by different processes."""
     met: list[Mapping[str, PartialChecksum]] = []
     for seed, table in enumerate(tables):
-        readers = [checkpoint.summed(table), checkpoint.summed(table)]
+        readers = [checkpoint.checksums.reader(table), checkpoint.checksums.reader(table)]
         info = checkpoint.tables()[table]
         for number, (start, stop) in enumerate(ranges(info.rows, seed)):
             out = np.empty((stop - start, info.dim), info.dtype)
@@ -54,42 +54,42 @@ def read_all(checkpoint: BundleCheckpoint, tables: Collection[str]) -> dict[str,
 @pytest.mark.parametrize("name", STACKS)
 def test_reads_of_all_rows_prove_the_files_of_tensorflow(name: str) -> None:
     with opened(name) as checkpoint:
-        dealt = [table for table in checkpoint.tables() if checkpoint.summed(table)]
+        dealt = [table for table in checkpoint.tables() if checkpoint.checksums.reader(table)]
         assert dealt
-        assert checkpoint.proven(dealt, read_all(checkpoint, dealt)) == dict.fromkeys(dealt, True)
+        assert checkpoint.checksums.proven(dealt, read_all(checkpoint, dealt)) == dict.fromkeys(dealt, True)
 
 
 @pytest.mark.parametrize("name", STACKS)
 def test_reads_of_one_table_prove_it_with_its_stack(name: str) -> None:
     with opened(name) as checkpoint:
         for table in checkpoint.tables():
-            if checkpoint.summed(table):
-                assert checkpoint.proven([table], read_all(checkpoint, [table])) == {table: True}
+            if checkpoint.checksums.reader(table):
+                assert checkpoint.checksums.proven([table], read_all(checkpoint, [table])) == {table: True}
 
 
 @pytest.mark.parametrize("name", STACKS)
 def test_rows_that_were_not_read_or_read_twice_prove_nothing(name: str) -> None:
     with opened(name) as checkpoint:
-        table = next(table for table in checkpoint.tables() if checkpoint.summed(table))
-        reader, info = checkpoint.summed(table), checkpoint.tables()[table]
+        table = next(table for table in checkpoint.tables() if checkpoint.checksums.reader(table))
+        reader, info = checkpoint.checksums.reader(table), checkpoint.tables()[table]
         assert reader
-        assert checkpoint.proven([table], {}) == {}
+        assert checkpoint.checksums.proven([table], {}) == {}
         reader.read_into(0, np.empty((info.rows - 1, info.dim), info.dtype))
-        assert checkpoint.proven([table], reader.sums()) == {}
+        assert checkpoint.checksums.proven([table], reader.sums()) == {}
         for start in (info.rows - 1, 0):
             reader.read_into(start, np.empty((1, info.dim), info.dtype))
-        assert checkpoint.proven([table], reader.sums()) == {}
+        assert checkpoint.checksums.proven([table], reader.sums()) == {}
 
 
 def test_a_row_twice_in_place_of_another_is_no_proof() -> None:
     """As many bytes as the tensor has, and not its bytes."""
     with opened("sparse_cores_2_adagrad_momentum") as checkpoint:
         table = next(iter(checkpoint.tables()))
-        reader, info = checkpoint.summed(table), checkpoint.tables()[table]
+        reader, info = checkpoint.checksums.reader(table), checkpoint.tables()[table]
         assert reader
         reader.read_into(0, np.empty((info.rows - 1, info.dim), info.dtype))
         reader.read_into(0, np.empty((1, info.dim), info.dtype))
-        assert checkpoint.proven([table], reader.sums()) == {table: False}
+        assert checkpoint.checksums.proven([table], reader.sums()) == {table: False}
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -99,8 +99,8 @@ def test_every_damaged_byte_is_noticed(name: str, tmp_path: Path) -> None:
     for file in golden.path.parent.glob(f"{golden.path.name}.*"):
         shutil.copy(file, tmp_path)
     with opened(name, tmp_path / golden.path.name) as checkpoint:
-        table = next(table for table in checkpoint.tables() if checkpoint.summed(table))
-        reader = checkpoint.summed(table)
+        table = next(table for table in checkpoint.tables() if checkpoint.checksums.reader(table))
+        reader = checkpoint.checksums.reader(table)
         assert reader
         info = checkpoint.tables()[table]
         reader.read_into(0, np.empty((info.rows, info.dim), info.dtype))
@@ -109,9 +109,9 @@ def test_every_damaged_byte_is_noticed(name: str, tmp_path: Path) -> None:
         for part in parts:
             place = part.offset + random.Random(part.offset).randrange(part.size)
             flip(checkpoint.bundle.data_path(part.shard), place)
-            assert checkpoint.proven([table], read_all(checkpoint, [table])) == {table: False}
+            assert checkpoint.checksums.proven([table], read_all(checkpoint, [table])) == {table: False}
             flip(checkpoint.bundle.data_path(part.shard), place)
-        assert checkpoint.proven([table], read_all(checkpoint, [table])) == {table: True}
+        assert checkpoint.checksums.proven([table], read_all(checkpoint, [table])) == {table: True}
 
 
 def flip(path: object, place: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.checkpoint.bundles import save
+from tests.support.checkpoint.bundles import recorded, save
 from tests.support.checkpoint.partitioned import TABLE, partitioned
 from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
@@ -31,11 +31,11 @@ def test_rows_by_hand(tmp_path: Path, cuts: tuple[str, ...], order: list[int]) -
         np.testing.assert_array_equal(checkpoint.read("emb"), TABLE[order])
         np.testing.assert_array_equal(checkpoint.read("emb", 5, 9), TABLE[order[5:9]])
         assert (checkpoint.format, checkpoint.tables()["emb"].layout) == ("partitioned", f"{len(cuts)} partitions, mod")
-        assert checkpoint.checksum("emb") is None
+        assert recorded(checkpoint, "emb") is None
     with open_checkpoint(prefix, partition_strategy="div") as checkpoint:
         np.testing.assert_array_equal(checkpoint.read("emb"), TABLE)
         assert (checkpoint.format, checkpoint.tables()["emb"].layout) == ("partitioned", f"{len(cuts)} partitions, div")
-        assert checkpoint.checksum("emb") == google_crc32c.value(TABLE.tobytes())
+        assert recorded(checkpoint, "emb") == google_crc32c.value(TABLE.tobytes())
 
 
 def test_without_a_strategy(tmp_path: Path) -> None:

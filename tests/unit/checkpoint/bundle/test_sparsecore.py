@@ -12,7 +12,7 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.tpu import tpu_embedding_v3_utils
 
-from tests.support.checkpoint.bundles import save
+from tests.support.checkpoint.bundles import recorded, save
 from tests.support.checkpoint.hand_made_bundles import write_stack
 from tests.support.checkpoint.objects import mid_level
 from tests.support.checkpoint.tpu_checkpoints import (
@@ -67,7 +67,7 @@ def test_what_describes_a_table(tmp_path: Path) -> None:
     prefix = write(tmp_path / "ckpt", sparse_core_embedding(random_values(SHAPES, "sgd"), "sgd", devices=2))
     with open_checkpoint(prefix) as checkpoint:
         layouts = {name: info.layout for name, info in checkpoint.tables().items()}
-        assert [checkpoint.checksum(name) for name in SHAPES] == [None] * len(SHAPES)
+        assert [recorded(checkpoint, name) for name in SHAPES] == [None] * len(SHAPES)
     assert layouts == {
         "a": "stack a_b_d, 8 SparseCores",
         "b": "stack a_b_d, 8 SparseCores, rotation 4",

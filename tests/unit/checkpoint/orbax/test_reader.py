@@ -426,7 +426,7 @@ class TestReading:
 
     def test_no_checksum(self, tmp_path: Path) -> None:
         with open_checkpoint(write_tree(tmp_path / "ckpt", {("t",): ROWS})) as checkpoint:
-            assert checkpoint.checksum("t") is None
+            assert checkpoint.checksums is None
             assert checkpoint.layer_config is None
 
     @pytest.mark.parametrize("ocdbt", [False, True])
