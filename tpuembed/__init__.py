@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         rollback_version,
     )
     from tpuembed.layer import TPUEmbedding
-    from tpuembed.layer.keras_lookups import read_vocabulary
     from tpuembed.live import export_saved_model
     from tpuembed.live.callback import ExportCallback
     from tpuembed.retrieval.export import export_retrieval
@@ -63,7 +62,6 @@ _HOME = {
     "list_versions": "tpuembed.export",
     "open_checkpoint": "tpuembed.checkpoint",
     "prune_versions": "tpuembed.export",
-    "read_vocabulary": "tpuembed.layer.keras_lookups",
     "rollback_version": "tpuembed.export",
 }
 
@@ -91,7 +89,6 @@ __all__ = [
     "list_versions",
     "open_checkpoint",
     "prune_versions",
-    "read_vocabulary",
     "rollback_version",
 ]
 

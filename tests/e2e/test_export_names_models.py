@@ -19,7 +19,7 @@ from tpuembed import (
     export_retrieval,
     export_saved_model,
 )
-from tpuembed.checkpoint.keras.trained_vocabularies import check_names_in
+from tpuembed.checkpoint.keras.given_names import check_names_in
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 
 pytestmark = pytest.mark.usefixtures("exports_in_this_process")

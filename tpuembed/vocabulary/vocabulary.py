@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.errors import CheckpointCorruptError, ConfigError, reason
+from tpuembed.vocabulary.keras_lookups import read_lookup
 from tpuembed.vocabulary.names import DType, Names, array_of, integers_in, names_in, names_of_element
 from tpuembed.vocabulary.saved import MOST_NAMES, OPTIONS, VocabularyHeader, check_version, parse, saved_form
 
@@ -138,6 +139,40 @@ class Vocabulary:
         for names in data:
             counts.update(array_of(names_of_element(names), dtype).ravel().tolist())
         return found._with(array_of([name for name, count in counts.most_common() if count >= min_count], dtype))
+
+    @classmethod
+    def from_keras(cls, source: Any, layer: str = "", *, oov_buckets: int | None = None) -> "Vocabulary":
+        """Return the vocabulary of a Keras StringLookup or IntegerLookup. The rows are the numbers that the layer gives.
+
+        A table that was trained with the layer's numbers keeps its rows.
+
+        Args:
+            source: the layer, the path or URL of a `.keras` file, or the path of a SavedModel.
+            layer: the name of the layer in the file; in a SavedModel, which has no such names, the place of its hash table, as
+                the error lists them. It may be left out if there is one lookup layer.
+            oov_buckets: the layer's `num_oov_indices`. A SavedModel needs it, because it does not say. It does not say either
+                whether the layer has a `mask_token`, which takes row 0, or a `salt` or another `oov_method`, by which unknown
+                names have other rows. If it may have one, pass the layer itself, which is compared.
+
+        Raises:
+            ConfigError: the layer gives other numbers than a Vocabulary can, has no vocabulary, or is not there; or a SavedModel's
+                oov_buckets is missing or wrong.
+            CheckpointNotFoundError: there is no such file.
+            CheckpointCorruptError: the file is damaged.
+            MissingExtraError: a SavedModel needs TensorFlow, which is not installed.
+        """
+        if oov_buckets is not None:
+            _check_count("oov_buckets", oov_buckets, 0, MOST_NAMES)
+        found = read_lookup(source, layer, oov_buckets)
+        try:
+            names = list(map(int, found.names)) if found.is_file and found.dtype == "int64" else found.names
+            return cls(names, dtype=found.dtype, oov_buckets=found.oov_buckets)
+        except (ConfigError, ValueError) as error:
+            if not found.is_file:
+                raise
+            raise CheckpointCorruptError(
+                f"{found.where}: its vocabulary cannot be read: {reason(error)} Restore it from another copy."
+            ) from None
 
     def _with(self, names: Names) -> "Vocabulary":
         """Return it, with `names` in the place of its own. Only its maker may call this."""

@@ -18,12 +18,12 @@ from tpuembed.backends.table_state import TablesNode
 from tpuembed.backends.tf_config import SavedNode
 from tpuembed.checkpoint.keras.layers import layer_policies
 from tpuembed.checkpoint.keras.tables import CONFIG
-from tpuembed.checkpoint.keras.trained_vocabularies import snake_case
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.checkpoint.types import SavedLayers
 from tpuembed.errors import CheckpointMismatchError
 from tpuembed.export.graph.weight_names import Candidate, Mismatch, Names, OwnNames, find_candidates, match_by_name
 from tpuembed.export.graph.wiring import find_contradiction
+from tpuembed.vocabulary.model_files import snake_case
 
 __all__ = ["raw_variables", "restore_dense_weights"]
 

@@ -3,7 +3,7 @@
 They are no weights, so that the factory has to give them. Entry k is what the layer maps to k, masks and out of vocabulary
 entries included, as `get_vocabulary()` lists them. Another order gives the rows of other words, without any error.
 
-`checkpoint/keras/trained_vocabularies.py` says where a `.keras` file holds them. Of a layer that the code of a class makes with a
+`vocabulary/model_files.py` says where a `.keras` file holds them. Of a layer that the code of a class makes with a
 given vocabulary, the file has the name alone.
 """
 
@@ -16,21 +16,20 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from tpuembed.checkpoint.keras.trained_vocabularies import (
-    LayerVocabulary,
-    boundary_entries,
-    check_names,
-    hashing_of,
-    is_model_file,
-    read_vocabularies,
-    shown_hashings,
-    snake_case,
-    special_entries,
-)
+from tpuembed.checkpoint.keras.given_names import check_names, shown_hashings
 from tpuembed.errors import CheckpointMismatchError, ConfigError, warn
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import VocabularyEntry
 from tpuembed.vocabulary import Vocabulary
+from tpuembed.vocabulary.model_files import (
+    LayerVocabulary,
+    boundary_entries,
+    hashing_of,
+    is_model_file,
+    read_vocabularies,
+    snake_case,
+    special_entries,
+)
 
 __all__ = ["compare_vocabularies", "nodes_below", "vocabularies_of"]
 

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
 from typing import Any, Final
 
-from tpuembed.checkpoint.keras.trained_vocabularies import described_objects
 from tpuembed.export.graph.weight_names import Names
+from tpuembed.vocabulary.model_files import described_objects
 
 __all__ = ["find_contradiction"]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from tpuembed.checkpoint.keras.trained_vocabularies import check_names_in
+from tpuembed.checkpoint.keras.given_names import check_names_in
 from tpuembed.config import QuantizationConfig, ServingConfig
 from tpuembed.errors import ConfigError, MissingExtraError
 from tpuembed.export.graph.signature import (

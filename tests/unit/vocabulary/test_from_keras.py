@@ -1,4 +1,4 @@
-"""`read_vocabulary` against the layers themselves: rows of known and unknown names."""
+"""`Vocabulary.from_keras` against the layers themselves: rows of known and unknown names."""
 
 import inspect
 import zipfile
@@ -72,7 +72,7 @@ def check(found: tpuembed.Vocabulary, layer: Any) -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_rows_of_a_layer(kind: str) -> None:
     layer = LAYERS[kind]()
-    check(tpuembed.read_vocabulary(layer), layer)
+    check(tpuembed.Vocabulary.from_keras(layer), layer)
 
 
 def model_of(layer: Any) -> Any:
@@ -88,8 +88,8 @@ def test_rows_of_a_file(kind: str, is_nested: bool, tmp_path: Path) -> None:
     model = model_of(layer)
     entry = keras.Input((1,), dtype=model.input.dtype)
     (keras.Model(entry, model(entry)) if is_nested else model).save(tmp_path / "m.keras")
-    check(tpuembed.read_vocabulary(tmp_path / "m.keras"), layer)
-    check(tpuembed.read_vocabulary(str(tmp_path / "m.keras"), layer.name), layer)
+    check(tpuembed.Vocabulary.from_keras(tmp_path / "m.keras"), layer)
+    check(tpuembed.Vocabulary.from_keras(str(tmp_path / "m.keras"), layer.name), layer)
 
 
 @pytest.mark.parametrize("is_archive", [True, False])
@@ -100,10 +100,10 @@ def test_rows_of_a_saved_model(kind: str, is_archive: bool, tmp_path: Path) -> N
     model = model_of(layer)
     model.export(tmp_path / "m", verbose=False) if is_archive else tf.saved_model.save(model, str(tmp_path / "m"))
     buckets = layer.num_oov_indices
-    check(tpuembed.read_vocabulary(tmp_path / "m", oov_buckets=buckets), layer)
+    check(tpuembed.Vocabulary.from_keras(tmp_path / "m", oov_buckets=buckets), layer)
     for wrong in (None, buckets + 1, buckets + 2):
         with pytest.raises(ConfigError, match="num_oov_indices" if wrong is None else f"from {buckets} to"):
-            tpuembed.read_vocabulary(str(tmp_path / "m"), oov_buckets=wrong)
+            tpuembed.Vocabulary.from_keras(str(tmp_path / "m"), oov_buckets=wrong)
 
 
 def test_saved_models_with_several_tables_and_with_none(tmp_path: Path) -> None:
@@ -112,36 +112,36 @@ def test_saved_models_with_several_tables_and_with_none(tmp_path: Path) -> None:
     model = keras.Model(entries, [words(entries[0]), others(entries[1])])
     model.export(tmp_path / "m", verbose=False)
     with pytest.raises(ConfigError, match="several") as error:
-        tpuembed.read_vocabulary(tmp_path / "m", oov_buckets=1)
+        tpuembed.Vocabulary.from_keras(tmp_path / "m", oov_buckets=1)
     places = [part.split("'")[1] for part in str(error.value).split(": ", 2)[2].split("; ")]
-    found = [tpuembed.read_vocabulary(tmp_path / "m", place, oov_buckets=1) for place in places]
+    found = [tpuembed.Vocabulary.from_keras(tmp_path / "m", place, oov_buckets=1) for place in places]
     for vocabulary in found:
         check(vocabulary, words if vocabulary.dtype == "string" else others)
     assert sorted(each.dtype for each in found) == ["int64", "string"]
     with pytest.raises(ConfigError, match="elsewhere"):
-        tpuembed.read_vocabulary(tmp_path / "m", "elsewhere", oov_buckets=1)
+        tpuembed.Vocabulary.from_keras(tmp_path / "m", "elsewhere", oov_buckets=1)
     with pytest.raises(ConfigError, match=f"{places[0]}.* from 1 to .* from 7 to"):
-        tpuembed.read_vocabulary(tmp_path / "m", places[0], oov_buckets=7)
+        tpuembed.Vocabulary.from_keras(tmp_path / "m", places[0], oov_buckets=7)
     with refused(ConfigError):
-        tpuembed.read_vocabulary(tmp_path / "m", places[0])
+        tpuembed.Vocabulary.from_keras(tmp_path / "m", places[0])
     tf.saved_model.save(tf.Module(), str(tmp_path / "none"))
     with refused(ConfigError):
-        tpuembed.read_vocabulary(tmp_path / "none", oov_buckets=1)
+        tpuembed.Vocabulary.from_keras(tmp_path / "none", oov_buckets=1)
     (tmp_path / "none" / "saved_model.pb").write_bytes(b"\xff" * 20)
     with refused(CheckpointCorruptError):
-        tpuembed.read_vocabulary(tmp_path / "none", oov_buckets=1)
+        tpuembed.Vocabulary.from_keras(tmp_path / "none", oov_buckets=1)
     for source in (words, tmp_path):
         with refused(ConfigError):
-            tpuembed.read_vocabulary(source, oov_buckets=1)
+            tpuembed.Vocabulary.from_keras(source, oov_buckets=1)
 
 
 def test_layers_that_give_columns_or_names() -> None:
     counts = strings(vocabulary=WORDS, output_mode="multi_hot")
-    found = tpuembed.read_vocabulary(counts)
+    found = tpuembed.Vocabulary.from_keras(counts)
     for word in ["word 7", "word 8"]:
         assert found.lookup(word) == int(np.argmax(counts([word]).numpy()))
     names = strings(vocabulary=WORDS, invert=True)
-    found = tpuembed.read_vocabulary(names)
+    found = tpuembed.Vocabulary.from_keras(names)
     assert names(found.lookup(WORDS).tolist()).numpy().tolist() == [word.encode() for word in WORDS]
 
 
@@ -149,11 +149,11 @@ def test_a_file_with_several_layers(tmp_path: Path) -> None:
     words, others = strings(vocabulary=WORDS), adapted(keras.layers.StringLookup(name="others"), OTHERS[:5])
     entry = keras.Input((1,), dtype="string")
     keras.Model(entry, [words(entry), others(entry)]).save(tmp_path / "m.keras")
-    check(tpuembed.read_vocabulary(tmp_path / "m.keras", "words"), words)
-    check(tpuembed.read_vocabulary(tmp_path / "m.keras", "others"), others)
+    check(tpuembed.Vocabulary.from_keras(tmp_path / "m.keras", "words"), words)
+    check(tpuembed.Vocabulary.from_keras(tmp_path / "m.keras", "others"), others)
     for name in ("", "wrods"):
         with refused(ConfigError):
-            tpuembed.read_vocabulary(tmp_path / "m.keras", name)
+            tpuembed.Vocabulary.from_keras(tmp_path / "m.keras", name)
 
 
 def test_two_layers_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_two_layers_of_one_name_are_refused(tmp_path: Path) -> None:
     entry = keras.Input((1,), dtype="string")
     keras.Model(entry, [one(entry), other(entry)]).save(tmp_path / "m.keras")
     with refused(ConfigError):
-        tpuembed.read_vocabulary(tmp_path / "m.keras", "words")
+        tpuembed.Vocabulary.from_keras(tmp_path / "m.keras", "words")
 
 
 @pytest.mark.parametrize(
@@ -181,16 +181,16 @@ def test_two_layers_of_one_name_are_refused(tmp_path: Path) -> None:
 )
 def test_layers_with_other_rows_are_refused(layer: Any, tmp_path: Path) -> None:
     with refused(ConfigError):
-        tpuembed.read_vocabulary(layer())
+        tpuembed.Vocabulary.from_keras(layer())
     model_of(layer()).save(tmp_path / "m.keras")
     with refused(ConfigError):
-        tpuembed.read_vocabulary(tmp_path / "m.keras")
+        tpuembed.Vocabulary.from_keras(tmp_path / "m.keras")
 
 
 def test_what_is_no_lookup_layer_is_refused(tmp_path: Path) -> None:
     line_ends = adapted(strings(), ["a\nb", "c"])
     model_of(line_ends).save(tmp_path / "lines.keras")
-    check(tpuembed.read_vocabulary(line_ends), line_ends)
+    check(tpuembed.Vocabulary.from_keras(line_ends), line_ends)
     model_of(strings()).save(tmp_path / "empty.keras")
     keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]).save(tmp_path / "dense.keras")
     for source in (
@@ -204,12 +204,12 @@ def test_what_is_no_lookup_layer_is_refused(tmp_path: Path) -> None:
         tmp_path / "dense.keras",
     ):
         with refused(ConfigError):
-            tpuembed.read_vocabulary(source)
+            tpuembed.Vocabulary.from_keras(source)
     for missing in ("missing.keras", "missing"):
         with refused(CheckpointNotFoundError):
-            tpuembed.read_vocabulary(tmp_path / missing)
+            tpuembed.Vocabulary.from_keras(tmp_path / missing)
     with refused(CheckpointNotFoundError):
-        tpuembed.read_vocabulary(tmp_path / "missing", oov_buckets=1)
+        tpuembed.Vocabulary.from_keras(tmp_path / "missing", oov_buckets=1)
 
 
 @pytest.mark.parametrize("text", ["[NO]\na\nb", "[UNK]\na\na", "[UNK]", ""], ids=["token", "twice", "no name", "empty"])
@@ -219,7 +219,7 @@ def test_damaged_files_are_refused(text: str, tmp_path: Path) -> None:
         for name in old.namelist():
             new.writestr(name, text if name.endswith("vocabulary.txt") else old.read(name))
     with refused((CheckpointCorruptError, ConfigError)):
-        tpuembed.read_vocabulary(tmp_path / "n.keras")
+        tpuembed.Vocabulary.from_keras(tmp_path / "n.keras")
     (tmp_path / "n.keras").write_bytes(b"PK" * 50)
     with pytest.raises(CheckpointCorruptError):
-        tpuembed.read_vocabulary(tmp_path / "n.keras")
+        tpuembed.Vocabulary.from_keras(tmp_path / "n.keras")

@@ -9,7 +9,6 @@ weights.
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import re
 import zipfile
@@ -20,34 +19,25 @@ from typing import IO, Any, Final
 
 import numpy as np
 
-from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, reason, warn
-from tpuembed.files import FilePath, as_path, names_below, open_stream
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, reason
+from tpuembed.files import FilePath, names_below, open_stream
 from tpuembed.manifest import VocabularyEntry
-from tpuembed.vocabulary import Vocabulary
 
 __all__ = [
     "LayerVocabulary",
     "boundary_entries",
-    "check_names",
-    "check_names_in",
     "described_objects",
     "digest",
     "given_entries",
     "hashing_of",
     "is_model_file",
     "read_vocabularies",
-    "shown_hashings",
     "snake_case",
     "special_entries",
 ]
 
 _CONFIG, _WEIGHTS, _VOCABULARY = "config.json", "model.weights.h5", "vocabulary.txt"
 _KINDS: Final = ("string_lookup", "integer_lookup", "text_vectorization")
-_NO_LOOKUPS: Final = ("text_vectorization", "discretization")
-_REMEDY: Final = (
-    "Take them from there with read_vocabulary, or export with a factory that makes the lookup layer too. If the ids of the table "
-    "are from elsewhere, export from a TensorFlow checkpoint or a .weights.h5 file, where names are taken as they are given"
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -287,72 +277,6 @@ def hashing_of(settings: Mapping[str, Any]) -> str:
     salted = "without a salt" if salt is None else f"with salt {[salt, salt] if isinstance(salt, int) else list(salt)}"
     is_text = settings.get("vocabulary_dtype", "string") == "string"  # configs of StringLookup have none
     return f"hash of text {salted}" if is_text else f"{settings.get('oov_method') or 'floormod'} of integers {salted}"
-
-
-def shown_hashings(mine: str | None, saved: str | None, giver: str) -> str:
-    """Return both for a message, without the salts, which are secrets."""
-    here, there = (re.sub(r"with salt .*", "with a salt", one or "no hash") for one in (mine, saved))
-    return f"by {here} in the {giver}, and by {there if here != there else 'one with another salt'} in the file"
-
-
-def check_names_in(given: Mapping[str, Vocabulary], source: str | FilePath, giver: str) -> None:
-    """Compare names with the lookups of the model in `source`, if it is a `.keras` file or its folder; see `check_names`."""
-    path = as_path(source)
-    if given and is_model_file(path):
-        check_names(given, read_vocabularies(path, ())[1], source, giver)
-
-
-def check_names(
-    given: Mapping[str, Vocabulary], saved: Iterable[LayerVocabulary], source: str | FilePath, giver: str
-) -> None:
-    """Compare the names that a user gives for the rows of tables with the lookups of a trained model.
-
-    The file does not say which lookup made the ids of a table, so a warning names the tables whose names are taken.
-
-    Args:
-        given: table -> its names.
-        saved: the file's vocabularies.
-        source: the file, for messages.
-        giver: what gives the names, for messages: "factory" or "serving_config".
-
-    Raises:
-        CheckpointMismatchError: the names of a table, or the rows of its unknown names, are those of no lookup of the file.
-    """
-    lookups = [one for one in saved if one.kind not in _NO_LOOKUPS]
-    for table, vocabulary in given.items():
-        if not lookups or any(one.entries is None or one.buckets is None for one in lookups):
-            continue
-        differences = {one.layer: _difference(one, vocabulary, giver) for one in lookups}
-        if all(differences.values()):
-            shown = "; ".join(f"of layer {layer!r}: {what}" for layer, what in differences.items())
-            raise CheckpointMismatchError(
-                f"model file {source}: the {giver} gives the names of table {table!r}, {len(vocabulary)} after "
-                f"{vocabulary.oov_buckets} rows for unknown ones, and the file has others, {shown}. {_REMEDY}."
-            )
-    if given:
-        tables = f"{'table' if len(given) == 1 else 'tables'} {', '.join(map(repr, given))}"
-        warn(
-            f"model file {source}: the names that the {giver} gives cannot be compared with the training: the file does not say "
-            f"which names the rows of {tables} had. If they differ, the export answers with the rows of other names. Make sure "
-            "that they are the same"
-        )
-
-
-def _difference(lookup: LayerVocabulary, given: Vocabulary, giver: str) -> str:
-    """Return in what a lookup differs from the names that are given; empty if it has them."""
-    assert lookup.entries is not None
-    first = given.oov_buckets
-    if (lookup.buckets, lookup.described.size) != (first, given.rows):
-        before = "a mask" if lookup.buckets == -1 else f"{lookup.buckets} rows for unknown ones"
-        return f"{lookup.described.size} entries, with {before} before the names"
-    names = given.names(np.arange(first, given.rows))
-    for row, (mine, its) in enumerate(zip(names, itertools.islice(lookup.entries(), first, None), strict=True), first):
-        if (str(mine).encode() if isinstance(mine, int) else mine) != its:
-            return f"row {row} is {its!r} there, and {mine!r} here"
-    hashing = hashing_of({"num_oov_indices": first, "vocabulary_dtype": given.dtype})
-    return (
-        "" if hashing == lookup.hashing else f"rows of unknown names {shown_hashings(hashing, lookup.hashing, giver)}"
-    )
 
 
 def _buckets(fields: Mapping[str, Any]) -> int:
