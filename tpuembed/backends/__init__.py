@@ -9,6 +9,7 @@ from tpuembed.backends.backend import Backend
 from tpuembed.backends.deferred import DeferredBackend
 from tpuembed.backends.gradient_trap import TakenGradients
 from tpuembed.backends.host import HostBackend
+from tpuembed.backends.layer_call import LayerCall
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.mixed import MixedBackend
 from tpuembed.backends.replicas import check_strategy
@@ -21,7 +22,7 @@ from tpuembed.errors import ConfigError, warn
 from tpuembed.runtime.environment import check_environment
 from tpuembed.runtime.table_scope import current_source
 
-__all__ = ["Backend", "LayerOptions", "RowGradients", "TakenGradients", "choose", "train"]
+__all__ = ["Backend", "LayerCall", "LayerOptions", "RowGradients", "TakenGradients", "choose", "train"]
 
 
 _ACCELERATORS: Mapping[str, Callable[[LayerOptions], Backend]] = {"V1": TpuV1Backend, "V2": SparseCoreBackend}

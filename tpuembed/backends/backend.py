@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+from tpuembed.backends.layer_call import LayerCall
 from tpuembed.backends.row_gradients import RowGradients
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tpu.stacked_table import StackLayout
@@ -90,5 +91,5 @@ class Backend(abc.ABC):
         """Raise TrainingError if a model that is being built could not train the tables."""
 
     @abc.abstractmethod
-    def begin(self, features: Sequence[Ids], layer: Any) -> TrainingStep:
-        """Return a training step of `features`, which `train` runs. Every table of `features` has an optimizer."""
+    def begin(self, features: Sequence[Ids], call: LayerCall) -> TrainingStep:
+        """Return a training step of `features`, all of whose tables have an optimizer, in a `call` of the layer."""

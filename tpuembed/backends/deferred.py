@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpuembed.backends.backend import Backend, TrainingStep
+from tpuembed.backends.layer_call import LayerCall
 from tpuembed.config import TableConfig
 from tpuembed.lookup import Ids
 from tpuembed.lookup.names import as_names, find_names, row_numbers
@@ -43,7 +44,7 @@ class DeferredBackend(Backend):
             flat = [feature.flatten() for feature in features]
             return self._source.lookup(flat, [feature.table for feature in features])
 
-    def begin(self, features: Sequence[Ids], layer: Any) -> TrainingStep:  # noqa: ARG002
+    def begin(self, features: Sequence[Ids], call: LayerCall) -> TrainingStep:  # noqa: ARG002
         """Raise AssertionError: an export trains nothing."""
         raise AssertionError("an export trains nothing")
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tpuembed.backends.backend import Backend
+from tpuembed.backends.layer_call import LayerCall
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.replicas import check_same_strategy, check_strategy, gather_replicas
 from tpuembed.backends.row_gradients import RowGradients
@@ -67,7 +68,7 @@ class HostBackend(Backend):
         self.check_called_where_created()
         return self.gather_rows(self.flat_ids(features), [feature.table for feature in features])
 
-    def begin(self, features: Sequence[Ids], layer: Any) -> "_HostStep":  # noqa: ARG002 - any layer's step is the same
+    def begin(self, features: Sequence[Ids], call: LayerCall) -> "_HostStep":  # noqa: ARG002 - any call's step is the same
         """Return a training step of `features`, all of whose tables have an optimizer."""
         self.check_called_where_created()
         return _HostStep(self, features)

@@ -7,6 +7,7 @@ from typing import Any
 
 from tpuembed.backends.backend import Backend
 from tpuembed.backends.host import HostBackend
+from tpuembed.backends.layer_call import LayerCall
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tpu.stacked_table import StackLayout
@@ -68,12 +69,10 @@ class MixedBackend(Backend):
         # A step may also look up tables that the user trains. The accelerator would count that as a second call.
         return interleave(is_small, self._replicated.lookup(small), self._accelerated.lookup(large) if large else [])
 
-    def begin(self, features: Sequence[Ids], layer: Any) -> "_MixedStep":
+    def begin(self, features: Sequence[Ids], call: LayerCall) -> "_MixedStep":
         """Return a step of both backends."""
         small, large = self._divide(features)
-        steps = [
-            backend.begin(part, layer) for backend, part in ((self._replicated, small), (self._accelerated, large))
-        ]
+        steps = [backend.begin(part, call) for backend, part in ((self._replicated, small), (self._accelerated, large))]
         return _MixedStep([self._is_small(feature) for feature in features], *steps)
 
     def _divide(self, features: Sequence[Ids]) -> tuple[list[Ids], list[Ids]]:

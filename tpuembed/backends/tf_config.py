@@ -38,7 +38,6 @@ __all__ = [
     "SavedNode",
     "Trackable",
     "custom_gradient",
-    "entry_optimizer",
     "features_from",
     "features_to_dict",
     "features_to_tf",
@@ -135,11 +134,6 @@ def in_xla_context() -> bool:
 def unchecked_gathers() -> bool:
     """Return True if a gather outside the table does not fail: XLA clamps the id, a GPU returns zeros."""
     return in_xla_context() or bool(tf.config.get_visible_devices("GPU"))
-
-
-def entry_optimizer(layer: Any) -> Any:
-    """Return the optimizer of the compiled model whose call reached `layer`. Returns None in a custom training loop."""
-    return getattr(layer._get_call_context().entry_layer, "optimizer", None)
 
 
 def loss_scale(optimizer: Any) -> Any:

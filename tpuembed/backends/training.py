@@ -7,8 +7,9 @@ import tensorflow as tf
 
 from tpuembed.backends.backend import Backend, TrainingStep
 from tpuembed.backends.gradient_trap import TakenGradients, gradient_trap
+from tpuembed.backends.layer_call import LayerCall
 from tpuembed.backends.row_gradients import RowGradients
-from tpuembed.backends.tf_config import custom_gradient, entry_optimizer, local, unchecked_gathers
+from tpuembed.backends.tf_config import custom_gradient, local, unchecked_gathers
 from tpuembed.backends.tpu.tf_tpu import tpu_call
 from tpuembed.errors import TrainingError
 from tpuembed.lookup import Ids
@@ -21,15 +22,14 @@ Tensor = Any
 def train(
     backend: Backend,
     features: Sequence[Ids],
-    dummy: Tensor,
+    call: LayerCall,
+    rule: RowGradients | TakenGradients | None,
     updates: Any,
-    rule: RowGradients | TakenGradients,
-    layer: Any,
 ) -> list[Tensor]:
-    """Return the activations of `features`.
+    """Return the activations of `features` in a `call` that trains.
 
-    With RowGradients, the tables move in the trainer's optimizer step. With TakenGradients, the gradient of `dummy` updates them
-    once and adds one to `updates`. A table without an optimizer is trained by the user's optimizer.
+    With RowGradients, the tables move in the trainer's optimizer step. With TakenGradients, the gradient of the call's dummy
+    updates them once and adds one to `updates`. A table without an optimizer is trained by the user's optimizer.
 
     Raises:
         TrainingError: tables cannot be trained in the loop that the call is part of.
@@ -39,12 +39,13 @@ def train(
     trapped = [feature for feature, by_user in zip(features, is_free, strict=True) if not by_user]
     caught: Sequence[Tensor] = []
     if trapped:
-        step = backend.begin(trapped, layer)
-        paths = [feature.path for feature in trapped]
+        assert rule is not None, "a layer that trains a table has a rule"
+        step = backend.begin(trapped, call)
+        paths, dummy = [feature.path for feature in trapped], tf.convert_to_tensor(call.dummy.value)
         if isinstance(rule, RowGradients):
-            caught = rule.lookup(step, dummy, paths, entry_optimizer(layer))
+            caught = rule.lookup(step, dummy, paths, call.optimizer)
         else:
-            _check_accumulation(entry_optimizer(layer))
+            _check_accumulation(call.optimizer)
             caught = gradient_trap(dummy, paths, step.lookup, lambda given: _apply(step, given, updates), rule)
     activations = interleave(is_free, backend.lookup(free) if free else [], caught)
     return wait_for_lookups(activations) if trapped else activations

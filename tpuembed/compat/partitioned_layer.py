@@ -11,12 +11,11 @@ from tpuembed.backends.checkpoint_keys import children_of, saved_attributes, sav
 from tpuembed.backends.tf_config import local
 from tpuembed.backends.tpu.tf_tpu import LAYOUTS, saved_layouts
 from tpuembed.backends.training import wait_for_lookups
-from tpuembed.checkpoint import open_checkpoint
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.structure import flatten, flatten_up_to, pack_like
 from tpuembed.errors import CheckpointMismatchError, UnknownTableError
-from tpuembed.files import FilePath
-from tpuembed.layer.restore import RestoreReport, restore_saved, restore_tables
+from tpuembed.layer.methods import RestoresTables
+from tpuembed.layer.restore import restore_saved
 from tpuembed.layer.tables import LiveTables
 from tpuembed.layer.tpu_embedding import TPUEmbedding, weights_with_gradients
 from tpuembed.layer.weight_files import (
@@ -64,7 +63,7 @@ def place_features(structure: Any, place: Callable[[Any], str]) -> Places:
     return Places(structure, {path: place(config) for path, config in flatten(structure)})
 
 
-class PartitionedEmbedding(keras.layers.Layer):
+class PartitionedEmbedding(RestoresTables, keras.layers.Layer):
     """A layer of several `TPUEmbedding` layers, one per place. Each has some of the tables.
 
     Attributes:
@@ -125,7 +124,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         config = {part: {name: value for c in configs for name, value in c[part].items()} for part in configs[0]}
         save_tables(store, self._named_variables(), max(int(count.numpy()) for count in self._counts()), config)
         for _, layer in self._parts:
-            if layer._vocabularies is not None:
+            if layer.core.names is not None:
                 save_vocabularies(store, layer.vocabularies)
 
     def load_own_variables(self, store: Any) -> None:
@@ -137,7 +136,7 @@ class PartitionedEmbedding(keras.layers.Layer):
         check_built(self.name)
         if variables := self._named_variables():  # none inside an export, which reads the rows from its checkpoint
             check_tables(store, self, variables)  # a file that is refused changes no name
-            of_parts = [layer._vocabularies for _, layer in self._parts if layer._vocabularies is not None]
+            of_parts = [layer.core.names for _, layer in self._parts if layer.core.names is not None]
             where = f"layer {self.name!r}: the file"
             found = [part.checked(saved_vocabularies(store, part.copies), where) for part in of_parts]
             for part, saved in zip(of_parts, found, strict=True):
@@ -145,7 +144,7 @@ class PartitionedEmbedding(keras.layers.Layer):
                     part.take(table, names)
             _Counts(self._counts()).assign(load_tables(store, variables))
             for _, layer in self._parts:
-                layer._tpu_embedding.given.note(layer.named_variables())
+                layer.core.node.given.note(layer.named_variables())
 
     def _named_variables(self) -> dict[str, Any]:
         return {name: variable for _, layer in self._parts for name, variable in layer.named_variables().items()}
@@ -190,27 +189,8 @@ class PartitionedEmbedding(keras.layers.Layer):
             )
         return layers_by_table[table]
 
-    def restore_tables(
-        self,
-        path: str | FilePath,
-        tables: Iterable[str] | Mapping[str, str] | None = None,
-        slots: bool = True,
-        *,
-        by: str = "number",
-        resize: Mapping[str, str] | bool | None = None,
-        lossy: bool = False,
-        updates: int | None = None,
-        **options: Any,
-    ) -> RestoreReport:
-        """Stream tables of a checkpoint of any format into this layer, for any placement. See `layer.restore.restore_tables`."""
-        if tables is None:
-            with open_checkpoint(path, **options) as checkpoint:
-                tables = self._all_sources(checkpoint.tables())
-        return restore_tables(self, path, tables, slots, by=by, resize=resize, lossy=lossy, updates=updates, **options)
-
-    def _all_sources(self, names: Iterable[str]) -> Mapping[str, str] | None:
-        """Return {table: its name in the checkpoint} if the checkpoint's `names` are exactly the layer's tables. Else
-        return None."""
+    def sources_of(self, names: Iterable[str]) -> Mapping[str, str] | None:
+        """See RestoresTables: by `_source`, if the checkpoint's `names` are exactly those of the layer's tables."""
         names = set(names)
         sources = {table: self._source(table, names) for table in self.table_variables()}
         return sources if set(sources.values()) == names and len(sources) == len(names) else None

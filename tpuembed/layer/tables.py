@@ -1,7 +1,7 @@
 """The tables of a live layer, as rows are read and written besides training."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -131,6 +131,9 @@ class HasTables(Protocol):
 
     def live_tables(self, doing: str) -> LiveTables:
         """Return the tables in memory, for `doing`. Raises ConfigError if they cannot be written."""
+
+    def sources_of(self, names: Iterable[str]) -> Mapping[str, str] | None:
+        """Return {table: its name in a checkpoint with the tables `names`}; None if layer and checkpoint must have the same."""
 
     def take_names(self, table: str, saved: Vocabulary) -> None:
         """Replace the names of a table whose rows were restored with them."""

@@ -30,7 +30,7 @@ class _Vocabularies(SavedNode):
 def named_layer(tables: Tables, count: int = 7, **options: Any) -> TPUEmbedding:
     """A layer that holds these tables."""
     layer = layer_for(tables, **options)
-    for name, state in layer._parts.backend.states.items():
+    for name, state in layer.core.backend.states.items():
         for slot, variable in [(None, state.variable), *state.slots.items()]:
             variable.assign(tables[name][slot])
     layer._tpu_embedding.updates.assign(count)
@@ -50,7 +50,7 @@ def write_named_weights(path: Path, layer: TPUEmbedding, vocabularies: Mapping[s
     """Write the weights of a Keras model of `layer`, and `vocabularies` beside its tables, into `path`, a `.weights.h5` file."""
     import keras
 
-    ids = {name: keras.Input((), dtype="int64", name=name) for name in layer._parts.features}
+    ids = {name: keras.Input((), dtype="int64", name=name) for name in layer.core.features}
     keras.Model(ids, layer(ids)).save_weights(path)
     with h5py.File(path, "r+") as file:
         found: list[str] = []

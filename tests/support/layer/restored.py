@@ -32,7 +32,7 @@ def layer_for(tables: Tables, **options: Any) -> TPUEmbedding:
 
 def held(layer: TPUEmbedding) -> dict[str, dict[str | None, Array]]:
     """Every table and slot of a layer."""
-    states = layer._parts.backend.states
+    states = layer.core.backend.states
     return {
         name: {None: state.variable.numpy(), **{slot: value.numpy() for slot, value in state.slots.items()}}
         for name, state in states.items()

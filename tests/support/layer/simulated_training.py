@@ -68,7 +68,7 @@ def train(strategy: Any, model: Model, ids: list[dict[str, Ids]]) -> dict[str, A
 def state(model: Model) -> dict[str, Array]:
     found = {
         name: variable.numpy()
-        for table in model.embedding._parts.backend.states.values()
+        for table in model.embedding.core.backend.states.values()
         for name, variable in table.named_variables().items()
     }
     return {**found, "kernel": model.dense.kernel.numpy()}

@@ -97,7 +97,7 @@ def trace(model: Model) -> Traced:
         trained = len(graph.get_operations())
         strategy.run(lambda ids, weights: list(layer(ids, weights).values()), args=arguments)
         ops = graph.get_operations()
-        backend: Any = layer._parts.backend
+        backend: Any = layer.core.backend
         engine = backend.engine
         return Traced(
             configuration=engine.configuration,

@@ -37,7 +37,7 @@ def shape_of(hardware: str, ids: Any, build: Any = None, batch_size: int | None 
         shapes: list[Any] = []
         strategy.run(lambda given: shapes.append(layer(given)["x"].shape), args=({"x": ids()},))
         if hardware == "V1":
-            backend: Any = layer._parts.backend
+            backend: Any = layer.core.backend
             [told] = backend.engine.configuration.feature_descriptor
             return tuple(told.input_shape)
         return tuple(shapes[0])[:-1]

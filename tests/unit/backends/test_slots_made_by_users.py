@@ -61,7 +61,7 @@ def test_slots_of_the_user_train_on_sparse_cores() -> None:
             layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
         strategy.run(step)
-        accumulators = layer._parts.backend.states["b"].slots["accumulators"].numpy()
+        accumulators = layer.core.backend.states["b"].slots["accumulators"].numpy()
     expected = np.full((20, 8), 0.25)
     expected[3] += (2.0 * EXAMPLES) ** 2
     np.testing.assert_allclose(accumulators, expected, rtol=1e-6, atol=1e-7)

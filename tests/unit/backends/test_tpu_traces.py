@@ -325,7 +325,7 @@ def test_a_layers_config_keeps_what_accelerators_are_told() -> None:
         layer = TPUEmbedding(config(), "adagrad", sparse_core_embedding_config=stacking, **arguments)
         again = TPUEmbedding.from_config(layer.get_config())
     assert again.get_config() == layer.get_config()
-    assert again._parts.layer_options.sparse_core_config == stacking
+    assert again.core.options.sparse_core_config == stacking
     assert {name: again.get_config()[name] for name in arguments} == arguments
 
 

@@ -59,7 +59,7 @@ def test_a_host_layers_checkpoint_is_loaded_too(tmp_path: Path, accelerator: Acc
     tpu = Tpu()
     train(accelerator)
     tf.train.Checkpoint(root=tpu).restore(path)
-    for table, state in host.layer._parts.backend.states.items():
+    for table, state in host.layer.core.backend.states.items():
         np.testing.assert_array_equal(np.concatenate(accelerator.memory[table, "parameters"]), state.variable.numpy())
         for slot, variable in state.slots.items():
             np.testing.assert_array_equal(np.concatenate(accelerator.memory[table, slot]), variable.numpy())

@@ -242,7 +242,7 @@ def test_hyper_parameters_may_be_integers(make: Callable[[], Any]) -> None:
     optimizer = make()
     layer = TPUEmbedding(one_table(), optimizer=optimizer)
     (table,) = layer.embedding_tables.values()
-    spec = next(iter(layer._parts.backend.states.values())).optimizer
+    spec = next(iter(layer.core.backend.states.values())).optimizer
     reference = Reference(table.numpy(), spec)
     rate = float(optimizer.learning_rate) if isinstance(optimizer, keras.optimizers.Optimizer) else None
     for step in STEPS.values():

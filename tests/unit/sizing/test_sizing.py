@@ -126,7 +126,7 @@ def test_layouts_and_memory_are_the_layers(chips: int, cores: int, stacking: boo
     with fake_tpu("V2", chips, cores) as strategy:
         with strategy.scope():
             layer = TPUEmbedding(FEATURES, sparse_core_embedding_config=config)
-        backend: Any = layer._parts.backend
+        backend: Any = layer.core.backend
         engine = backend.engine
         variables = {name: {role: v.shape for role, v in roles.items()} for name, roles in engine.tables.items()}
         layouts = {name: engine.layout(name) for name in FEATURES}

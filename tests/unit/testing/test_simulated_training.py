@@ -95,7 +95,7 @@ def test_small_tables_are_replicated(replicas: int) -> None:
         children = set(model.embedding._tpu_embedding._trackable_children())
         assert children >= {"small", "small/momenta", "shared", "shared/momenta", "_sparse_core_table_layouts"}
         assert_same(train(strategy, model, ids), truth)
-        copies = model.embedding._parts.backend.states["small"].variable.values
+        copies = model.embedding.core.backend.states["small"].variable.values
         for copy in copies:
             np.testing.assert_array_equal(copy.numpy(), copies[0].numpy())
 
@@ -212,6 +212,6 @@ def test_a_model_may_be_built_by_its_first_step(replicas: int) -> None:
             tape.gradient(loss, model.trainable_variables)
 
         strategy.run(step, args=(tf.range(EXAMPLES),))
-        (rows,) = (state.variable.numpy() for state in model.embedding._parts.backend.states.values())
+        (rows,) = (state.variable.numpy() for state in model.embedding.core.backend.states.values())
     np.testing.assert_array_equal(rows[:EXAMPLES], np.full((EXAMPLES, 8), 1.0 - replicas))
     np.testing.assert_array_equal(rows[EXAMPLES:], np.ones((40 - EXAMPLES, 8)))

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tpuembed.backends.layer_call import LayerCall
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.row_optimizers import learning_rate
 from tpuembed.backends.table_state import (
@@ -19,14 +20,15 @@ from tpuembed.backends.table_state import (
     safe_name,
     table_initializer,
 )
-from tpuembed.backends.tf_config import entry_optimizer, features_to_tf, local, loss_scale, resolve_optimizer
+from tpuembed.backends.tf_config import features_to_tf, local, loss_scale, resolve_optimizer
 from tpuembed.backends.tpu.activation_shapes import Shape
 from tpuembed.backends.tpu.stack_ids import updated_rows
-from tpuembed.backends.tpu.tf_tpu import host_names, host_variable, in_symbolic_scope, run_on_host, tpu_call
+from tpuembed.backends.tpu.tf_tpu import host_names, host_variable, run_on_host, tpu_call
 from tpuembed.config import Optimizer, TableConfig
 from tpuembed.errors import ConfigError, TrainingError
 from tpuembed.lookup import Ids
 from tpuembed.manifest.row_history import UNKNOWN
+from tpuembed.runtime.keras_saving import in_symbolic_scope
 
 __all__ = [
     "MAX_VOCABULARY_SIZE",
@@ -138,7 +140,7 @@ class StepGuard:
         self._strategy, self._paths, self._hardware = tf.distribute.get_strategy(), list(paths), hardware
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def enter(self, features: Sequence[Ids], layer: Any = None) -> bool:
+    def enter(self, features: Sequence[Ids], given: LayerCall | None) -> bool:
         """Return True while a step is traced, False while Keras computes shapes only.
 
         Raises:
@@ -165,10 +167,7 @@ class StepGuard:
                 "with all features, or set size_threshold to replicate small tables."
             )
         self._seen.add(call)
-        scaled = layer is not None and (
-            layer.compute_dtype == "float16" or loss_scale(entry_optimizer(layer)) is not None
-        )
-        if scaled:
+        if given is not None and (given.compute_dtype == "float16" or loss_scale(given.optimizer) is not None):
             raise TrainingError(
                 "TPUEmbedding: the loss is scaled (mixed_float16, a LossScaleOptimizer or loss_scale_factor). The accelerator's "
                 "optimizer cannot undo the scale. Use mixed_bfloat16 and an optimizer without loss_scale_factor."

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tpuembed.backends.backend import Backend, TrainingStep
+from tpuembed.backends.layer_call import LayerCall
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tpu.accelerator import (
@@ -96,9 +97,9 @@ class SparseCoreBackend(Backend):
         """Return the activations of `features`."""
         return self.begin(features, None).lookup()
 
-    def begin(self, features: Sequence[Ids], layer: Any) -> TrainingStep:
+    def begin(self, features: Sequence[Ids], call: LayerCall | None) -> TrainingStep:
         """Return a training step of `features`, after checking that the activations have the built shapes."""
-        entered, shapes = self._guard.enter(features, layer), activation_shapes(features, self._batch_size)
+        entered, shapes = self._guard.enter(features, call), activation_shapes(features, self._batch_size)
         check_same_shapes(features, shapes, self._built_for)
         if not entered:
             return ShapesOnly(shapes, features)

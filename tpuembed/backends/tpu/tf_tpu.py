@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
 from tensorflow.python.distribute import device_util
 from tensorflow.python.framework import ops
@@ -31,7 +30,6 @@ __all__ = [
     "embedding_feature",
     "host_names",
     "host_variable",
-    "in_symbolic_scope",
     "is_tpu_strategy",
     "run_on_host",
     "saved_layouts",

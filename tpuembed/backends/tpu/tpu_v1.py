@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tpuembed.backends.backend import Backend, TrainingStep
+from tpuembed.backends.layer_call import LayerCall
 from tpuembed.backends.layer_options import LayerOptions
 from tpuembed.backends.table_state import TableState
 from tpuembed.backends.tpu.accelerator import (
@@ -128,13 +129,13 @@ class TpuV1Backend(Backend):
         """Return the activations of `features`."""
         return self.begin(features, None).lookup()
 
-    def begin(self, features: Sequence[Ids], layer: Any) -> TrainingStep:
+    def begin(self, features: Sequence[Ids], call: LayerCall | None) -> TrainingStep:
         """Enqueue the ids of `features`, and return their training step.
 
         It always enqueues for training. A graph pass changes that to inference if no gradients are sent under the same
         name.
         """
-        entered, shapes = self._guard.enter(features, layer), activation_shapes(features, self._batch_size)
+        entered, shapes = self._guard.enter(features, call), activation_shapes(features, self._batch_size)
         if not entered:
             return ShapesOnly(shapes, features)
         _check_kinds(features)

@@ -13,11 +13,9 @@ import numpy as np
 from tpuembed.backends.table_rows import PIECE_BYTES, initial_pieces, piece_rows, write_rows
 from tpuembed.backends.table_state import TableState
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.config.checks import check_count
 from tpuembed.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
-    ConfigError,
     TpuEmbedError,
     first_few,
     warn,
@@ -30,7 +28,7 @@ from tpuembed.layer.stamps import RowStamps
 from tpuembed.layer.tables import HasTables, LiveTables, write_numbers
 from tpuembed.manifest.row_history import RowHistory
 
-__all__ = ["NamesPlan", "RestoreReport", "TablePlan", "restore_count", "restore_saved", "restore_tables"]
+__all__ = ["NamesPlan", "RestoreReport", "RestoreRequest", "TablePlan", "restore", "restore_count", "restore_saved"]
 
 Array = np.ndarray[Any, Any]
 
@@ -53,68 +51,6 @@ class RestoreReport:
     updates: int | None
 
 
-def restore_tables(
-    layer: HasTables,
-    path: str | FilePath,
-    tables: Iterable[str] | Mapping[str, str] | None = None,
-    slots: bool = True,
-    *,
-    by: str = "number",
-    resize: Mapping[str, str] | bool | None = None,
-    lossy: bool = False,
-    updates: int | None = None,
-    **options: Any,
-) -> RestoreReport:
-    """Stream tables of the checkpoint at `path` into the tables of `layer`, in place.
-
-    Beyond the tables, it needs a few pieces of 16 MiB, and the memory that the checkpoint's format needs to decode a
-    chunk. It compares all names, shapes, dtypes and slots before it writes the first row.
-
-    Args:
-        layer: a `TPUEmbedding` that holds its tables in memory.
-        path: as `open_checkpoint` takes it.
-        tables: names of tables, or {the layer's name: the checkpoint's}. None restores all. Then both must have the
-            same tables.
-        slots: restore the optimizers' slots too. This includes the layer's count of updates, if every table that the layer
-            trains is restored and the checkpoint has a count: a layer's own, or else the steps of its Keras optimizers (such
-            as `optimizer/iter` of TFRS). False leaves slots and count unchanged.
-        by: "number" restores each row to its number. "name" restores it to the row that the layer's vocabulary gives its
-            name, for tables with a vocabulary in layer and checkpoint. See below.
-        resize: {table: "grow" or "shrink"} for tables whose vocabulary may differ. The added rows of a grown table get
-            initial values, from the table's initializer and its slots' defaults. (An initializer other than the default
-            needs the memory of a second table meanwhile.) A shrunk table omits the checkpoint's last rows. By name, True
-            lets tables with a vocabulary have different numbers of rows.
-        lossy: round float64 to float32. float16 and bfloat16 need no rounding.
-        updates: the layer's count of updates after the restore, at which learning-rate schedules go on. None takes the
-            checkpoint's. Without one, a warning names the tables that have a schedule.
-        options: as `open_checkpoint` takes them.
-
-    By number, names follow their rows: the layer's vocabulary takes the names of the checkpoint's. If it has names
-    already, one of both has all names of the other at the same rows, and the larger one stays.
-
-    By name, a name of both is kept: its row and slots move to its new row. A name of the layer alone is new. Its row and
-    slots do not change: in a new layer they have initial values. A name of the checkpoint alone is dropped. Rows of buckets
-    are kept if both have the same number of buckets, and do not change otherwise. Tables without a vocabulary in both are
-    restored by number. `TablePlan.names` of the report has the counts and examples.
-
-    Raises:
-        UnknownTableError: `tables` or `resize` name a table that the layer or the checkpoint does not have.
-        CheckpointMismatchError: layer and checkpoint differ in tables, shapes, dtypes, slots or counts of updates. By name,
-            also if a table has a vocabulary on one side alone, or if the dtypes of names differ. By number, also if a name
-            has different rows on the two sides.
-        CheckpointCorruptError: the checksum of a table or slot differs from the checkpoint's. A table whose rows are in
-            order is already written by then. Restore it from another copy.
-        ConfigError: an argument is of the wrong kind, tables cannot be written from here, or the layer's names were replaced
-            when another layer was restored, and the checkpoint's would not take their place.
-        CheckpointError: as `open_checkpoint` and its reads.
-    """
-    if not callable(getattr(layer, "live_tables", None)):
-        raise ConfigError(f"restore_tables: layer must be a tpuembed.TPUEmbedding, got {type(layer).__name__}.")
-    if updates is not None:
-        check_count("restore_tables: updates", updates, 0)
-    return _restore(layer, path, RestoreRequest.of(tables, slots, resize, lossy, by), options, updates)
-
-
 def restore_saved(layer: HasTables, path: str, tables: Mapping[str, str]) -> RestoreReport:
     """Restore `tables`, {layer's: checkpoint's}, as `tf.train.Checkpoint` would if their rows were in the layer's
     order.
@@ -123,9 +59,9 @@ def restore_saved(layer: HasTables, path: str, tables: Mapping[str, str]) -> Res
     warning.
 
     Raises:
-        CheckpointMismatchError, CheckpointCorruptError, ConfigError: as `restore_tables`.
+        CheckpointMismatchError, CheckpointCorruptError, ConfigError: as `TPUEmbedding.restore_tables`.
     """
-    return _restore(layer, path, RestoreRequest(tables, slots=True, resize={}, lossy=False, rows_only=True), {})
+    return restore(layer, path, RestoreRequest(tables, slots=True, resize={}, lossy=False, rows_only=True), {})
 
 
 def restore_count(layer: HasTables, states: Mapping[str, TableState], path: str) -> None:
@@ -148,15 +84,18 @@ def restore_count(layer: HasTables, states: Mapping[str, TableState], path: str)
         live.updates.assign(updates)
 
 
-def _restore(
+def restore(
     layer: HasTables,
     path: str | FilePath,
     request: RestoreRequest,
     options: Mapping[str, Any],
     count: int | None = None,
 ) -> RestoreReport:
+    """Restore the tables that `request` asks for. See `TPUEmbedding.restore_tables`. A `count` of updates replaces the file's."""
     live = layer.live_tables("restore_tables")
     with open_checkpoint(path, **options) as checkpoint:
+        if request.tables is None:
+            request = dataclasses.replace(request, tables=layer.sources_of(checkpoint.tables()))
         vocabularies = live_vocabularies(layer)
         plans = plan_tables(checkpoint, live, request, vocabularies)
         names = names_by_number(checkpoint, live, plans, vocabularies, adopt=request.rows_only)

@@ -13,7 +13,7 @@ from tests.support.layer.restored import TRAINED_BY, Array, assert_held, held, u
 from tests.support.messages import refused
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary
 from tpuembed.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
-from tpuembed.layer.restore import NamesPlan, restore_tables
+from tpuembed.layer.restore import NamesPlan
 from tpuembed.manifest.row_history import UNKNOWN
 
 HOSTILE: list[Any] = [b"", "ö", b"\xff\xfe", "line\nend", "\x1b[31m", "a/b", "a" * 3000, "\0", "[UNK]", "ö ", " ö"]
@@ -29,7 +29,7 @@ def _layer(vocabulary: Any, rows: int, dim: int = 3, *slots: str, **options: Any
     optimizer = TRAINED_BY[frozenset(slots)]
     config = FeatureConfig(TableConfig(rows, dim, "films", optimizer=optimizer), vocabulary=vocabulary)
     layer = TPUEmbedding({"f": config}, **options)
-    state = layer._parts.backend.states["films"]
+    state = layer.core.backend.states["films"]
     for slot, values in _rows(rows, dim, *slots, seed=9).items():
         (state.variable if slot is None else state.slots[slot]).assign(values)
     return layer
@@ -63,7 +63,7 @@ def test_rows_are_those_of_a_dictionary(
     vocabulary = Vocabulary(new, oov_buckets=buckets[1], dtype=dtype)
     layer = _layer(vocabulary, vocabulary.rows + int(rng.integers(0, 9)), 3, *slots)
     expected = {slot: rows.copy() for slot, rows in held(layer)["films"].items()}
-    report = restore_tables(layer, path, by="name", resize=True)
+    report = layer.restore_tables(path, by="name", resize=True)
     for slot, rows in expected.items():
         known = {name: truth[slot][number] for number, name in enumerate(old, buckets[0])}
         for number, name in enumerate(new, buckets[1]):
@@ -143,13 +143,13 @@ def _refusals() -> dict[str, tuple[type[Exception], Callable[[Path], Any]]]:
         "by": (ConfigError, lambda path: _layer(["a"], 2).restore_tables(_write(path, ["a"], rows), by="names")),
         "resize": (
             ConfigError,
-            lambda path: restore_tables(
-                _layer(["a"], 2), _write(path, ["a"], rows), by="name", resize={"films": "grow"}
+            lambda path: _layer(["a"], 2).restore_tables(
+                _write(path, ["a"], rows), by="name", resize={"films": "grow"}
             ),
         ),
         "resize-by-number": (
             ConfigError,
-            lambda path: restore_tables(_layer(["a"], 2), _write(path, ["a"], rows), resize=True),
+            lambda path: _layer(["a"], 2).restore_tables(_write(path, ["a"], rows), resize=True),
         ),
         "no-vocabulary-in-the-layer": (
             CheckpointMismatchError,
@@ -173,7 +173,7 @@ def _refusals() -> dict[str, tuple[type[Exception], Callable[[Path], Any]]]:
         ),
         "dim": (
             CheckpointMismatchError,
-            lambda path: restore_tables(_layer(["a"], 2, 4), _write(path, ["a"], rows), by="name", resize=True),
+            lambda path: _layer(["a"], 2, 4).restore_tables(_write(path, ["a"], rows), by="name", resize=True),
         ),
         "rows": (
             CheckpointMismatchError,
@@ -181,7 +181,7 @@ def _refusals() -> dict[str, tuple[type[Exception], Callable[[Path], Any]]]:
         ),
         "rows-by-number": (
             CheckpointMismatchError,
-            lambda path: restore_tables(TPUEmbedding(two, "sgd"), both(path), by="name", resize=True),
+            lambda path: TPUEmbedding(two, "sgd").restore_tables(both(path), by="name", resize=True),
         ),
         "slots": (
             CheckpointMismatchError,
@@ -230,7 +230,7 @@ def test_rows_count_as_changed(tmp_path: Path, slots: bool) -> None:
     layer = _layer(["c", "a", "x", "y"], 4, track_rows=True)
     assert layer._row_stamps is not None
     own = layer._row_stamps.history()
-    restore_tables(layer, path, by="name", resize=True, slots=slots)
+    layer.restore_tables(path, by="name", resize=True, slots=slots)
     now, stamps = layer._row_stamps.history(), np.zeros(4, np.int32)
     layer._row_stamps.read_into("films", 0, stamps)
     if slots:  # a new history, which no base has

@@ -20,7 +20,6 @@ from tpuembed.errors import (
     ConfigError,
     UnknownTableError,
 )
-from tpuembed.layer.restore import restore_tables
 from tpuembed.runtime.table_scope import deferred_tables
 
 
@@ -39,7 +38,7 @@ TRUTH: Tables = {
 def _write(path: Path, tables: Tables, count: int = 7, **options: Any) -> str:
     """A checkpoint of a layer with these numbers, by TensorFlow."""
     layer = layer_for(tables, **options)
-    for name, state in layer._parts.backend.states.items():
+    for name, state in layer.core.backend.states.items():
         for slot, variable in [(None, state.variable), *state.slots.items()]:
             variable.assign(tables[name][slot])
     layer._tpu_embedding.updates.assign(count)
@@ -63,7 +62,7 @@ def _features(**tables: tuple[int, int]) -> dict[str, FeatureConfig]:
 
 def test_tables_slots_and_count_of_an_own_checkpoint(prefix: str) -> None:
     layer = layer_for(TRUTH)
-    report = restore_tables(layer, prefix)
+    report = layer.restore_tables(prefix)
     assert_held(layer, TRUTH)
     assert report.updates == updates(layer) == 7
     assert report.path == prefix
@@ -348,9 +347,3 @@ def test_a_graph_writes_nothing(prefix: str) -> None:
     layer = layer_for(TRUTH)
     with refused(ConfigError, match="restore_tables"):
         tf.function(lambda: layer.restore_tables(prefix))()
-
-
-def test_another_layer_is_refused(prefix: str) -> None:
-    other: Any = keras.layers.Embedding(3, 2)
-    with refused(ConfigError):
-        restore_tables(other, prefix)
