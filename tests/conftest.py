@@ -8,7 +8,6 @@ The hooks below serve `tests/support/messages.py`: the messages of our errors.
 
 import gc
 import os
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -35,13 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     base = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-    update, compare = config.getoption("update_messages"), not config.getoption("no_messages")
-    begin(Messages(config.rootpath, base, update=update, compare=compare))
+    accept_all = config.getoption("update_messages") or config.getoption("no_messages")
+    begin(Messages(config.rootpath, base, compare=not accept_all))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m take tests away
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    current().collected((item.nodeid for item in items), config.args)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") is not None and item.get_closest_marker("nightly") is None:
@@ -60,21 +58,15 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    current().test = item.nodeid
-    yield
-    current().finish()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["messages"] = current().output()
-    elif session.config.getoption("update_messages"):
-        current().write()
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["messages"] = sorted(current().met)
+    elif config.getoption("update_messages"):
+        is_part = config.option.keyword or config.option.markexpr or config.args != config.getini("testpaths")
+        current().write(all_ran=exitstatus == 0 and not is_part)
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist, in the process that the workers report to
 def pytest_testnodedown(node: Any) -> None:
-    if "messages" in getattr(node, "workeroutput", {}):
-        current().add(node.workeroutput["messages"])
+    current().met.update(getattr(node, "workeroutput", {}).get("messages", ()))

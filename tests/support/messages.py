@@ -1,6 +1,6 @@
 """The messages of our errors. `refused` and `said` compare each with tests/golden/messages.txt.
 
-`pytest --update-messages` rewrites that file, which lists below each test function the messages that it meets.
+`pytest --update-messages` adds what the tests that run meet. If all tests run, it also drops what none of them meets.
 tests/conftest.py calls `Messages` from pytest's hooks.
 """
 
@@ -10,19 +10,19 @@ import difflib
 import re
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import pytest
 
-__all__ = ["GOLDEN", "Messages", "begin", "current", "normalised", "parse", "refused", "render", "said"]
+__all__ = ["GOLDEN", "Messages", "begin", "current", "normalised", "refused", "said"]
 
 GOLDEN: Final = "tests/golden/messages.txt"
 """The file of all messages, below pytest's root."""
 
 _HEAD: Final = """\
-# The messages of our errors, below the test that meets them.
+# The messages of our errors.
 # Written by: pytest --update-messages
 """
 _COMMAND: Final = "If the message is right, run the test with --update-messages, and review the diff of " + GOLDEN
@@ -72,119 +72,50 @@ def _unwrapped(message: str) -> str:
         message = textwrap.dedent(found[1]).strip()
 
 
-def render(entries: Mapping[str, Iterable[str]]) -> str:
-    """Return the text of the file that holds `entries`: test function -> its messages, which begin with their class."""
-    return _HEAD + "".join(
-        f"{test}\n" + "".join(f"    {line}\n" for line in sorted(set(lines))) for test, lines in sorted(entries.items())
-    )
-
-
-def parse(text: str) -> dict[str, set[str]]:
-    """Return the entries of a file that `render` wrote."""
-    entries: dict[str, set[str]] = {}
-    lines: set[str] = set()
-    for line in text.split("\n"):
-        if line.startswith("    "):
-            lines.add(line[4:])
-        elif line and not line.startswith("#"):
-            lines = entries[line] = set()
-    return entries
-
-
 @dataclasses.dataclass
 class Messages:
-    """The golden's entries, and what the tests of this process met.
+    """The golden's messages, and what the tests of this process met.
 
     Attributes:
         root: The repository.
         base: The folder of pytest's temporary folders.
-        update: True if `--update-messages` is given.
-        compare: False if `--no-messages` is given, for other versions of Python and of libraries.
-        golden: The entries of the file.
-        met: The entries of the tests of this process.
-        tests: The collected tests.
-        passed: Those of them that have passed.
-        gone: The keys of the golden without a test.
-        test: The node id of the running test.
+        compare: False to accept any message: while the golden is updated, and for other versions of Python and of libraries.
+        golden: The messages of the file.
+        met: Those that the tests of this process met.
     """
 
     root: Path
     base: Path
-    update: bool
     compare: bool = True
-    golden: dict[str, set[str]] = dataclasses.field(default_factory=dict)
-    met: dict[str, set[str]] = dataclasses.field(default_factory=dict)
-    tests: set[str] = dataclasses.field(default_factory=set)
-    passed: set[str] = dataclasses.field(default_factory=set)
-    gone: set[str] = dataclasses.field(default_factory=set)
-    test: str = ""
+    golden: set[str] = dataclasses.field(default_factory=set)
+    met: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         if self.path.exists():
-            self.golden = parse(self.path.read_text(encoding="utf-8"))
+            self.golden = set(self.path.read_text(encoding="utf-8").removeprefix(_HEAD).splitlines())
 
     @property
     def path(self) -> Path:
         """The golden file."""
         return self.root / GOLDEN
 
-    def collected(self, tests: Iterable[str], arguments: Iterable[str]) -> None:
-        """Note which tests there are, so that an update drops what the golden holds of tests that are gone.
-
-        Args:
-            tests: The node ids of all tests of the files that pytest read.
-            arguments: pytest's paths. One with "::" names a part of a file, whose other tests stay.
-        """
-        parts = [argument for argument in arguments if "::" in argument]
-        # A case that is named alone leaves the other cases of its function unknown: an update keeps their messages.
-        self.tests = set(tests) | {f"{_function(part)}[other cases]" for part in parts if "[" in part}
-        present = {_function(test) for test in self.tests}
-        named = {Path(_file(part)).name for part in parts}
-        whole = {file for file in map(_file, present) if Path(file).name not in named}
-        self.gone = {
-            key
-            for key in self.golden
-            if (_file(key) in whole and key not in present) or not (self.root / _file(key)).exists()
-        }
-
-    def finish(self) -> None:
-        """Note that the running test has passed."""
-        self.passed.add(self.test)
-
     def check(self, message: str) -> None:
-        """Compare `message`, which begins with its class, with the golden's, or note it for the update."""
+        """Compare `message`, which begins with its class, with the golden's."""
         __tracebackhide__ = True
-        key = _function(self.test)
         kind, _, words = message.partition(": ")
         line = f"{kind}: {normalised(words, self.root, self.base)}"
-        self.met.setdefault(key, set()).add(line)
-        if self.update or not self.compare or line in self.golden.get(key, ()):
+        self.met.add(line)
+        if not self.compare or line in self.golden:
             return
-        nearest = difflib.get_close_matches(line, sorted(self.golden.get(key, ())), n=1, cutoff=0)
+        nearest = difflib.get_close_matches(line, sorted(self.golden), n=1, cutoff=0)
         shown = "\n".join(word.rstrip("\n") for word in difflib.ndiff(nearest, [line]))
-        pytest.fail(f"{GOLDEN} does not have this message of {key}\n{shown}\n{_COMMAND}", pytrace=False)
+        pytest.fail(f"{GOLDEN} does not have this message\n{shown}\n{_COMMAND}", pytrace=False)
 
-    def output(self) -> dict[str, Any]:
-        """Return what an xdist worker hands to the controller."""
-        met = {key: sorted(lines) for key, lines in self.met.items()}
-        return {"met": met, "tests": sorted(self.tests), "passed": sorted(self.passed), "gone": sorted(self.gone)}
-
-    def add(self, output: Mapping[str, Any]) -> None:
-        """Take over what a worker met."""
-        for key, lines in output["met"].items():
-            self.met.setdefault(key, set()).update(lines)
-        for name in ("tests", "passed", "gone"):
-            getattr(self, name).update(output[name])
-
-    def write(self) -> None:
-        """Rewrite the golden: what tests met, and what it holds by now of tests that did not run."""
-        golden = parse(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
-        ran = {_function(test) for test in self.tests} - {_function(test) for test in self.tests - self.passed}
-        entries = {key: lines for key, lines in golden.items() if key not in ran | self.gone}
-        for key, lines in self.met.items():
-            entries[key] = entries.get(key, set()) | lines
+    def write(self, *, all_ran: bool) -> None:
+        """Rewrite the golden with what tests met, and unless `all_ran`, what it has."""
+        lines = self.met if all_ran else self.golden | self.met
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(render(entries), encoding="utf-8")
+        self.path.write_text(_HEAD + "".join(f"{line}\n" for line in sorted(lines)), encoding="utf-8")
 
 
 _current: list[Messages] = []
@@ -227,12 +158,3 @@ def said(output: str) -> None:
     assert "Traceback" not in output, output
     message = ("\n" + output).rpartition("\nError: ")[2].strip()
     current().check(f"Error: {message}")
-
-
-def _function(test: str) -> str:
-    """Return the node id of the function that `test` is a case of."""
-    return test.partition("[")[0]
-
-
-def _file(test: str) -> str:
-    return test.partition("::")[0]
