@@ -1,7 +1,6 @@
 """What an export has, and where it comes from."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 from collections import Counter
@@ -9,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Final, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from tpuembed.errors import ConfigError, reason
 from tpuembed.manifest.entries import (
@@ -165,10 +165,8 @@ class Manifest:
             return cls._from_dict(json.loads(text))
         except KeyError as error:
             fault = f"it lacks the field {error}"
-        except TypeError as error:
-            fault = f"a field has a value of another type: {error}"
-        except (ValueError, RecursionError) as error:
-            fault = reason(error).removesuffix(".")
+        except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
+            fault = reason(error).replace(". - at", " - at").removesuffix(".")
         raise ConfigError(f"manifest {path}: not a tpuembed manifest: {fault}. Export again.")
 
     @classmethod
@@ -181,49 +179,7 @@ class Manifest:
             )
         if missing := [field.name for field in dataclasses.fields(cls) if field.name not in value]:
             raise KeyError(missing[0])
-        found: Manifest = _decoded(cls, value)
-        return found
-
-
-@functools.cache
-def _types(kind: type) -> dict[str, Any]:
-    """Return the types of the fields of a dataclass, by name."""
-    return get_type_hints(kind)
-
-
-def _decoded(kind: Any, value: Any) -> Any:
-    """Return a value of JSON as the type `kind`, with the dataclasses, tuples and mappings in it. Unknown fields are ignored.
-
-    Raises:
-        KeyError: a field is missing.
-        TypeError: a value has another type.
-    """
-    container, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if dataclasses.is_dataclass(kind):
-        fields = dataclasses.fields(kind)
-        needed = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
-        if missing := [name for name in needed if name not in value]:
-            raise KeyError(missing[0])
-        types = _types(kind)  # type: ignore[arg-type]
-        given = {field.name: _decoded(types[field.name], value[field.name]) for field in fields if field.name in value}
-        return kind(**given)  # type: ignore[operator]
-    if container in (Union, UnionType):  # Python 3.14 gives the first
-        others = [one for one in inner if one is not NoneType]
-        if value is None and len(others) < len(inner):
-            return None
-        return _decoded(others[0] if len(others) == 1 or type(value) is not others[1] else others[1], value)
-    if container is tuple and isinstance(value, list):
-        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(_decoded(one, each) for one, each in zip(kinds, value, strict=True))
-    if container is Mapping and isinstance(value, dict):
-        return {name: _decoded(inner[1], each) for name, each in value.items()}
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise TypeError(f"expected {getattr(container or kind, '__name__', kind)}, got {repr(value)[:60]}")
-    return value
+        return msgspec.convert(value, cls)
 
 
 def _check_arrays(arrays: Sequence[ArrayEntry], *, mapped: bool) -> None:
