@@ -11,8 +11,8 @@ from tpuembed.checkpoint import open_checkpoint
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.compact import CompactReport, compact_version
 from tpuembed.export.plan.plan import ExportPlan
-from tpuembed.export.plan.request import make_request
 from tpuembed.export.report import ExportReport
+from tpuembed.export.request import make_request
 from tpuembed.export.retention.listing import VersionInfo, list_versions
 from tpuembed.export.retention.prune import InUse, PruneReport, prune_versions
 from tpuembed.export.retention.rollback import RollbackReport, rollback_version
@@ -85,9 +85,9 @@ def export_saved_model(
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
         source = source_of(opened)  # before anything is read
         request = make_request(
-            opened, serving_config, model, tables, features, allow_unused_weights=allow_unused_weights
+            opened, source, serving_config, model, tables, features, allow_unused_weights=allow_unused_weights
         )
-        return run_export(opened, request, model_dir, chosen, source=source, on_progress=on_progress)
+        return run_export(request, model_dir, chosen, on_progress)
 
 
 def plan_saved_model(
@@ -104,6 +104,6 @@ def plan_saved_model(
     asked = {name: arguments.pop(name) for name in _ASKED if name in arguments}
     chosen = ExportOptions.of("plan_saved_model", arguments, others=_ASKED)
     with open_checkpoint(checkpoint, **(checkpoint_options or {})) as opened:
-        request = make_request(opened, **asked)
-        plan = make_plan(opened, request, chosen)
-        return plan if model_dir is None else check_target(model_dir, plan, request, chosen, source_of(opened))
+        request = make_request(opened, source_of(opened), **asked)
+        plan = make_plan(request, chosen)
+        return plan if model_dir is None else check_target(request, plan, model_dir, chosen)

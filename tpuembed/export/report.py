@@ -35,6 +35,7 @@ class StreamReport:
         base: the version whose files `folder` links; None if there is none.
         base_files: stack -> the path in the base of the file that is linked.
         full_crc32c: stack -> the checksum that all its rows would have in one file, if it is known.
+        rows_changed, rows_compared: of an overlay, see ExportReport.
     """
 
     folder: Path
@@ -47,6 +48,8 @@ class StreamReport:
     base: BaseEntry | None = None
     base_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     full_crc32c: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    rows_changed: int | None = None
+    rows_compared: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

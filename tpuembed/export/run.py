@@ -6,27 +6,26 @@ The graph is saved before the first table byte is read, so that most errors occu
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ConfigError, warn
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.overlay.base import BaseVersion, difference, find_base
-from tpuembed.export.overlay.changes import TooManyRowsError
+from tpuembed.export.overlay.base import difference, find_base
 from tpuembed.export.overlay.writer import OverlayWriter, save_full_graph
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
-from tpuembed.export.plan.request import ExportRequest
 from tpuembed.export.publish.assemble import assemble
 from tpuembed.export.publish.folder import FolderWriter
 from tpuembed.export.publish.layouts import check_layout
 from tpuembed.export.publish.version_writer import VersionWriter, naming_model_dir
 from tpuembed.export.report import ExportReport, SavedGraph, StreamReport
+from tpuembed.export.request import ExportRequest
 from tpuembed.export.retention.prune import prune_after
 from tpuembed.export.storage.error import TableError
-from tpuembed.export.stream.engines import Engine, check_engine, choose_engine, default_workers
+from tpuembed.export.stream.engines import check_engine, choose_engine, default_workers
 from tpuembed.export.stream.execute import check_errors, stream_tables
 from tpuembed.export.stream.shard import ShardResult, Source, check_unchanged, ignore, peak_rss_bytes
 from tpuembed.files import FilePath, as_path
@@ -37,11 +36,75 @@ __all__ = ["Progress", "check_target", "make_plan", "run_export", "source_of"]
 Progress = Callable[[int, int], None]
 
 
-def make_plan(checkpoint: Checkpoint, request: ExportRequest, options: ExportOptions) -> ExportPlan:
+def run_export(
+    request: ExportRequest, model_dir: str | FilePath, options: ExportOptions, on_progress: Progress | None = None
+) -> ExportReport:
+    """Export `request` into `model_dir`.
+
+    Raises:
+        TpuEmbedError: the export failed, and nothing was published.
+    """
+    started = time.monotonic()
+    on_progress = on_progress or ignore
+    plan = make_plan(request, options)
+    done = None
+    if options.base is not None:
+        overlay, reason = _overlay_writer(request, plan, model_dir, options)
+        if overlay is not None:
+            done = _write_overlay(overlay, request, on_progress)
+            reason = reason or overlay.too_many()
+        if done is None:
+            warn(f"base {options.base}: {reason}. Writing a full version.")
+    if done is None:
+        done = _write_full(choose_writer(model_dir, plan, options, request.source), request, on_progress)
+    streamed, version = done.streamed, int(done.path.name)
+    return ExportReport(
+        path=cast("Path", done.path),
+        version=version,
+        removed=() if options.keep is None else prune_after(model_dir, keep=options.keep, version=version),
+        tables=tuple(place.table for stack in plan.stacks for place in stack.tables),
+        dropped_features=request.dropped_features,
+        vocabularies=done.graph.vocabularies,
+        bytes_written=streamed.bytes_written,
+        bytes_reused=streamed.bytes_reused,
+        errors=streamed.errors,
+        seconds=time.monotonic() - started,
+        stream_seconds=streamed.seconds,
+        peak_rss_bytes=peak_rss_bytes(),
+        worker_peak_rss_bytes=streamed.worker_peak_rss_bytes,
+        base=None if streamed.base is None else streamed.base.version,
+        rows_changed=streamed.rows_changed,
+        rows_compared=streamed.rows_compared,
+        retrieval=done.graph.retrieval,
+    )
+
+
+def check_target(
+    request: ExportRequest, plan: ExportPlan, model_dir: str | FilePath, options: ExportOptions
+) -> ExportPlan:
+    """Raise the errors of an export into `model_dir` that are known before it starts. Writes nothing.
+
+    Returns:
+        The plan, with the version that the export would be an overlay of.
+
+    Raises:
+        ConfigError: an option does not fit MODEL_DIR, or its base does not exist.
+        ExportError: the version exists, or its tables have no room.
+    """
+    if options.base is not None:
+        overlay, _ = _overlay_writer(request, plan, model_dir, options)
+        if overlay is not None:
+            overlay.check()
+            return dataclasses.replace(plan, base=overlay.base.number)
+    choose_writer(model_dir, plan, options, request.source).check()
+    return plan
+
+
+def make_plan(request: ExportRequest, options: ExportOptions) -> ExportPlan:
     """Return the plan of `request`."""
     check_layout(options.layout, options.serving_root)
     check_engine(options.engine)
-    available = checkpoint.tables()
+    available = request.checkpoint.tables()
     return plan_export(
         [available[name] for name in request.tables],
         storage=options.storage,
@@ -53,7 +116,7 @@ def make_plan(checkpoint: Checkpoint, request: ExportRequest, options: ExportOpt
         workers=default_workers(options.engine) if options.workers is None else options.workers,
         may_use_fewer=options.workers is None,
         require_finite=options.require_finite,
-        read_buffers=checkpoint.read_buffer_bytes,
+        read_buffers=request.checkpoint.read_buffer_bytes,
     )
 
 
@@ -88,8 +151,69 @@ def choose_writer(model_dir: str | FilePath, plan: ExportPlan, options: ExportOp
     return StoreWriter(path, plan, options, source)
 
 
-def _histories(checkpoint: Checkpoint, plan: ExportPlan) -> dict[str, HistoryEntry]:
-    stamps = checkpoint.stamps
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """A published version."""
+
+    path: FilePath
+    streamed: StreamReport
+    graph: SavedGraph
+
+
+def _write_full(writer: VersionWriter, request: ExportRequest, on_progress: Progress) -> _Done:
+    """Write a version with all rows."""
+    writer.check()
+    plan, options, source = writer.plan, writer.options, request.source
+    engine = request.engine or choose_engine(options.engine, plan.workers)
+    with writer, naming_model_dir(writer.model_dir), engine.starting(source, len(plan.shards)):
+        _warn_of_unfinished(writer)
+        graph = request.save_graph(plan, writer.path)  # while the workers start
+        checked = _checking(plan, options)
+        streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=checked)
+        return _publish(writer, request, streamed, graph)
+
+
+def _write_overlay(writer: OverlayWriter, request: ExportRequest, on_progress: Progress) -> _Done | None:
+    """Write an overlay, if not too many rows have changed since its base."""
+    plan, options, base = writer.plan, writer.options, writer.base
+    if base.manifest.layout != plan.layout:
+        warn(
+            f"base {base.number}: has layout {base.manifest.layout}, and the new version gets {plan.layout}. To keep the "
+            f"base's, give layout={base.manifest.layout}."
+        )
+    writer.check()
+    with writer, naming_model_dir(writer.model_dir):
+        _warn_of_unfinished(writer)
+        histories = _histories(request, plan)
+        streamed = writer.changes(request, histories, _checking(plan, options), on_progress)
+        if streamed is None:
+            return None
+        graph = request.save_graph(writer.plan, writer.path)
+        save_full_graph(lambda folder: request.save_graph(plan, folder), writer.path)
+        return _publish(writer, request, streamed, graph)
+
+
+def _publish(writer: VersionWriter, request: ExportRequest, streamed: StreamReport, graph: SavedGraph) -> _Done:
+    check_errors(streamed.errors, writer.options.max_error)
+    check_unchanged(request.checkpoint, request.source)  # dense weights, and candidates, were read here
+    source = request.source
+    facts = {"path": source.path, "format": request.checkpoint.format, "fingerprint": source.fingerprint}
+    return _Done(assemble(writer, streamed, graph, facts, _histories(request, writer.plan)), streamed, graph)
+
+
+def _checking(plan: ExportPlan, options: ExportOptions) -> Callable[[ShardResult], None]:
+    """Return a function that checks the errors of each shard, so that a long export fails early."""
+
+    def check_shard(result: ShardResult) -> None:
+        task = plan.shards[result.index]
+        max_abs = result.errors.get("max_abs", 0.0)
+        check_errors({task.table: TableError(storage=task.storage, max_abs=max_abs)}, options.max_error)
+
+    return check_shard
+
+
+def _histories(request: ExportRequest, plan: ExportPlan) -> dict[str, HistoryEntry]:
+    stamps = request.checkpoint.stamps
     return {
         place.table: HistoryEntry(spans=stamps[place.table].history.spans, updates=stamps[place.table].history.updates)
         for stack in plan.stacks
@@ -98,161 +222,10 @@ def _histories(checkpoint: Checkpoint, plan: ExportPlan) -> dict[str, HistoryEnt
     }
 
 
-def run_export(
-    checkpoint: Checkpoint,
-    request: ExportRequest,
-    model_dir: str | FilePath,
-    options: ExportOptions,
-    *,
-    source: Source | None = None,
-    engine: Engine | None = None,
-    on_progress: Progress | None = None,
-) -> ExportReport:
-    """Export `request` of `checkpoint` into `model_dir`.
-
-    Args:
-        source: the source that the engine's tasks open; None for the checkpoint's own path.
-        engine: None for the one that `options` names.
-
-    Raises:
-        TpuEmbedError: the export failed, and nothing was published.
-    """
-    started = time.monotonic()
-    plan = make_plan(checkpoint, request, options)
-    source = source or source_of(checkpoint)
-
-    def check_shard(result: ShardResult) -> None:  # so that a long export fails early
-        task = plan.shards[result.index]
-        max_abs = result.errors.get("max_abs", 0.0)
-        check_errors({task.table: TableError(storage=task.storage, max_abs=max_abs)}, options.max_error)
-
-    on_progress = on_progress or ignore
-    facts = {"path": source.path, "format": checkpoint.format, "fingerprint": source.fingerprint}
-    histories = _histories(checkpoint, plan)
-    done = None
-    if options.base is not None:
-        done = _overlay(
-            checkpoint, request, plan, model_dir, options, source, check_shard, facts, histories, on_progress
-        )
-    if done is None:
-        writer = choose_writer(model_dir, plan, options, source)
-        writer.check()
-        engine = engine or choose_engine(options.engine, plan.workers)
-        with writer, naming_model_dir(writer.model_dir), engine.starting(source, len(plan.shards)):
-            _warn_of_unfinished(writer)
-            graph = request.save_graph(plan, writer.path)  # while the workers start
-            streamed = stream_tables(source, writer, engine, on_progress=on_progress, on_result=check_shard)
-            check_errors(streamed.errors, options.max_error)
-            check_unchanged(checkpoint, source)  # dense weights, and candidates, were read here
-            done = _Done(assemble(writer, streamed, graph, facts, histories), streamed, graph)
-    path, streamed, removed = done.path, done.streamed, tuple[int, ...]()
-    version = int(path.name)
-    if options.keep is not None:
-        removed = prune_after(model_dir, keep=options.keep, version=version)
-    return ExportReport(
-        path=cast("Path", path),
-        version=version,
-        removed=removed,
-        tables=tuple(place.table for stack in plan.stacks for place in stack.tables),
-        dropped_features=request.dropped_features,
-        vocabularies=done.graph.vocabularies,
-        bytes_written=streamed.bytes_written,
-        bytes_reused=streamed.bytes_reused,
-        errors=streamed.errors,
-        seconds=time.monotonic() - started,
-        stream_seconds=streamed.seconds,
-        peak_rss_bytes=peak_rss_bytes(),
-        worker_peak_rss_bytes=streamed.worker_peak_rss_bytes,
-        base=None if streamed.base is None else streamed.base.version,
-        rows_changed=done.rows_changed,
-        rows_compared=done.rows_compared,
-        retrieval=done.graph.retrieval,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Done:
-    """A published version."""
-
-    path: FilePath
-    streamed: StreamReport
-    graph: SavedGraph
-    rows_changed: int | None = None
-    rows_compared: int | None = None
-
-
-def _overlay(
-    checkpoint: Checkpoint,
-    request: ExportRequest,
-    plan: ExportPlan,
-    model_dir: str | FilePath,
-    options: ExportOptions,
-    source: Source,
-    on_result: Callable[[ShardResult], None],
-    facts: Mapping[str, str],
-    histories: Mapping[str, HistoryEntry],
-    on_progress: Progress,
-) -> _Done | None:
-    """Write an overlay of the base that `options` names. Returns None, after a warning, if a full version is needed.
-
-    Raises:
-        ConfigError: the base does not exist or cannot be used, or `model_dir` is in a store.
-    """
-    folder, base, reason = _find_base(plan, request, model_dir, options)
-    if not reason:
-        assert base is not None
-        if base.manifest.layout != plan.layout:
-            warn(
-                f"base {base.number}: has layout {base.manifest.layout}, and the new version gets {plan.layout}. To keep the "
-                f"base's, give layout={base.manifest.layout}."
-            )
-        writer = OverlayWriter(folder, plan, options, source, base)
-        writer.check()
-        with writer, naming_model_dir(folder):
-            _warn_of_unfinished(writer)
-            try:
-                streamed, compared = writer.changes(
-                    checkpoint, source, request.whole_tables, histories, on_result, on_progress
-                )
-            except TooManyRowsError:
-                reason = writer.too_many()
-            else:
-                check_errors(streamed.errors, options.max_error)
-                graph = request.save_graph(writer.plan, writer.path)
-                save_full_graph(lambda folder: request.save_graph(plan, folder), writer.path)
-                check_unchanged(checkpoint, source)
-                path = assemble(writer, streamed, graph, facts, histories)
-                rows = sum(stack.overlay_rows or 0 for stack in writer.plan.stacks)
-                return _Done(path, streamed, graph, rows, compared)
-    warn(f"base {options.base}: {reason}. Writing a full version.")
-    return None
-
-
-def check_target(
-    model_dir: str | FilePath, plan: ExportPlan, request: ExportRequest, options: ExportOptions, source: Source
-) -> ExportPlan:
-    """Raise the errors of an export into `model_dir` that are known before it starts. Writes nothing.
-
-    Returns:
-        The plan, with the version that the export would be an overlay of.
-
-    Raises:
-        ConfigError: an option does not fit MODEL_DIR, or its base does not exist.
-        ExportError: the version exists, or its tables have no room.
-    """
-    if options.base is not None:
-        folder, base, reason = _find_base(plan, request, model_dir, options)
-        if base is not None and not reason:
-            OverlayWriter(folder, plan, options, source, base).check()
-            return dataclasses.replace(plan, base=base.number)
-    choose_writer(model_dir, plan, options, source).check()
-    return plan
-
-
-def _find_base(
-    plan: ExportPlan, request: ExportRequest, model_dir: str | FilePath, options: ExportOptions
-) -> tuple[Path, BaseVersion | None, str]:
-    """Return MODEL_DIR, the base that `options` names, and why `plan` can be no overlay of it; empty if it can.
+def _overlay_writer(
+    request: ExportRequest, plan: ExportPlan, model_dir: str | FilePath, options: ExportOptions
+) -> tuple[OverlayWriter | None, str]:
+    """Return the writer of an overlay of the base that `options` names; or None, and why there can be no overlay.
 
     Raises:
         ConfigError: `model_dir` is in a store, or its base is of another kind than `request`.
@@ -266,7 +239,7 @@ def _find_base(
         )
     base = find_base(folder, options.base)
     if isinstance(base, str):
-        return folder, None, base
+        return None, base
     if base.manifest.retrieval is not None:
         raise ConfigError(
             f"base {options.base}: version {base.path} is a retrieval, which has no overlays. Leave base out for a full version."
@@ -277,7 +250,8 @@ def _find_base(
             f"base {options.base}: version {base.path} is {other}, and this export is {mine}, so clients would get another "
             f"signature. {'Leave `model` out' if request.is_model else 'Give `model`'}, or leave base out."
         )
-    return folder, base, difference(plan, base)
+    reason = difference(plan, base)
+    return (None, reason) if reason else (OverlayWriter(folder, plan, options, request.source, base), "")
 
 
 def _warn_of_unfinished(writer: VersionWriter) -> None:

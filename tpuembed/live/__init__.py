@@ -43,6 +43,6 @@ def _export_live(
 
     chosen = ExportOptions.of("export_saved_model", options, without=("engine",))
     with live_checkpoint(model) as checkpoint, registered(checkpoint) as source:
-        request = request_of(checkpoint, model, serving_config, tables, features)
         engine = ThreadEngine(checkpoint, chosen.workers)
-        return run_export(checkpoint, request, model_dir, chosen, source=source, engine=engine, on_progress=on_progress)
+        request = request_of(checkpoint, source, engine, model, serving_config, tables, features)
+        return run_export(request, model_dir, chosen, on_progress)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,16 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.checkpoint import Checkpoint, open_checkpoint
-from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError, reason
 from tpuembed.export.options import ExportOptions
-from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.publish.folder import temporary_staging
 from tpuembed.export.publish.version_writer import naming_model_dir
-from tpuembed.export.report import ExportReport, SavedGraph
+from tpuembed.export.report import ExportReport
+from tpuembed.export.request import ExportRequest, saving
 from tpuembed.export.run import Progress, run_export, source_of
-from tpuembed.export.stream.shard import check_unchanged
+from tpuembed.export.stream.shard import Source, check_unchanged
 from tpuembed.files import FilePath, as_path
 from tpuembed.manifest import RetrievalEntry
 from tpuembed.retrieval.candidates import CandidateBatch, Candidates, array_of, collect, of_array, of_table, of_tower
@@ -122,9 +121,8 @@ def export_retrieval(
             )
         digest = f"{found.digest} {made.entry.index} {made.entry.partitions}"
         tables = WithCandidates(opened, table, folder, found.dim, digest)
-        request = _Request(tables, query, made)
-        streamed = tables.source(source.fingerprint)
-        return run_export(tables, request, model_dir, chosen, source=streamed, on_progress=on_progress)
+        request = _request(tables, tables.source(source.fingerprint), query, made)
+        return run_export(request, model_dir, chosen, on_progress)
 
 
 @contextlib.contextmanager
@@ -272,41 +270,29 @@ def _query_vectors(tower: "Tower", queries: Any, candidates: Candidates) -> tupl
     return _sample(candidates, QUERIES), "candidates"
 
 
-class _Request:
-    """The export of a retrieval; see ExportRequest."""
+def _request(checkpoint: WithCandidates, source: Source, query: "str | Factory", index: _Index) -> ExportRequest:
+    from tpuembed.export.graph.dense_weights import restore_dense_weights
+    from tpuembed.export.graph.keras_model import build_model
+    from tpuembed.export.graph.signature import quantization_of
+    from tpuembed.export.graph.stacked_tables import StackedTables
+    from tpuembed.retrieval.graph import RetrievalModel
 
-    is_model = True
-    dropped_features: tuple[str, ...] = ()
+    stacked = StackedTables.of(checkpoint)
+    tower = build_model(query, stacked)
+    tower.compare_vocabularies(checkpoint.path, stacked.given_names(checkpoint))
+    tower.check_features(checkpoint.path, checkpoint.layer_config, None)
 
-    def __init__(self, checkpoint: WithCandidates, query: "str | Factory", index: _Index) -> None:
-        from tpuembed.export.graph.keras_model import build_model
-        from tpuembed.export.graph.signature import quantization_of
-        from tpuembed.export.graph.stacked_tables import StackedTables
+    def dense() -> list[Any]:
+        restore_dense_weights(tower.model, checkpoint, stacked.required, allow_unused_weights=True)
+        return tower.state()
 
-        self._checkpoint, self._index = checkpoint, index
-        self._sources = StackedTables.of(checkpoint)
-        self._query = build_model(query, self._sources)
-        self._query.compare_vocabularies(checkpoint.path, self._sources.given_names(checkpoint))
-        self._query.check_features(checkpoint.path, checkpoint.layer_config, None)
-        self.quantization: Mapping[str, QuantizationConfig] = quantization_of(
-            checkpoint.layer_config, self._sources.quantization, {}
-        )
-        self.index_tables: Sequence[str] = [index.entry.table]
-        self.tables: Sequence[str] = [*self._sources.required, index.entry.table]
-        self.whole_tables: Sequence[str] = self._sources.read_whole
-
-    def save_graph(self, plan: ExportPlan, folder: Path) -> SavedGraph:
-        from tpuembed.export.graph.dense_weights import restore_dense_weights
-        from tpuembed.export.graph.saved_model import save_graph
-        from tpuembed.retrieval.graph import RetrievalModel
-
-        def dense() -> list[Any]:
-            restore_dense_weights(
-                self._query.model, self._checkpoint, self._sources.required, allow_unused_weights=True
-            )
-            return self._query.state()
-
-        model = RetrievalModel(self._query, self._sources, self._index.entry, self._index.arrays)
-        return save_graph(
-            model, self._sources, plan.stacks, dense, folder, plan.layout, require_finite=plan.require_finite
-        )
+    return ExportRequest(
+        checkpoint=checkpoint,
+        source=source,
+        tables=[*stacked.required, index.entry.table],
+        save_graph=saving(RetrievalModel(tower, stacked, index.entry, index.arrays), stacked, dense),
+        is_model=True,
+        whole_tables=stacked.read_whole,
+        index_tables=[index.entry.table],
+        quantization=quantization_of(checkpoint.layer_config, stacked.quantization, {}),
+    )

@@ -32,7 +32,7 @@ from tpuembed.formats.saved_model import file_crc32c
 from tpuembed.manifest import HistoryEntry
 from tpuembed.manifest.row_history import RowHistory
 
-__all__ = ["Search", "TooManyRowsError", "stamped_tables"]
+__all__ = ["Search", "stamped_tables"]
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -42,10 +42,6 @@ _SHARD_BYTES: Final = 64 << 20
 _WORDS_AT_ONCE: Final = 1 << 20
 _STAMPS_AT_ONCE: Final = 1 << 20
 _BITS_SET: Final = np.array([number.bit_count() for number in range(256)], np.uint8)
-
-
-class TooManyRowsError(Exception):
-    """More bytes differ from the base than an overlay may have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,14 +72,14 @@ class Search:
         max_bytes: float,
         on_result: Callable[[ShardResult], None],
         on_progress: Callable[[int, int], None],
-    ) -> tuple[tuple[StackPlan, ...], dict[str, int]]:
+    ) -> tuple[tuple[StackPlan, ...], dict[str, int]] | None:
         """Write the rows that differ into files in `folder`, named ArrayPlan.file.
 
         Returns:
             The stacks of the plan with their overlays, and the checksum of each file that was written, by the name of its array.
+            None if more than `max_bytes` differ.
 
         Raises:
-            TooManyRowsError: more than `max_bytes` differ.
             CheckpointError: the checkpoint cannot be read.
             ExportError: the base cannot be read, or a row cannot be stored.
         """
@@ -99,17 +95,19 @@ class Search:
                     done += task.size
                     on_progress(done, plan.table_bytes)
                     if sum(files.bytes_written for files in found.values()) > max_bytes:
-                        raise TooManyRowsError
+                        return None
             finally:
                 pool.shutdown(cancel_futures=True)
         full, made, crc32c = self.full_crc32c(), [], dict[str, int]()
         for stack in plan.stacks:
             files, is_whole = found[stack.name], self._is_whole(stack)
+            if files.rows > _MOST_ROWS and not is_whole:
+                return None
             overlay, own = files.finish(full.get(stack.name), is_whole=is_whole)
             made.append(overlay)
             crc32c |= own
         if sum(array.size for stack in made for array in stack.arrays if array.name in crc32c) > max_bytes:
-            raise TooManyRowsError
+            return None
         return tuple(made), crc32c
 
     @property
@@ -302,14 +300,14 @@ class _StackFiles:
     def __init__(self, stack: StackPlan, folder: Path) -> None:
         self._stack, self._folder = stack, folder
         self._bits = np.zeros(-(-stack.rows // 32), np.uint32)
-        self._rows, self._has_changes = 0, False
+        self.rows, self._has_changes = 0, False
         self._path = folder / f"{stack.name}_rows.data"
         self._path.touch()
 
     @property
     def bytes_written(self) -> int:
         """Return the bytes of changed rows so far."""
-        return self._rows * self._stack.row_bytes * self._has_changes
+        return self.rows * self._stack.row_bytes * self._has_changes
 
     def add(self, changed: _ChangedRows) -> None:
         """Append the rows of the next shard."""
@@ -321,7 +319,7 @@ class _StackFiles:
             for piece in changed.rows:
                 file.write(piece.data)
         _set_bits(self._bits, numbers)
-        self._rows += len(numbers)
+        self.rows += len(numbers)
 
     def finish(self, crc32c: int | None, *, is_whole: bool) -> tuple[StackPlan, dict[str, int]]:
         """Write the other files. Return the stack with its overlay, and the checksum of every file that is not the base's."""
@@ -333,9 +331,7 @@ class _StackFiles:
             assert crc32c is not None, "a stack that is written whole is read whole"
             self._path.rename(self._folder / stack.file)
             return stack, {stack.name: crc32c}
-        if self._rows > _MOST_ROWS:
-            raise TooManyRowsError
-        overlaid = dataclasses.replace(stack, overlay_rows=self._rows)
+        overlaid = dataclasses.replace(stack, overlay_rows=self.rows)
         _, own, words = overlaid.arrays
         (self._folder / words.file).write_bytes(_words(self._bits).data)
         return overlaid, {array.name: file_crc32c(self._folder / array.file) for array in (own, words)}

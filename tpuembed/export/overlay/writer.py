@@ -6,11 +6,10 @@ import filecmp
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.overlay.base import BaseVersion
@@ -18,6 +17,7 @@ from tpuembed.export.overlay.changes import Search, stamped_tables
 from tpuembed.export.plan.plan import ExportPlan, format_bytes
 from tpuembed.export.publish.folder import FolderWriter, check_free, lock_folder
 from tpuembed.export.report import StreamReport
+from tpuembed.export.request import ExportRequest
 from tpuembed.export.stream.execute import check_source
 from tpuembed.export.stream.shard import ShardResult, Source, open_source
 from tpuembed.formats.saved_model import GRAPH_FILE
@@ -71,29 +71,37 @@ class OverlayWriter(FolderWriter):
 
     def changes(
         self,
-        checkpoint: Checkpoint,
-        source: Source,
-        whole: Sequence[str],
+        request: ExportRequest,
         histories: Mapping[str, HistoryEntry],
         on_result: Callable[[ShardResult], None],
         on_progress: Callable[[int, int], None],
-    ) -> tuple[StreamReport, int]:
+    ) -> StreamReport | None:
         """Write the files of the overlay and link those of the base. `plan` then has the overlays.
 
         Returns:
-            The report, and the number of rows that were compared with those of the base.
+            The report, or None if more than MAX_SHARE of the tables differs from the base.
 
         Raises:
-            TooManyRowsError: more than MAX_SHARE of the tables differs from the base.
             CheckpointError: the checkpoint cannot be read, or does not have its recorded checksums.
             ExportError: the base cannot be read or linked.
         """
         started, folder, plan = time.monotonic(), self.folder / "overlay", self.plan
         folder.mkdir()
+        whole = request.whole_tables
         stamped = stamped_tables(plan, self.base, whole, histories, self.options.max_error)
-        search = Search(checkpoint=checkpoint, source=source, plan=plan, base=self.base, whole=whole, stamped=stamped)
-        stacks, crc32c = search.run(folder, MAX_SHARE * plan.table_bytes, on_result, on_progress)
-        with open_source(source) as again:  # raises if the source has changed meanwhile
+        search = Search(
+            checkpoint=request.checkpoint,
+            source=request.source,
+            plan=plan,
+            base=self.base,
+            whole=whole,
+            stamped=stamped,
+        )
+        found = search.run(folder, MAX_SHARE * plan.table_bytes, on_result, on_progress)
+        if found is None:
+            return None
+        stacks, crc32c = found
+        with open_source(request.source) as again:  # raises if the source has changed meanwhile
             check_source(again, plan, search.results)
         self.plan = dataclasses.replace(plan, stacks=stacks)
         linked = {entry.name: entry for entry in self.base.manifest.stacks if entry.name not in crc32c}
@@ -102,7 +110,7 @@ class OverlayWriter(FolderWriter):
                 self._link(self.base.path / linked[stack.name].file, folder / stack.file)
         reused = sum(entry.size for entry in linked.values())
         written = sum(array.size for stack in stacks for array in stack.arrays if array.name in crc32c)
-        report = StreamReport(
+        return StreamReport(
             folder=folder,
             crc32c={**crc32c, **{name: entry.crc32c for name, entry in linked.items()}},
             bytes_written=written + reused,
@@ -113,8 +121,9 @@ class OverlayWriter(FolderWriter):
             base=self.base.entry,
             base_files={name: entry.file for name, entry in linked.items()},
             full_crc32c=search.full_crc32c(),
+            rows_changed=sum(stack.overlay_rows or 0 for stack in stacks),
+            rows_compared=search.rows_compared(),
         )
-        return report, search.rows_compared()
 
     def _link(self, source: Path, target: Path) -> None:
         try:
