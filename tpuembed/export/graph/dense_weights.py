@@ -145,7 +145,8 @@ def _difference(names: Names, wanted: Objects, saved: Objects, failures: Sequenc
     if not failures:
         said.append(f"Names do not match: {error}.")
     said.append(
-        "Build the model as it was trained, give its layers names, or name the saved model with --checkpoint-option root=PATH."
+        "Build the model as it was trained, give its layers names, as in keras.layers.Dense(1, name='watch'), before you train, or "
+        "name the saved model with --checkpoint-option root=PATH."
     )
     return " ".join(said)
 
