@@ -26,9 +26,9 @@ from tpuembed.errors import ConfigError
 from tpuembed.formats.saved_model import GRAPH_FILE, mapped_from
 from tpuembed.manifest import FeatureEntry, Manifest, Packing
 from tpuembed.native.search import EXCLUDE
+from tpuembed.row_proof import Verdict, prove
 from tpuembed_serving.batching.concat import count_rows
 from tpuembed_serving.batching.known_ids import known_ids
-from tpuembed_serving.batching.row_proof import Verdict, prove
 from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.servable import Array, Merging, Signature

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tests.support.serving.row_graphs import RowGraph
+from tests.support.row_graphs import RowGraph
 
 SPECS: Final = {
     "x": tf.TensorSpec([None, 4], tf.float32),

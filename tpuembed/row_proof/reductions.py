@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from tpuembed_serving.batching.row_proof.elementwise import is_one_width
-from tpuembed_serving.batching.row_proof.rules import (
+from tpuembed.row_proof.elementwise import is_one_width
+from tpuembed.row_proof.rules import (
     COUNT_KINDS,
     DEPENDS_ON_WIDTH,
     USES_POSITION,
@@ -23,7 +23,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     rule,
     rule_of_axes,
 )
-from tpuembed_serving.batching.row_proof.values import ONE, Kind, MixedError, Size, Value, equal_size, same
+from tpuembed.row_proof.values import ONE, Kind, MixedError, Size, Value, equal_size, same
 
 _OF_ALL: Final = {"All": Kind.EVERY, "Any": Kind.SOME, "Min": Kind.LOWEST, "Max": Kind.HIGHEST}
 """What a reduction over the rows is. It may be reduced in the same way again."""

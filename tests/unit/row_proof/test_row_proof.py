@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
 
-from tests.support.serving.row_graphs import RowGraph
+from tests.support.row_graphs import RowGraph
 from tpuembed import FeatureConfig, TableConfig
 from tpuembed.lookup import ids_of
-from tpuembed_serving.batching.row_proof import prove
+from tpuembed.row_proof import prove
 
 SPECS = {
     "x": tf.TensorSpec([None, 4], tf.float32),

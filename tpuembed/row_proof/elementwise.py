@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tpuembed_serving.batching.row_proof.rules import (
+from tpuembed.row_proof.rules import (
     DEPENDS_ON_WIDTH,
     MOST_KNOWN_NUMBERS,
     USES_BATCH_SIZE,
@@ -21,7 +21,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     rows_value,
     rule,
 )
-from tpuembed_serving.batching.row_proof.values import Kind, MixedError, Size, Value, broadcast, same
+from tpuembed.row_proof.values import Kind, MixedError, Size, Value, broadcast, same
 
 __all__ = ["is_one_width"]
 

@@ -4,6 +4,6 @@ The proof shows two things. The outputs of concatenated rows are the concatenate
 succeeds, each of its requests alone would succeed. All inputs of a batch have the same sizes except the first.
 """
 
-from tpuembed_serving.batching.row_proof.walk import Verdict, prove
+from tpuembed.row_proof.walk import Verdict, prove
 
 __all__ = ["Verdict", "prove"]

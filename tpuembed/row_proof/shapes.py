@@ -6,8 +6,8 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tpuembed_serving.batching.row_proof.elementwise import is_one_width
-from tpuembed_serving.batching.row_proof.rules import (
+from tpuembed.row_proof.elementwise import is_one_width
+from tpuembed.row_proof.rules import (
     COUNT_KINDS,
     DEPENDS_ON_WIDTH,
     MOST_KNOWN_NUMBERS,
@@ -26,7 +26,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     rule_of_axes,
     vector_of,
 )
-from tpuembed_serving.batching.row_proof.values import ONE, Kind, MixedError, Size, Value, broadcast, equal_size, same
+from tpuembed.row_proof.values import ONE, Kind, MixedError, Size, Value, broadcast, equal_size, same
 
 
 @rule("Shape", "ShapeN", "Size", "Rank")

@@ -1,6 +1,6 @@
 """Rules of the lists of tensors that loops keep."""
 
-from tpuembed_serving.batching.row_proof.rules import (
+from tpuembed.row_proof.rules import (
     USES_BATCH_SIZE,
     NodeCall,
     arranged,
@@ -10,7 +10,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     rows_value,
     rule,
 )
-from tpuembed_serving.batching.row_proof.values import Kind, MixedError, Size, Value, same
+from tpuembed.row_proof.values import Kind, MixedError, Size, Value, same
 
 
 @rule("TensorListReserve", "EmptyTensorList")

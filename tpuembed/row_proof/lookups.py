@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tpuembed_serving.batching.row_proof.rules import (
+from tpuembed.row_proof.rules import (
     DEPENDS_ON_WIDTH,
     OUTPUTS,
     TAKES_ROWS,
@@ -16,7 +16,7 @@ from tpuembed_serving.batching.row_proof.rules import (
     rows_value,
     rule,
 )
-from tpuembed_serving.batching.row_proof.values import ROWS, Kind, MixedError, Size, Value, same
+from tpuembed.row_proof.values import ROWS, Kind, MixedError, Size, Value, same
 
 
 @rule("GatherV2", "ResourceGather")

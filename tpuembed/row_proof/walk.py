@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from tpuembed.manifest import LOOKUP_SCOPE
-from tpuembed_serving.batching.row_proof import elementwise, lookups, reductions, shapes, tensor_lists
-from tpuembed_serving.batching.row_proof.rules import OUTPUTS, RULES, NodeCall
-from tpuembed_serving.batching.row_proof.values import ROWS, Kind, MixedError, Size, Value, mixed, same
+from tpuembed.row_proof import elementwise, lookups, reductions, shapes, tensor_lists
+from tpuembed.row_proof.rules import OUTPUTS, RULES, NodeCall
+from tpuembed.row_proof.values import ROWS, Kind, MixedError, Size, Value, mixed, same
 
 __all__ = ["Verdict", "prove"]
 

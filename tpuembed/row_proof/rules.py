@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
-from tpuembed_serving.batching.row_proof.values import Kind, MixedError, Size, Value, same
+from tpuembed.row_proof.values import Kind, MixedError, Size, Value, same
 
 __all__ = [
     "COUNT_KINDS",
