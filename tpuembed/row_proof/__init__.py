@@ -4,6 +4,13 @@ The proof shows two things. The outputs of concatenated rows are the concatenate
 succeeds, each of its requests alone would succeed. All inputs of a batch have the same sizes except the first.
 """
 
+from typing import Final
+
 from tpuembed.row_proof.walk import Verdict, prove
 
-__all__ = ["Verdict", "prove"]
+__all__ = ["VERSION", "Verdict", "prove"]
+
+VERSION: Final = 1
+"""The version of the proof, which exports keep with its verdicts. Raise it with each change of a rule, or of a reason's text: a
+server then ignores the verdicts of earlier exports, which may be wrong, and proves again.
+"""
