@@ -201,7 +201,7 @@ def product_of_ranks(x: Any) -> Any:
 
 
 def unknown_table() -> Any:
-    return tf.einsum("ij,jk->ik", tf.constant(TABLE), tf.constant(KERNEL))
+    return tf.gather_nd(tf.constant(TABLE), tf.range(50)[:, None])
 
 
 def raw_branch(condition: Any, x: Any, one: Any, other: Any) -> Any:
