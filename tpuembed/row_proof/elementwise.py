@@ -27,7 +27,7 @@ def _const(call: NodeCall) -> Value:
     return same(shape, [Size.of(int(number)) for number in array.flat] if dtype.is_integer else None, array)
 
 
-@rule("Variable", "VariableV2", "ImmutableConst", "VarHandleOp", "HashTableV2", "MutableHashTableV2")
+@rule("Variable VariableV2 ImmutableConst VarHandleOp HashTableV2 MutableHashTableV2")
 def _variable(call: NodeCall) -> Value:
     if "Table" in call.op:
         return Value(Kind.HANDLE)
@@ -46,8 +46,8 @@ def _find(call: NodeCall) -> list[Value] | Value:
 
 
 rule("ReadVariableOp")(lambda call: call.inputs[0].held)
-rule("LookupTableSizeV2", "TensorListLength")(lambda _: same(()))
-rule("Identity", "IdentityN", "StopGradient", "PreventGradient")(lambda call: list(call.inputs))
+rule("LookupTableSizeV2 TensorListLength")(lambda _: same(()))
+rule("Identity IdentityN StopGradient PreventGradient")(lambda call: list(call.inputs))
 
 
 # ---- one by one
@@ -176,7 +176,7 @@ _ELEMENTWISE: Final = """
 """
 
 
-@rule(*_ELEMENTWISE.split())
+@rule(_ELEMENTWISE)
 def _elementwise(call: NodeCall) -> Value:
     inputs = call.inputs
     if call.op == "BiasAdd" and call.attr("data_format").s not in (b"", b"NHWC"):
@@ -231,14 +231,14 @@ def _cast(call: NodeCall) -> Value:
     return value
 
 
-@rule("ZerosLike", "OnesLike")
+@rule("ZerosLike OnesLike")
 def _like(call: NodeCall) -> Value:
     (value,) = call.inputs
     value.of(Kind.SAME, Kind.ROWS, Kind.POINTER).unpadded()
     return same(value.shape) if value.kind is Kind.SAME else Value.rows(value.shape, value.axis)
 
 
-@rule("EnsureShape", "PlaceholderWithDefault")
+@rule("EnsureShape PlaceholderWithDefault")
 def _ensure_shape(call: NodeCall) -> Value:
     (value,) = call.inputs
     wanted = call.sizes(call.attr("shape").shape)

@@ -7,7 +7,7 @@ import tensorflow as tf
 from tpuembed.row_proof.values import ONE, OUTPUTS, ROWS, Kind, MixedError, NodeCall, Size, Value, Why, rule, same
 
 
-@rule("GatherV2", "ResourceGather")
+@rule("GatherV2 ResourceGather")
 def _gather(call: NodeCall) -> Value:
     params, indices = call.inputs[:2]
     params = params.held if call.op.startswith("Resource") else params
@@ -55,7 +55,7 @@ def _gather(call: NodeCall) -> Value:
     return Value(params.kind, found, axis + indices.axis, sizes=sizes, target=params.target)
 
 
-@rule("GatherNd", "ResourceGatherNd")
+@rule("GatherNd ResourceGatherNd")
 def _gather_nd(call: NodeCall) -> Value:
     params, indices = call.inputs[:2]
     params = params.held if call.op.startswith("Resource") else params
@@ -98,7 +98,7 @@ def _where(call: NodeCall) -> Value:
 # ---- entries of rows
 
 
-@rule("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd")
+@rule("UnsortedSegmentSum UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd")
 def _unsorted_segment(call: NodeCall) -> Value:
     data, segments, count = call.inputs
     inner, shape = segments.of(Kind.POINTER).unpadded().known_shape, data.of(Kind.ROWS).unpadded().known_shape
@@ -109,12 +109,7 @@ def _unsorted_segment(call: NodeCall) -> Value:
     return Value.rows([count.sizes[0], *shape[len(inner) :]], 0)
 
 
-_SEGMENTS = (
-    "SegmentSum SegmentMean SegmentMax SegmentMin SegmentProd SparseSegmentSum SparseSegmentMean SparseSegmentSqrtN"
-)
-
-
-@rule(*_SEGMENTS.split())
+@rule("SegmentSum SegmentMean SegmentMax SegmentMin SegmentProd SparseSegmentSum SparseSegmentMean SparseSegmentSqrtN")
 def _segments(call: NodeCall) -> Value:
     """One row for each segment; there is none for rows behind the last entry, so that each row must have one."""
     data, *places, segments = (value.unpadded() for value in call.inputs)
@@ -137,7 +132,7 @@ def _segments(call: NodeCall) -> Value:
     return Value.rows([segments.target, *shape[1:]], 0)
 
 
-@rule("Unique", "UniqueV2", outputs=("y", "idx"))
+@rule("Unique UniqueV2", outputs=("y", "idx"))
 def _unique(call: NodeCall) -> list[Value] | Value:
     value = call.inputs[0]
     shape = value.of(Kind.ROWS).unpadded().known_shape

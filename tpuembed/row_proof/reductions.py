@@ -17,7 +17,7 @@ _NEUTRAL: Final = {"Sum": 0, "Any": False, "All": True}
 _SEVERAL: Final = "it makes one of several rows"
 
 
-@rule("Sum", "Mean", "Prod", "Max", "Min", "All", "Any", "EuclideanNorm", "ReduceJoin")
+@rule("Sum Mean Prod Max Min All Any EuclideanNorm ReduceJoin")
 def _reduce(call: NodeCall) -> Value:
     value, keep = call.inputs[0], call.attr("keep_dims").b
     axes = call.inputs[1].numbers() if call.inputs[1].kind is Kind.SAME else None
@@ -59,13 +59,8 @@ def _reduce(call: NodeCall) -> Value:
     return Value.rows(left, axis, counts=counts, fill=value.fill if call.op in ("All", "Any") else None)
 
 
-_OF_AXES: Final = (
-    "ArgMax ArgMin Conv2D LogSoftmax MatrixBandPart MirrorPad OneHot Pad PadV2 ReverseV2 Softmax Transpose"
-)
-
-
 @rule("TopKV2", outputs=("values", "indices"))
-@rule(*_OF_AXES.split())
+@rule("ArgMax ArgMin Conv2D LogSoftmax MatrixBandPart MirrorPad OneHot Pad PadV2 ReverseV2 Softmax Transpose")
 def _of_axes(call: NodeCall) -> Value:
     """An operation that makes something else of some axes, none of which may be that of the rows."""
     value, shape = call.along_axes()
@@ -107,7 +102,7 @@ def _of_axes(call: NodeCall) -> Value:
     return value.arranged(axes, reason)
 
 
-@rule("Cumsum", "Cumprod", "CumulativeLogsumexp")
+@rule("Cumsum Cumprod CumulativeLogsumexp")
 def _cumulative(call: NodeCall) -> Value:
     value, is_sum, reverse = call.inputs[0], call.op == "Cumsum", call.attr("reverse").b
     is_of_lists = value.kind is Kind.ROWS and value.rank == 2 and value.axis == 0 and value.known_shape[1].is_one_width
@@ -149,7 +144,7 @@ def _contracted(call: NodeCall, terms: Sequence[str], out: str) -> Value:
     return Value.rows([sizes[letter] for letter in out], out.index(letters.pop()))
 
 
-@rule("MatMul", "BatchMatMulV2", "BatchMatMulV3")
+@rule("MatMul BatchMatMulV2 BatchMatMulV3")
 def _matmul(call: NodeCall) -> Value:
     ranks = [len(value.known_shape) for value in call.inputs]
     batch = "abcdefgh"[: max(ranks) - 2]
@@ -171,7 +166,7 @@ def _einsum(call: NodeCall) -> Value:
 # ---- lists of tensors
 
 
-@rule("TensorListReserve", "EmptyTensorList")
+@rule("TensorListReserve EmptyTensorList")
 def _new_list(call: NodeCall) -> Value:
     if call.inputs[1].kind is not Kind.SAME:
         raise MixedError(Why.USES_BATCH_SIZE)
@@ -187,7 +182,7 @@ def _list_of(call: NodeCall) -> Value:
     return _with_element(Value(Kind.LIST, declared=_declared(wanted)), value)
 
 
-@rule("TensorListSetItem", "TensorListPushBack")
+@rule("TensorListSetItem TensorListPushBack")
 def _set_item(call: NodeCall) -> Value:
     kept, *index, value = call.inputs
     if any(one.kind is not Kind.SAME for one in index) or call.attr("resize_if_index_out_of_bounds").b:
@@ -195,7 +190,7 @@ def _set_item(call: NodeCall) -> Value:
     return _with_element(kept, value)
 
 
-@rule("TensorListGetItem", "TensorListStack")
+@rule("TensorListGetItem TensorListStack")
 def _taken(call: NodeCall) -> Value:
     """Any tensor of a list, or all. One that was never set is zeros of the shape that is declared, or wanted."""
     kept, *index, wanted = call.inputs

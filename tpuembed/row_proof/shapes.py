@@ -10,7 +10,7 @@ from typing import Any
 from tpuembed.row_proof.values import ONE, Kind, MixedError, NodeCall, Size, Value, Why, rule, same
 
 
-@rule("Shape", "ShapeN", "Size", "Rank")
+@rule("Shape ShapeN Size Rank")
 def _shape(call: NodeCall) -> list[Value]:
     found, is_shape = [], call.op.startswith("Shape")
     for value in call.inputs:
@@ -73,7 +73,7 @@ def _reshape(call: NodeCall) -> Value:
     return Value(value.kind, shape, axes[0], target=value.target, counts=value.counts, fill=fill)
 
 
-@rule("ExpandDims", "Squeeze")
+@rule("ExpandDims Squeeze")
 def _other_rank(call: NodeCall) -> Value:
     """Adds or removes dimensions of size 1. All other things stay: positions, padding, how far the numbers go."""
     value = call.inputs[0]
@@ -146,7 +146,7 @@ def _unpack(call: NodeCall) -> list[Value] | Value:
     return value.arranged(others, Why.TAKES_ROWS)
 
 
-@rule("Split", "SplitV")
+@rule("Split SplitV")
 def _split(call: NodeCall) -> list[Value] | Value:
     value, axis_at = (call.inputs[1], 0) if call.op == "Split" else (call.inputs[0], 2)
     shape = value.of(Kind.ROWS, Kind.SAME).unpadded().known_shape

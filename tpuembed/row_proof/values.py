@@ -379,13 +379,13 @@ OUTPUTS: Final[dict[str, Callable[[Any], list[tuple[str, int]]]]] = {}
 """Of operations with several named outputs: the names, and how many tensors each is."""
 
 
-def rule(*ops: str, outputs: Sequence[str] = ()) -> Callable[[Rule], Rule]:
+def rule(ops: str, outputs: Sequence[str] = ()) -> Callable[[Rule], Rule]:
     """Return a decorator that adds a rule to RULES. `outputs` names the outputs if they are several, of one tensor each."""
 
     def add(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(ops, rule))
+        RULES.update(dict.fromkeys(ops.split(), rule))
         if outputs:
-            OUTPUTS.update(dict.fromkeys(ops, lambda _: [(name, 1) for name in outputs]))
+            OUTPUTS.update(dict.fromkeys(ops.split(), lambda _: [(name, 1) for name in outputs]))
         return rule
 
     return add
