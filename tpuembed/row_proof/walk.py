@@ -26,8 +26,9 @@ _CALLS: Final = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _BRANCHES: Final = frozenset({"If", "StatelessIf"})
 _LOOPS: Final = frozenset({"While", "StatelessWhile"})
 _EFFECTS: Final = ("Assert", "Assign", "LookupTableInsert", "LookupTableImport", "ResourceScatter")
-_SCALARS: Final = frozenset({"AddV2", "Cast", "Mul", "Sub"})
-"""Operations that make a scalar of scalars."""
+_SCALARS: Final = frozenset({"AddV2", "Cast", "Maximum", "Minimum", "Mul", "Sub"})
+"""Operations that make a scalar of scalars, and do not fail."""
+_NEVER_FAIL: Final = frozenset({"Cast", "Identity", "IdentityN", "Shape", "Size"})
 _DEPTH: Final = 64
 _FAILS: Final = "it always fails"
 _NOT_OF_ROWS: Final = "a lookup's ids are not those of the rows"
@@ -223,15 +224,17 @@ class _GraphWalk:
             return self._branch(node, inputs, places)
         if node.op in _LOOPS:
             return self._loop(node, inputs), ""
-        first = next((value for value in inputs if value.kind is Kind.MIXED), None)
-        if first is not None and node.op in ("Maximum", "Minimum"):
-            return [_bounded(node, *inputs)], ""
         rule = RULES.get(node.op)
         if rule is None:
             raise MixedError("it is not in the table of operations")
+        first = next((value for value in inputs if value.kind is Kind.MIXED), None)
         if first is not None:
-            known = () if node.op in _SCALARS and all(value.shape == () for value in inputs) else None
-            return [Value(Kind.MIXED, known, reason=first.reason)], ""
+            is_scalar = node.op in _SCALARS and all(value.shape == () for value in inputs)
+            found = Value(Kind.MIXED, () if is_scalar else None, reason=first.reason)
+            if is_scalar and node.op in ("Maximum", "Minimum"):
+                found = _bounded(node.op, first, inputs[inputs[0] is first])
+            # All others may fail by what is in the run, also where only a message of an assertion has their values.
+            return [found], "" if is_scalar or node.op in _NEVER_FAIL else first.reason
         call = NodeCall(node, inputs, self.symbol)
         try:
             made = rule(call)
@@ -323,15 +326,14 @@ def _hidden(body: _Body, name: str, found: Mapping[str, Sequence[Value]]) -> str
     return next((value.reason for value in found.get(name, ()) if value.kind is Kind.MIXED), "")
 
 
-def _bounded(node: Any, one: Value, other: Value) -> Value:
-    """The size that a mixed value, whose `sizes` are lower bounds, is bounded to from both sides, as TensorFlow bounds counts."""
-    unknown, size = (one, other) if one.kind is Kind.MIXED else (other, one)
-    if unknown.shape == () and size.kind in (Kind.SAME, Kind.SIZE) and size.sizes is not None and size.shape == ():
-        if node.op == "Maximum":
+def _bounded(op: str, unknown: Value, size: Value) -> Value:
+    """The size that a mixed scalar, whose `sizes` are lower bounds, is bounded to from both sides, as TensorFlow bounds counts."""
+    if size.kind in (Kind.SAME, Kind.SIZE) and size.sizes is not None:
+        if op == "Maximum":
             return dataclasses.replace(unknown, sizes=size.sizes)
         if unknown.sizes is not None and unknown.sizes[0].at_least(size.sizes[0]):
             return size
-    return Value(Kind.MIXED, reason=unknown.reason)
+    return Value(Kind.MIXED, (), reason=unknown.reason)
 
 
 _KEEP_IDS: Final = ("Cast", "EnsureShape", "Identity", "IdentityN", "Maximum", "Minimum", "Select", "SelectV2")

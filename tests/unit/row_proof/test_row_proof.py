@@ -152,6 +152,13 @@ def summed_backward(e: Any, fill: int, *, reverse: bool = True) -> Any:
     return tf.reduce_sum(tf.gather(TABLE, tf.math.floormod(tf.ragged.boolean_mask(sums, sums > 0), 50)), 1)
 
 
+def fails_in_a_message(x: Any) -> Any:
+    """What an assertion would say fails for one row, and not for two."""
+    words = tf.gather(tf.constant([1.0, 2.0]), 3 - tf.minimum(tf.shape(x)[0], 3))
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(x > -9), [words])]):
+        return tf.identity(x)
+
+
 def asserted_of_some(x: Any, flag: Any) -> Any:
     with tf.control_dependencies([tf.debugging.Assert(tf.reduce_any(flag), ["none"])]):
         return tf.identity(x)
@@ -488,6 +495,7 @@ MIXING: dict[str, Graph] = {
     )[1],
     "a loop that carries a mean": carried,
     "an assertion on the sum": asserted,
+    "a message that fails for one row": fails_in_a_message,
     "an assertion that some row holds": asserted_of_some,
     "lists whose last rows may be left out": lambda e: tf.nn.embedding_lookup_sparse(
         tf.constant(TABLE), parsed(e, **LISTS)["ids"], None, combiner="sum"
