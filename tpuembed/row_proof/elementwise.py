@@ -102,7 +102,11 @@ def _of_sizes(call: NodeCall) -> Value | None:
     shape = (Size.of(count),) if any(value.rank for value in known) else ()
     if call.op in _COMPARISONS:
         outcomes = [_compared(call.op, *pair) for pair in pairs]
-        return None if None in outcomes else same(shape, array=np.array(outcomes).reshape([count] if shape else []))
+        if None not in outcomes:
+            return same(shape, array=np.array(outcomes).reshape([count] if shape else []))
+        # Of numbers that are the same in every run, the outcome is the same in every run, whatever it is.
+        unknown = [size for outcome, pair in zip(outcomes, pairs, strict=True) if outcome is None for size in pair]
+        return same(shape) if all(size.is_same for size in unknown) else None
     numbers = [number for pair in pairs if (number := _arithmetic(call, *pair)) is not None]
     return None if len(numbers) < count else Value.integers(numbers, shape, call.dtype())
 

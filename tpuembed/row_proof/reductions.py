@@ -52,7 +52,10 @@ def _reduce(call: NodeCall) -> Value:
     if value.axis in gone:
         is_known = kind in (Kind.EVERY, Kind.SOME) or (kind is not None and call.dtype().is_integer)
         if kind is None or not is_known or any(size.has("w") for size in left):
-            raise MixedError(_SEVERAL)
+            if left:
+                raise MixedError(_SEVERAL)
+            # It cannot fail, so that an assertion may have it in its message.
+            return Value(Kind.MIXED, (), reason=f"{call.node.name} ({call.op}): {_SEVERAL}")
         return Value(kind, left, width=value.width if call.op == "Max" and not left else None)
     axis = value.axis if keep else value.axis - sum(one < value.axis for one in gone)
     counts = value.counts if call.op == "Sum" else None

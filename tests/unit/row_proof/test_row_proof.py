@@ -159,6 +159,14 @@ def fails_in_a_message(x: Any) -> Any:
         return tf.identity(x)
 
 
+def asserted_of_widths(x: Any, ids: Any) -> Any:
+    """Sizes that are the same in every run are compared, and a message has a sum over all rows."""
+    is_one = tf.reduce_all(tf.equal(tf.shape(ids), tf.stack([tf.shape(x)[0], 3])))
+    sums = [tf.reduce_sum(x), tf.math.count_nonzero(x < 0)]
+    with tf.control_dependencies([tf.debugging.Assert(is_one, sums), tf.debugging.Assert(tf.reduce_all(x < 9), sums)]):
+        return tf.identity(x)
+
+
 def asserted_of_some(x: Any, flag: Any) -> Any:
     with tf.control_dependencies([tf.debugging.Assert(tf.reduce_any(flag), ["none"])]):
         return tf.identity(x)
@@ -671,6 +679,7 @@ APART: dict[str, Graph] = {
     "entries of rows": summed_by_row,
     "a constant decides": weighted,
     "assertions on ids": guarded,
+    "assertions on widths": asserted_of_widths,
     "strings": lambda s: tf.strings.join([tf.strings.upper(s), "x", tf.strings.substr(s, 0, 1)]),
     "hashes and tables": hashed,
     "buckets": lambda x: tf.raw_ops.Bucketize(input=x, boundaries=[-1.0, 0.0, 1.0]),
