@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tests.support.row_graphs import RowGraph
@@ -143,6 +144,24 @@ WRAPPERS: Final[dict[str, Callable[[Step], Step]]] = {
     ),
     "function": lambda step: lambda x, i: tf.function(step, autograph=False)(x, i),
 }
+
+
+def graph_of(step: Step) -> RowGraph:
+    return RowGraph(lambda **inputs: step(inputs["x"], inputs), SPECS)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_step_that_keeps_rows_apart_is_proven(name: str) -> None:
+    with graph_of(APART[name]) as graph:
+        assert graph.verdict.reason == ""
+        assert graph.differences(draw_requests(random.Random(0)), 1e-5) == []
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_step_that_mixes_rows_is_refused(name: str) -> None:
+    with graph_of(MIXING[name]) as graph:
+        assert not graph.verdict.is_proven
+        assert any(graph.differences(draw_requests(random.Random(seed))) for seed in range(12)) or name == "random"
 
 
 def draw_steps(rng: random.Random) -> list[tuple[str, Step, bool]]:
