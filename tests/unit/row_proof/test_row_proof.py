@@ -79,11 +79,6 @@ def listwise(x: Any, flag: Any) -> Any:
     return tf.cond(tf.reduce_any(flag), lambda: tf.nn.softmax(x, axis=0), lambda: x)
 
 
-def carried(x: Any) -> Any:
-    _, found = tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y + tf.reduce_mean(y, 0)), (tf.constant(0), x))
-    return found
-
-
 def partitioned(x: Any, k: Any) -> Any:
     parts = tf.dynamic_partition(x, tf.cast(k > 1, tf.int32), 2)
     return tf.concat(parts, 0)
@@ -98,11 +93,6 @@ def counted_up(x: Any) -> Any:
     calls = tf.compat.v1.get_variable("calls", [], tf.float32, tf.compat.v1.zeros_initializer(), use_resource=True)
     with tf.control_dependencies([calls.assign_add(1.0)]):
         return x + calls.read_value()
-
-
-def ranked(x: Any) -> Any:
-    order = tf.argsort(tf.argsort(x[:, 0]))
-    return x + tf.cast(order, tf.float32)[:, None]
 
 
 LISTS = {"ids": tf.io.VarLenFeature(tf.int64)}
@@ -432,7 +422,6 @@ MIXING: dict[str, Graph] = {
     ),
     "listwise softmax behind a flag": listwise,
     "mean over an unnamed axis of a vector": lambda v: v - tf.reduce_mean(v, -1),
-    "ranks": ranked,
     "random numbers from a constant seed": lambda x: x + tf.random.stateless_uniform(tf.shape(x), [1, 2]),
     "the batch size as a number": lambda k: k + tf.shape(k, tf.int64)[0],
     "the batch size as a fill value": lambda k: tf.fill(tf.shape(k), tf.shape(k)[0]),
@@ -441,15 +430,8 @@ MIXING: dict[str, Graph] = {
     "positions of one hot": lambda x: x + tf.one_hot(tf.range(tf.shape(x)[0]), 4),
     "the first row by its number": lambda x: x + tf.gather(x, [0]),
     "the last row": lambda x: x * x[-1],
-    "rows by ids": lambda x, k: tf.gather(x, k),
     "the next row": lambda x: tf.gather(x, tf.maximum(tf.range(tf.shape(x)[0]) - 1, 0)),
-    "reverse": lambda x: x[::-1],
     "reverse by its operation": lambda x: tf.reverse(x, [0]),
-    "roll": lambda x: tf.roll(x, 1, 0),
-    "outer": lambda v: tf.reduce_sum(v[:, None] * v, 1),
-    "outer by a product": lambda x: tf.linalg.diag_part(
-        tf.matmul(x, x, transpose_b=True) * tf.matmul(x, x, transpose_b=True)
-    ),
     "sum over rows by a product": lambda x: x + tf.matmul(x, x, transpose_a=True)[:1],
     "sum over rows by einsum": lambda x: x + tf.einsum("bi,bj->ij", x, x)[0],
     "a transpose that is taken for rows": lambda x: tf.reshape(tf.transpose(x), [-1, 4]),
@@ -464,8 +446,6 @@ MIXING: dict[str, Graph] = {
         tf.boolean_mask(x, flag), [[0, tf.shape(x)[0] - tf.reduce_sum(tf.cast(flag, tf.int32))], [0, 0]]
     ),
     "a condition on all rows": lambda x, flag: tf.where(tf.reduce_any(flag), x, -x),
-    "a condition on the highest id": lambda x, k: tf.cond(tf.reduce_max(k) > 2, lambda: x, lambda: -x),
-    "a loop that carries a mean": carried,
     "a message that fails for one row": fails_in_a_message,
     "an assertion that some row holds": asserted_of_some,
     "lists whose last rows may be left out": lambda e: tf.nn.embedding_lookup_sparse(
@@ -473,13 +453,11 @@ MIXING: dict[str, Graph] = {
     ),
     "a check of the sum": checked,
     "a variable that is assigned": counted_up,
-    "dropout": lambda x: tf.nn.dropout(x, 0.5),
     "joined strings": lambda s: tf.fill(tf.shape(s), tf.strings.reduce_join(s)),
     "bits of pairs": lambda x: x + tf.cast(tf.size(tf.unique(tf.reshape(x, [-1]))[0]), tf.float32),
     "the widest row": lambda s: (
         tf.strings.split(s).to_tensor("")[:, :1] + tf.as_string(tf.shape(tf.strings.split(s).to_tensor(""))[1])
     ),
-    "l2 over everything": lambda x: tf.math.l2_normalize(x),
     "l2 over rows": lambda x: tf.math.l2_normalize(x, axis=0),
     "a histogram": lambda k: tf.gather(tf.math.bincount(k, minlength=4), k),
     "a scatter": lambda x, k: tf.tensor_scatter_nd_add(x, tf.minimum(k, 0)[:, None], x),
@@ -488,7 +466,6 @@ MIXING: dict[str, Graph] = {
     "concatenated before each other": lambda x: tf.concat([x[:1], x[:-1]], 0),
     "split of rows": lambda x: tf.concat(tf.split(tf.tile(x, [2, 1]), 2)[::-1], 0),
     "tiled rows": lambda x: tf.tile(x, [2, 1])[1 : tf.shape(x)[0] + 1],
-    "a mean of a mask": lambda x, flag: x * tf.reduce_mean(tf.cast(flag, tf.float32)),
     "ragged means over rows": lambda ids: tf.reduce_sum(tf.ragged.boolean_mask(ids, ids >= 0), 0)[:1] + ids[:, 0],
 }
 
@@ -531,22 +508,6 @@ def guarded(k: Any) -> Any:
         ]
     ):
         return tf.gather(TABLE, k)
-
-
-def gru(x: Any) -> Any:
-    """A recurrent cell over a fixed number of steps, by a list of tensors."""
-    steps = tf.transpose(tf.stack([x, x * 2, x * 3], 1), [1, 0, 2])
-    inputs = tf.TensorArray(tf.float32, 3).unstack(steps)
-    outputs = tf.TensorArray(tf.float32, 3)
-
-    def body(i: Any, state: Any, outputs: Any) -> Any:
-        state = tf.tanh(tf.matmul(inputs.read(i), KERNEL) + state)
-        return i + 1, state, outputs.write(i, state)
-
-    _, state, outputs = tf.while_loop(
-        lambda i, *_: i < 3, body, (tf.constant(0), tf.zeros([tf.shape(x)[0], 3]), outputs)
-    )
-    return tf.transpose(outputs.stack(), [1, 0, 2])[:, -1] + state
 
 
 def hashed(s: Any) -> Any:
@@ -598,22 +559,16 @@ APART: dict[str, Graph] = {
     "masked lists": lambda ids: tf.reduce_sum(tf.gather(TABLE, tf.ragged.boolean_mask(ids, ids >= 0)), 1),
     "distinct ids": distinct,
     "a mask of lengths": lambda ids: tf.sequence_mask(tf.reduce_sum(tf.cast(ids >= 0, tf.int32), 1), tf.shape(ids)[1]),
-    "a dense layer": lambda x: tf.nn.relu(tf.nn.bias_add(tf.matmul(x, KERNEL), [1.0, 2.0, 3.0])),
     "ranks of a row": lambda x: tf.argsort(x, 1),
-    "norm of a row": lambda x: tf.math.l2_normalize(x, axis=1),
-    "batch norm": lambda x: tf.nn.batch_normalization(x, KERNEL[0, 0], KERNEL[0, 1] ** 2, None, None, 1e-3),
-    "turned and back": lambda x: tf.transpose(tf.transpose(x) * 2),
-    "turned, and over what was a row": lambda x: tf.reduce_sum(tf.transpose(x), 0),
     "dot of pairs": lambda x: tf.reshape(tf.matmul(*[tf.reshape(x, [-1, 2, 2])] * 2, transpose_b=True), [-1, 4]),
+    "turned, and over what was a row": lambda x: tf.reduce_sum(tf.transpose(x), 0),
     "rank 3": lambda x: tf.tensordot(tf.reshape(x, [tf.shape(x)[0], 2, 2]), KERNEL[:2], 1)[:, :, 0],
-    "ones by the batch size": lambda x: tf.concat([x, tf.ones([tf.shape(x)[0], 1])], 1),
     "a constant decides": weighted,
     "assertions on ids": guarded,
     "assertions on widths": asserted_of_widths,
     "strings": lambda s: tf.strings.join([tf.strings.upper(s), "x", tf.strings.substr(s, 0, 1)]),
     "hashes and tables": hashed,
     "buckets": lambda x: tf.raw_ops.Bucketize(input=x, boundaries=[-1.0, 0.0, 1.0]),
-    "a recurrent cell": gru,
     "a position of a row that is taken back": lambda x: tf.gather(x, tf.range(tf.shape(x)[0])),
     "rows of equal rows": lambda v: tf.cast(tf.range(tf.shape(v)[0]) == tf.range(tf.shape(v)[0]), tf.float32) + v,
     "numbers out of strings": lambda k: tf.strings.to_number(tf.as_string(k), tf.float32),
