@@ -83,7 +83,7 @@ class Manifest:
         histories: of the tables whose rows are tracked, by table.
         names: of the tables that features look up in by name.
         retrieval: the index of candidates; None if the export is no retrieval.
-        row_proof: which signatures keep rows apart. None if the server has to find out, as in fronts and compacted versions.
+        row_proof: which signatures keep rows apart. None if the server has to find out, as in compacted versions.
         row_store: where the rows of the stacks are; None if the version has its tables. A server needs --row-store for it.
     """
 
