@@ -36,6 +36,7 @@ def write_front(folder: Path, manifest: Manifest, entry: RowStoreEntry, target: 
     front = dataclasses.replace(
         manifest,
         row_store=entry,
+        row_proof=None if manifest.layout == "mmap" else manifest.row_proof,  # of another graph
         base=None,
         stacks=tuple(dataclasses.replace(stack, base_file="") for stack in manifest.stacks),
         names=names,

@@ -13,6 +13,7 @@ from tpuembed.manifest import (
     NamesEntry,
     Packing,
     RetrievalEntry,
+    RowProofEntry,
     TensorSpec,
     VocabularyEntry,
 )
@@ -59,6 +60,7 @@ class SavedGraph:
     Attributes:
         array_keys: name of a stack's array -> checkpoint key of its variable.
         signatures, features, vocabularies, padding, packing, from_activations, names, retrieval: as the manifest lists them.
+        row_proof: without `sha256`, because the paths in the graph are not final. None if nobody proved anything.
     """
 
     array_keys: Mapping[str, str]
@@ -70,6 +72,7 @@ class SavedGraph:
     from_activations: FromActivations
     names: tuple[NamesEntry, ...] = ()
     retrieval: RetrievalEntry | None = None
+    row_proof: RowProofEntry | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ __all__ = [
     "Packing",
     "QuantizationEntry",
     "RetrievalEntry",
+    "RowProofEntry",
     "RowStoreEntry",
     "StackEntry",
     "TableEntry",
@@ -332,6 +333,21 @@ class RetrievalEntry:
                 )
         if self.index == "ivf" and not 1 <= self.nprobe <= self.partitions:
             raise ConfigError(f"retrieval: nprobe must be from 1 to {self.partitions}, got {self.nprobe}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowProofEntry:
+    """What the row proof found when the version was exported. It holds for exactly this graph, and this proof.
+
+    Attributes:
+        version: `tpuembed.row_proof.VERSION` of the proof.
+        sha256: of saved_model.pb with mapped paths relative to the version's folder; see `relative_graph`.
+        reasons: maps each signature to the reason why its requests may not share a run. Empty if they may.
+    """
+
+    version: int
+    sha256: str
+    reasons: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from tpuembed.manifest.entries import (
     NamesEntry,
     Packing,
     RetrievalEntry,
+    RowProofEntry,
     RowStoreEntry,
     StackEntry,
     TableEntry,
@@ -82,6 +83,7 @@ class Manifest:
         histories: of the tables whose rows are tracked, by table.
         names: of the tables that features look up in by name.
         retrieval: the index of candidates; None if the export is no retrieval.
+        row_proof: which signatures keep rows apart. None if the server has to find out, as in compacted versions.
         row_store: where the rows of the stacks are; None if the version has its tables. A server needs --row-store for it.
     """
 
@@ -103,6 +105,7 @@ class Manifest:
     histories: Mapping[str, HistoryEntry] = dataclasses.field(default_factory=dict)
     names: tuple[NamesEntry, ...] = ()
     retrieval: RetrievalEntry | None = None
+    row_proof: RowProofEntry | None = None
     row_store: RowStoreEntry | None = None
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 import google_crc32c
 
 from tpuembed.errors import ConfigError
-from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c
+from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, relative_graph
 from tpuembed.manifest import ArrayEntry, FileEntry, Manifest
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.models.versions import check_files, is_free
@@ -57,7 +57,7 @@ def _check_file(version_dir: Path, file: str, entry: FileEntry, manifest: Manife
 
 def _graph_crc32c(path: Path, manifest: Manifest) -> int | None:
     try:
-        return graph_crc32c(path.read_bytes(), manifest)
+        return int(google_crc32c.value(relative_graph(path.read_bytes(), manifest)))
     except ConfigError:
         return None
 

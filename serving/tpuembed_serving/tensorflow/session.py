@@ -8,6 +8,7 @@ refuse such a feed in Python; `_make_callable_from_options` passes it on.
 import dataclasses
 import functools
 import gc
+import hashlib
 import itertools
 import logging
 import math
@@ -23,12 +24,12 @@ from tensorflow.python.client import pywrap_tf_session as tf_session
 from tensorflow.python.saved_model import loader_impl
 
 from tpuembed.errors import ConfigError
-from tpuembed.formats.saved_model import GRAPH_FILE, mapped_from
+from tpuembed.formats.saved_model import GRAPH_FILE, mapped_from, relative_graph
 from tpuembed.manifest import FeatureEntry, Manifest, Packing
 from tpuembed.native.search import EXCLUDE
+from tpuembed.row_proof import VERSION, Verdict, prove
 from tpuembed_serving.batching.concat import count_rows
 from tpuembed_serving.batching.known_ids import known_ids
-from tpuembed_serving.batching.row_proof import Verdict, prove
 from tpuembed_serving.core.batch_deadline import remaining_seconds
 from tpuembed_serving.core.log_once import ONCE
 from tpuembed_serving.core.servable import Array, Merging, Signature
@@ -83,6 +84,7 @@ class SavedModelServable:
         self,
         session: Any,
         meta_graph: Any,
+        verdicts: dict[str, Verdict],
         manifest: Manifest | None,
         options: RunOptions,
         where: str,
@@ -94,6 +96,7 @@ class SavedModelServable:
         Args:
             session: has the graph loaded.
             meta_graph: of the SavedModel.
+            verdicts: maps signatures to what is known to be proven of them. All others are proven when they are needed.
             manifest: None if tpuembed did not export it.
             options: how the signatures are run.
             where: the model's folder and version, for messages.
@@ -118,7 +121,7 @@ class SavedModelServable:
         self._is_steady = is_steady and not options.may_wait
         self._meta_graph, self._where = meta_graph, where
         self._merging: dict[str, Merging | None] = {}
-        self._verdicts: dict[str, Verdict] = {}
+        self._verdicts = verdicts
         self._proving = threading.Lock()
         self._callables: dict[str, Callable[..., list[Any]]] = {}
         self._building = threading.RLock()
@@ -455,10 +458,22 @@ def load(version_dir: Path, options: RunOptions | None = None) -> SavedModelServ
     return servable
 
 
-def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) -> tuple[Any, Any]:
+def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) -> tuple[Any, Any, dict[str, Verdict]]:
     loader = loader_impl.SavedModelLoader(str(version_dir))
-    if manifest is not None and manifest.layout == "mmap":
-        loader.saved_model.ParseFromString(_mapped_graph(version_dir, manifest))
+    verdicts: dict[str, Verdict] = {}
+    if manifest is not None:
+        graph = (version_dir / GRAPH_FILE).read_bytes()
+        try:
+            graph = relative_graph(graph, manifest)
+            proof = manifest.row_proof
+            # Whatever the manifest says, its verdicts hold for the graph that they were found for, and for no other one.
+            if proof is not None and (proof.version, proof.sha256) == (VERSION, hashlib.sha256(graph).hexdigest()):
+                verdicts = {name: Verdict(reason) for name, reason in proof.reasons.items()}
+            if manifest.layout == "mmap":
+                graph = mapped_from(graph, manifest, version_dir.absolute())
+        except ConfigError as error:
+            raise StatusError(Code.DATA_LOSS, f"version {version_dir.name}: {error}") from None
+        loader.saved_model.ParseFromString(graph)  # the bytes that were compared
     meta_graph = loader.get_meta_graph_def_from_tags([tf.saved_model.SERVING])
     _check_variables(version_dir, meta_graph)
     on_caller = not options.timeout_ms or _is_steady(meta_graph.graph_def, manifest)
@@ -480,15 +495,7 @@ def _restore(version_dir: Path, manifest: Manifest | None, options: RunOptions) 
     except BaseException:
         session.close()
         raise
-    return session, meta_graph
-
-
-def _mapped_graph(version_dir: Path, manifest: Manifest) -> bytes:
-    """Return the graph with its tables mapped from `version_dir`."""
-    try:
-        return mapped_from((version_dir / GRAPH_FILE).read_bytes(), manifest, version_dir.absolute())
-    except ConfigError as error:
-        raise StatusError(Code.DATA_LOSS, f"version {version_dir.name}: {error}") from None
+    return session, meta_graph, verdicts
 
 
 def _check_variables(version_dir: Path, meta_graph: Any) -> None:

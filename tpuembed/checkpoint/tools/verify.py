@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from tpuembed.checkpoint import find_format, open_checkpoint
@@ -16,7 +17,7 @@ from tpuembed.checkpoint.tools.exports import find_export
 from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from tpuembed.files import FilePath, as_path, names_below, versions
-from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, mapped_folders, size_faults
+from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, mapped_folders, relative_graph, size_faults
 from tpuembed.formats.tensor_bundle import Bundle
 from tpuembed.formats.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
 from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, FileEntry, Manifest
@@ -247,7 +248,7 @@ def _file_fault(version: FilePath, name: str, entry: FileEntry, manifest: Manife
     if name == GRAPH_FILE.as_posix():
         graph = path.read_bytes()
         on_read(entry.size)
-        actual = graph_crc32c(graph, manifest)
+        actual = int(google_crc32c.value(relative_graph(graph, manifest)))
         if manifest.layout == "mmap" and len(folders := mapped_folders(graph, manifest)) > 1:
             return f"maps its tables from several folders: {', '.join(map(repr, sorted(folders)))}"
     elif (size := versions([path])[0].size) != entry.size:

@@ -29,9 +29,11 @@ from tpuembed.manifest import (
     FromActivations,
     Packing,
     RetrievalEntry,
+    RowProofEntry,
     TensorSpec,
     VocabularyEntry,
 )
+from tpuembed.row_proof import VERSION, prove
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["ExportableModel", "save_graph"]
@@ -170,7 +172,14 @@ def save_graph(
         from_activations=from_activations,
         names=names,
         retrieval=retrieval,
+        row_proof=_row_proof(folder),
     )
+
+
+def _row_proof(folder: Path) -> RowProofEntry:
+    (meta_graph,) = saved_model_pb2.SavedModel.FromString((folder / GRAPH_FILE).read_bytes()).meta_graphs
+    reasons = {name: prove(meta_graph, name, is_export=True).reason for name in sorted(meta_graph.signature_def)}
+    return RowProofEntry(version=VERSION, sha256="", reasons=reasons)
 
 
 def _check_finite(variable: Any) -> None:

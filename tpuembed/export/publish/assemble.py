@@ -6,6 +6,7 @@ rewritten.
 """
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from tpuembed.export.publish.layouts import BUNDLE, graph_keys
 from tpuembed.export.publish.version_writer import VersionWriter
 from tpuembed.export.report import SavedGraph, StreamReport
 from tpuembed.files import FilePath
-from tpuembed.formats.saved_model import file_crc32c
+from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c
 from tpuembed.formats.tensor_bundle import (
     Bundle,
     BundleIndex,
@@ -100,7 +101,13 @@ def assemble(
         histories=histories,
         names=graph.names,
         retrieval=graph.retrieval,
+        row_proof=graph.row_proof,
     )
+    if (
+        graph.row_proof is not None
+    ):  # `layout.place` made the graph's paths relative, so these bytes are its `relative_graph`
+        sha256 = hashlib.sha256((writer.path / GRAPH_FILE).read_bytes()).hexdigest()
+        manifest = dataclasses.replace(manifest, row_proof=dataclasses.replace(graph.row_proof, sha256=sha256))
     manifest = dataclasses.replace(manifest, files=_other_files(writer.path, manifest))
     manifest.write(writer.path)
     return writer.publish(lambda name: layout.settle(writer.path, manifest, name))

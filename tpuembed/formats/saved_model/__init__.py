@@ -5,10 +5,10 @@ It finds the paths that a graph maps tables from, and the sizes and checksums of
 
 from tpuembed.formats.saved_model.mapped_paths import (
     MappedTensor,
-    graph_crc32c,
     mapped_folders,
     mapped_from,
     mapped_tensors,
+    relative_graph,
     replace_paths,
     without_rows,
 )
@@ -27,10 +27,10 @@ __all__ = [
     "check_root",
     "check_sizes",
     "file_crc32c",
-    "graph_crc32c",
     "mapped_folders",
     "mapped_from",
     "mapped_tensors",
+    "relative_graph",
     "relocate_export",
     "replace_file",
     "replace_paths",

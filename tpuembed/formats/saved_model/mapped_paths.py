@@ -14,18 +14,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import PurePath, PurePosixPath
 from typing import Final
 
-import google_crc32c
-
 from tpuembed.errors import ConfigError
 from tpuembed.formats.protobuf import MalformedError, Message, bytes_field, edit_messages, varint_field
 from tpuembed.manifest import ArrayEntry, Manifest
 
 __all__ = [
     "MappedTensor",
-    "graph_crc32c",
     "mapped_folders",
     "mapped_from",
     "mapped_tensors",
+    "relative_graph",
     "replace_paths",
     "without_rows",
 ]
@@ -135,15 +133,13 @@ def mapped_from(graph: bytes, manifest: Manifest, folder: PurePath) -> bytes:
         raise ConfigError(f"saved_model.pb: not a SavedModel: {error}. Export again.") from None
 
 
-def graph_crc32c(graph: bytes, manifest: Manifest) -> int:
-    """Return the CRC32C of saved_model.pb with its paths relative to the version, so that relocation does not change
-    it.
+def relative_graph(graph: bytes, manifest: Manifest) -> bytes:
+    """Return saved_model.pb with its paths relative to the version, so that relocation does not change it.
 
     Raises:
         ConfigError: the graph does not map the stacks of the manifest.
     """
-    mapped = manifest.layout == "mmap"
-    return int(google_crc32c.value(mapped_from(graph, manifest, PurePosixPath()) if mapped else graph))
+    return mapped_from(graph, manifest, PurePosixPath()) if manifest.layout == "mmap" else graph
 
 
 def mapped_folders(graph: bytes, manifest: Manifest) -> set[str]:

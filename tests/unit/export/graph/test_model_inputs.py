@@ -220,6 +220,18 @@ def test_weights_that_do_not_belong_to_their_values_fail(tmp_path: Path) -> None
                 run(servable, words=objects(padded(LISTS, "")), strengths=np.array(strengths, np.float32))
 
 
+def test_requests_of_weighted_lists_share_runs(tmp_path: Path) -> None:
+    words, strengths = objects(padded(LISTS, "")), padded([[0.5, 0.0, 2.0], [], [3.0]], NAN).astype(np.float32)
+    with loaded(export_saved_model(weighted(combiner="mean"), tmp_path / "m").path) as servable:
+        merging = servable.merging(servable.signatures["serving_default"])
+        assert merging is not None
+        assert merging.is_proven
+        together = run(servable, words=words, strengths=strengths)["rows"]
+        for row in range(len(words)):
+            alone = run(servable, words=words[row : row + 1], strengths=strengths[row : row + 1])["rows"]
+            np.testing.assert_array_equal(alone, together[row : row + 1])
+
+
 def test_sparse_ids_and_weights() -> None:
     ids = keras.Input((None,), dtype="int32", sparse=True, name="ids")
     strengths = keras.Input((None,), dtype="float32", sparse=True, name="strengths")

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tpuembed_serving.batching.row_proof import Verdict, prove
+from tpuembed.row_proof import Verdict, prove
 
 __all__ = ["Failed", "RowGraph"]
 

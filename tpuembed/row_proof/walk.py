@@ -10,9 +10,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from tpuembed.manifest import LOOKUP_SCOPE
-from tpuembed_serving.batching.row_proof import elementwise, lookups, reductions, shapes, tensor_lists
-from tpuembed_serving.batching.row_proof.rules import OUTPUTS, RULES, NodeCall
-from tpuembed_serving.batching.row_proof.values import ROWS, Kind, MixedError, Size, Value, mixed, same
+from tpuembed.row_proof import elementwise, lookups, reductions, shapes
+from tpuembed.row_proof.values import OUTPUTS, ROWS, RULES, Kind, MixedError, NodeCall, Size, Value, same
 
 __all__ = ["Verdict", "prove"]
 
@@ -21,15 +20,22 @@ _LOOKUP: Final = re.compile(rf"(?:.*/)?{LOOKUP_SCOPE}(?:_\d+)?(?=/)")
 
 Each row of its outputs is looked up by the ids of that row, whatever stands beside or behind them: the layer's own contract.
 """
-_WITH_RULES: Final = (elementwise, lookups, reductions, shapes, tensor_lists)
+_WITH_RULES: Final = (elementwise, lookups, reductions, shapes)
 """Each of these modules adds its rules to RULES. An operation that is not in it mixes rows."""
 _CALLS: Final = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _BRANCHES: Final = frozenset({"If", "StatelessIf"})
 _LOOPS: Final = frozenset({"While", "StatelessWhile"})
 _EFFECTS: Final = ("Assert", "Assign", "LookupTableInsert", "LookupTableImport", "ResourceScatter")
-_SCALARS: Final = frozenset({"AddV2", "Cast", "Mul", "Sub"})
-"""Operations that make a scalar of scalars."""
+_SCALARS: Final = frozenset({"AddV2", "Cast", "Maximum", "Minimum", "Mul", "Sub"})
+"""Operations that make a scalar of scalars, and do not fail."""
+_NEVER_FAIL: Final = frozenset({"Cast", "Identity", "IdentityN", "Shape", "Size"})
 _DEPTH: Final = 64
+_FAILS: Final = "it always fails"
+_NOT_OF_ROWS: Final = "a lookup's ids are not those of the rows"
+_WIDE: Final = "a lookup's ids are as wide as the widest row of the run"
+
+_Place = tuple[str, int]
+"""A node, and the number of one of its outputs."""
 
 
 class Verdict(NamedTuple):
@@ -54,16 +60,13 @@ def prove(meta_graph: Any, name: str, *, is_export: bool = False) -> Verdict:
     """
     signature = meta_graph.signature_def[name]
     walk = _GraphWalk(meta_graph.graph_def.library, is_export)
-    fed: dict[tuple[str, int], Value] = {}
+    fed: dict[_Place, Value] = {}
     for alias, info in sorted(signature.inputs.items()):
         node, _, index = info.name.partition(":")
         shape = info.tensor_shape
         if not node or (not shape.unknown_rank and (not shape.dim or shape.dim[0].size >= 0)):
             return Verdict(f"input {alias!r} has no first axis of any size")
-        known = None
-        if not shape.unknown_rank:
-            known = (ROWS, *(Size.of(dim.size) if dim.size >= 0 else walk.symbol("s") for dim in shape.dim[1:]))
-        fed[node, int(index or 0)] = Value(Kind.ROWS, known)
+        fed[node, int(index or 0)] = Value(Kind.ROWS, None if shape.unknown_rank else walk.rows_of(shape))
     if not fed:
         return Verdict("it has no inputs")
     body = _Body(meta_graph.graph_def.node, fed, is_export)
@@ -75,77 +78,66 @@ def prove(meta_graph: Any, name: str, *, is_export: bool = False) -> Verdict:
     except MixedError as error:
         return Verdict(str(error))
     for (alias, _), value in zip(outputs, found, strict=True):
-        if reason := effect or _reason(value):
-            return Verdict(f"output {alias!r}: {reason}")
+        if effect or value.kind is Kind.MIXED:
+            reason = effect or value.reason
+        elif value.kind is Kind.SAME:
+            reason = "it has no rows: it is made of no input"
+        elif value.kind is not Kind.ROWS:
+            reason = f"it is {value.kind.value}"
+        elif value.axis != 0 or (value.shape is not None and value.shape[0] != ROWS):
+            reason = "its first axis is not that of the rows"
+        elif value.is_padded:
+            reason = "it is as wide as the widest row of the run"
+        else:
+            continue
+        return Verdict(f"output {alias!r}: {reason}")
     return Verdict()
 
 
-def _reason(value: Value) -> str:
-    """Why an output may not be taken apart by rows; empty where it may."""
-    if value.kind is Kind.MIXED:
-        return value.reason
-    if value.kind is Kind.SAME:
-        return "it has no rows: it is made of no input"
-    if value.kind is not Kind.ROWS:
-        return f"it is {value.kind.value}"
-    if value.axis != 0 or (value.shape is not None and value.shape[0] != ROWS):
-        return "its first axis is not that of the rows"
-    return "it is as wide as the widest row of the run" if value.is_padded else ""
-
-
 class _Lookup(NamedTuple):
-    """One lookup of tpuembed.
+    """One lookup of tpuembed."""
 
-    Attributes:
-        inputs: the inputs of its operations that are no operations of its own, as a node names them.
-        singly: the nodes and numbers of those inputs that are looked up one by one; see `_looked_up_singly`.
-    """
-
-    inputs: Sequence[str]
-    singly: Set[tuple[str, int]]
+    inputs: Sequence[str]  # of its operations, as a node names them, but for those that are operations of its own
+    singly: Set[_Place]  # those that are looked up one by one; see `_looked_up_singly`
 
 
 class _Body:
-    """The nodes of a graph or a function, and what is known of its inputs."""
+    """The nodes of a graph or a function, what is known of its inputs, and the lookup that a node is of."""
 
-    def __init__(self, nodes: Iterable[Any], fed: Mapping[tuple[str, int], Value], is_export: bool) -> None:
-        self.nodes = {node.name: node for node in nodes}
-        self.fed = dict(fed)
-        self._lookup_of: dict[str, str] = {}
+    def __init__(self, nodes: Iterable[Any], fed: Mapping[_Place, Value], is_export: bool) -> None:
+        self.nodes, self.fed = {node.name: node for node in nodes}, fed
+        self.lookups: dict[str, _Lookup] = {}
         nodes_of: dict[str, list[Any]] = {}
-        for node in self.nodes.values():
-            match = _LOOKUP.match(node.name) if is_export else None
-            if match:
-                self._lookup_of[node.name] = match[0]
+        for node in self.nodes.values() if is_export else ():
+            if match := _LOOKUP.match(node.name):
                 nodes_of.setdefault(match[0], []).append(node)
-        self._lookups = {lookup: self._found(lookup, nodes) for lookup, nodes in nodes_of.items()}
+        for own in nodes_of.values():
+            names = {node.name for node in own}
+            given = dict.fromkeys(name for node in own for name in node.input)
+            inputs = [name for name in given if self.source(name.removeprefix("^"))[0] not in names]
+            self.lookups |= dict.fromkeys(names, _Lookup(inputs, _looked_up_singly(self, own)))
 
-    def _found(self, lookup: str, nodes: Sequence[Any]) -> _Lookup:
-        names = dict.fromkeys(name for node in nodes for name in node.input)
-        inputs = [name for name in names if self._lookup_of.get(self.source(name.removeprefix("^"))[0]) != lookup]
-        return _Lookup(inputs, _looked_up_singly(self, nodes, inputs))
-
-    def lookup(self, name: str) -> _Lookup | None:
-        """Return the lookup that a node is of."""
-        lookup = self._lookup_of.get(name)
-        return None if lookup is None else self._lookups[lookup]
-
-    def source(self, name: str) -> tuple[str, int]:
-        """The node and the number of an output: `node:2`, or `node:output_name:2` within a function."""
+    def source(self, name: str) -> _Place:
+        """The place of an output: `node:2`, or `node:output_name:2` within a function."""
         first, _, rest = name.partition(":")
-        if not rest:
-            return first, 0
         arg, _, index = rest.rpartition(":")
-        if not arg:
-            return first, int(rest)
         offset = 0
         node = self.nodes.get(first)
-        if node is not None and node.op in OUTPUTS:
+        if arg and node is not None and node.op in OUTPUTS:
             for output, count in OUTPUTS[node.op](node):
                 if output == arg:
                     break
                 offset += count
-        return first, offset + int(index)
+        return first, offset + int(index or 0)
+
+    def sources(self, names: Iterable[str]) -> list[_Place]:
+        """The places of inputs, without those that are only waited for."""
+        return [self.source(name) for name in names if not name.startswith("^")]
+
+    def inputs(self, name: str) -> Sequence[str]:
+        """The inputs of a node, or of the lookup that it is of."""
+        found: Sequence[str] = self.lookups[name].inputs if name in self.lookups else self.nodes[name].input
+        return found
 
 
 class _GraphWalk:
@@ -161,80 +153,69 @@ class _GraphWalk:
         """A new symbol, of a kind that `values` names."""
         return Size.symbol(f"{kind}{next(self._counter)}")
 
-    def run(self, body: _Body, wanted: Sequence[tuple[str, int]], effects: Sequence[str]) -> tuple[list[Value], str]:
-        """Values of the tensors `wanted`; and why none of them may be relied on, because of what nodes in `effects` do.
+    def rows_of(self, shape: Any) -> tuple[Size, ...]:
+        """The sizes of rows of this TensorShapeProto, whatever its first size is."""
+        return (ROWS, *(Size.of(dim.size) if dim.size >= 0 else self.symbol("s") for dim in shape.dim[1:]))
 
-        Args:
-            body: what is run.
-            wanted: node and number of each tensor.
-            effects: nodes that are run besides.
-        """
-        found: dict[str, _Outputs] = {}
+    def run(self, body: _Body, wanted: Sequence[_Place], effects: Sequence[str]) -> tuple[list[Value], str]:
+        """Values of the tensors `wanted`; and why none of them may be relied on, because of what the nodes `effects` do."""
+        found: dict[str, Sequence[Value]] = {}  # one value stands for all outputs of a node
         bad: dict[str, str] = {}
-        for name in self._order(body, [*(name for name, _ in wanted), *effects]):
-            self._evaluate(body, name, found, bad)
+        needs: dict[str, list[str]] = {}
+        pending = [*(name for name, _ in wanted), *effects]
+        while pending:
+            name = pending.pop()
+            if name not in needs and name in body.nodes:
+                inputs = [] if (name, 0) in body.fed else body.inputs(name)
+                needs[name] = [body.source(one.removeprefix("^"))[0] for one in inputs]
+                pending += needs[name]
+        try:
+            order = [name for name in graphlib.TopologicalSorter(needs).static_order() if name in needs]
+        except graphlib.CycleError:
+            raise MixedError("it has a loop, of the form that TensorFlow 1 writes") from None
+        for name in order:
+            if (name, 0) not in body.fed:
+                self._evaluate(body, name, found, bad)
         for name in effects:
             bad[name] = bad.get(name) or _hidden(body, name, found)
         reasons = [reason for reason in bad.values() if reason]
         effect = _FAILS if _FAILS in reasons else next(iter(reasons), "")
-        return [self._value(body, place, found) for place in wanted], effect
+        return [_value(body, place, found) for place in wanted], effect
 
-    def _order(self, body: _Body, roots: Iterable[str]) -> list[str]:
-        """The nodes that `roots` need, each after those that it needs itself."""
-        needs: dict[str, list[str]] = {}
-        pending = list(roots)
-        while pending:
-            name = pending.pop()
-            if name not in needs and name in body.nodes:
-                needs[name] = self._needs(body, name)
-                pending += needs[name]
-        try:
-            return [name for name in graphlib.TopologicalSorter(needs).static_order() if name in needs]
-        except graphlib.CycleError:
-            raise MixedError("it has a loop, of the form that TensorFlow 1 writes") from None
-
-    def _needs(self, body: _Body, name: str) -> list[str]:
-        if (name, 0) in body.fed:
-            return []
-        lookup = body.lookup(name)
-        inputs = body.nodes[name].input if lookup is None else lookup.inputs
-        return [body.source(one.removeprefix("^"))[0] for one in inputs]
-
-    def _value(self, body: _Body, place: tuple[str, int], found: Mapping[str, "_Outputs"]) -> Value:
-        if place in body.fed:
-            return body.fed[place]
-        values = found.get(place[0], ())
-        if isinstance(values, Value):
-            return values
-        return values[place[1]] if place[1] < len(values) else mixed(f"{place[0]}: it has no such output")
-
-    def _evaluate(self, body: _Body, name: str, found: "dict[str, _Outputs]", bad: dict[str, str]) -> None:
+    def _evaluate(self, body: _Body, name: str, found: dict[str, Sequence[Value]], bad: dict[str, str]) -> None:
         node = body.nodes[name]
-        if (name, 0) in body.fed:
+        places = body.sources(body.inputs(name))
+        inputs = [_value(body, place, found) for place in places]
+        waits = [one[1:] for one in body.inputs(name) if one.startswith("^")]
+        reason = next(filter(None, [bad.get(one) or _hidden(body, one, found) for one in waits]), "")
+        if name in body.lookups:  # its inputs must be ids, sparse and ragged ones too
+            reason = reason or _unfit(inputs, [place in body.lookups[name].singly for place in places])
+            no_rows = Value(Kind.MIXED, reason=reason or "a lookup's output has no axis of rows")
+            shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr and not reason else []
+            made = [
+                Value(Kind.ROWS, self.rows_of(one)) if one.dim and one.dim[0].size < 0 else no_rows for one in shapes
+            ]
+            found[name], bad[name] = made or [no_rows], reason
             return
-        lookup = body.lookup(name)
-        if lookup is not None:
-            found[name], bad[name] = self._looked_up(body, node, lookup, found, bad)
-            return
-        places = [body.source(one) for one in node.input if not one.startswith("^")]
-        inputs = [self._value(body, place, found) for place in places]
-        waits = [one[1:] for one in node.input if one.startswith("^")]
-        reasons = [bad.get(one) or _hidden(body, one, found) for one in waits]
         try:
             found[name], bad[name] = self._outputs(node, inputs, places)
         except MixedError as error:
             bad[name] = f"{name} ({node.op}): {error}"
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # of no form that the rules know
             bad[name] = f"{name} ({node.op}): its form is not known"
-        reason = next(filter(None, [*reasons, "" if name in found else bad[name]]), "")
-        if reason:
-            found[name] = mixed(reason)
+        if reason := reason or ("" if name in found else bad[name]):
+            found[name] = [Value(Kind.MIXED, reason=reason)]
 
-    def _outputs(self, node: Any, inputs: list[Value], places: Sequence[tuple[str, int]]) -> "tuple[_Outputs, str]":
+    def _outputs(self, node: Any, inputs: list[Value], places: Sequence[_Place]) -> tuple[list[Value], str]:
         """A node's outputs, and what is wrong with its effect."""
         if node.op == "Assert":
-            wrong = _assertion(inputs[0])
-            return [], wrong if wrong in ("", _FAILS) else f"{node.name} (Assert): {wrong}"
+            condition = inputs[0]
+            if condition.kind is Kind.SAME:
+                is_false = condition.array is not None and condition.array.size and not condition.array.all()
+                return [], _FAILS if is_false else ""
+            if condition.kind in (Kind.EVERY, Kind.ROWS):  # a run fails exactly when one of its rows does
+                return [], ""
+            raise MixedError(condition.reason or f"what it asserts {condition.kind.value}")
         if node.op == "NoOp":
             return [], ""
         if node.op in _CALLS:
@@ -243,16 +224,25 @@ class _GraphWalk:
             return self._branch(node, inputs, places)
         if node.op in _LOOPS:
             return self._loop(node, inputs), ""
-        first = next((value for value in inputs if value.kind is Kind.MIXED), None)
-        if first is not None and node.op in ("Maximum", "Minimum"):
-            return _bounded(node, *inputs), ""
         rule = RULES.get(node.op)
         if rule is None:
             raise MixedError("it is not in the table of operations")
+        first = next((value for value in inputs if value.kind is Kind.MIXED), None)
         if first is not None:
-            known = () if node.op in _SCALARS and all(value.shape == () for value in inputs) else None
-            return Value(Kind.MIXED, known, reason=first.reason), ""
-        return rule(NodeCall(node, inputs, self.symbol)), ""
+            is_scalar = node.op in _SCALARS and all(value.shape == () for value in inputs)
+            found = Value(Kind.MIXED, () if is_scalar else None, reason=first.reason)
+            if is_scalar and node.op in ("Maximum", "Minimum"):
+                found = _bounded(node.op, first, inputs[inputs[0] is first])
+            # All others may fail by what is in the run, also where only a message of an assertion has their values.
+            return [found], "" if is_scalar or node.op in _NEVER_FAIL else first.reason
+        call = NodeCall(node, inputs, self.symbol)
+        try:
+            made = rule(call)
+        except MixedError:
+            if not call.is_same:
+                raise
+            made = same()  # an operation with a rule makes the same of the same, even if it is not known of what shape
+        return [made] if isinstance(made, Value) else made, ""
 
     # ---- functions
 
@@ -261,10 +251,8 @@ class _GraphWalk:
         function = self._functions.get(name)
         if function is None or self._depth > _DEPTH:
             raise MixedError(f"function {name!r} is not known")
-        names = [argument.name for argument in function.signature.input_arg]
-        body = _Body(
-            function.node_def, {(arg, 0): value for arg, value in zip(names, inputs, strict=True)}, self._is_export
-        )
+        names = [(argument.name, 0) for argument in function.signature.input_arg]
+        body = _Body(function.node_def, dict(zip(names, inputs, strict=True)), self._is_export)
         wanted = [body.source(function.ret[output.name]) for output in function.signature.output_arg]
         effects = [body.source(one)[0] for one in function.control_ret.values()]
         effects += [node.name for node in function.node_def if node.op.startswith(_EFFECTS)]
@@ -274,7 +262,7 @@ class _GraphWalk:
         finally:
             self._depth -= 1
 
-    def _branch(self, node: Any, inputs: list[Value], places: Sequence[tuple[str, int]]) -> tuple[list[Value], str]:
+    def _branch(self, node: Any, inputs: list[Value], places: Sequence[_Place]) -> tuple[list[Value], str]:
         condition, *arguments = inputs
         names = [node.attr[branch].func.name for branch in ("then_branch", "else_branch")]
         if condition.kind is Kind.MIXED:
@@ -303,11 +291,7 @@ class _GraphWalk:
             dataclasses.replace(value, array=None, fill=None, sizes=value.sizes if value.kind is Kind.SIZE else None)
             for value in inputs
         ]
-        symbols: dict[tuple[int, int], Size] = {}
-
-        def varying(index: int) -> Callable[[int], Size]:
-            return lambda axis: symbols.setdefault((index, axis), self.symbol("s"))
-
+        number = next(self._counter)
         for _ in range(6):
             (condition,), wrong = self.call(node.attr["cond"].func.name, state)
             if condition.kind is not Kind.SAME or condition.shape != ():
@@ -315,94 +299,57 @@ class _GraphWalk:
             found, other = self.call(node.attr["body"].func.name, state)
             if wrong or other:
                 raise MixedError(wrong or other)
-            joined = [_join(a, b, varying(index)) for index, (a, b) in enumerate(zip(state, found, strict=True))]
+            joined = [
+                _join(a, b, lambda axis, index=index: Size.symbol(f"s{number}.{index}.{axis}"))  # type: ignore[misc]
+                for index, (a, b) in enumerate(zip(state, found, strict=True))
+            ]
             if joined == state:
                 return state
             state = joined
         raise MixedError("what it keeps changes its form")
 
-    # ---- lookups of tpuembed
 
-    def _looked_up(
-        self, body: _Body, node: Any, lookup: _Lookup, found: "Mapping[str, _Outputs]", bad: Mapping[str, str]
-    ) -> "tuple[_Outputs, str]":
-        """The outputs of a node of a lookup, and why it is none of rows: its inputs must be ids, sparse and ragged ones too."""
-        waits = [name[1:] for name in lookup.inputs if name.startswith("^")]
-        reasons = [bad.get(name) or _hidden(body, name, found) for name in waits]
-        places = [body.source(name) for name in lookup.inputs if not name.startswith("^")]
-        values = [self._value(body, place, found) for place in places]
-        reasons.append(_unfit(values, [place in lookup.singly for place in places]))
-        reason = next(filter(None, reasons), "")
-        if reason:
-            return mixed(reason), reason
-        shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else []
-        return [self._activations(shape) for shape in shapes], ""
-
-    def _activations(self, shape: Any) -> Value:
-        if shape.unknown_rank or not shape.dim or shape.dim[0].size >= 0:
-            return mixed("a lookup's output has no axis of rows")
-        return Value(Kind.ROWS, (ROWS, *(Size.of(d.size) if d.size >= 0 else self.symbol("s") for d in shape.dim[1:])))
+def _value(body: _Body, place: _Place, found: Mapping[str, Sequence[Value]]) -> Value:
+    if place in body.fed:
+        return body.fed[place]
+    values = found.get(place[0], ())
+    index = place[1] if len(values) > 1 else 0
+    missing = f"{place[0]}: it has no such output"
+    return values[index] if index < len(values) else Value(Kind.MIXED, reason=missing)
 
 
-_FAILS: Final = "it always fails"
-_Outputs = Sequence[Value] | Value
-"""The outputs of a node, or the one value that every output has."""
-
-
-def _hidden(body: _Body, name: str, found: Mapping[str, _Outputs]) -> str:
+def _hidden(body: _Body, name: str, found: Mapping[str, Sequence[Value]]) -> str:
     """Why a node that others wait for may succeed or fail by what else is in a run; empty where it may not."""
     node = body.nodes.get(name)
-    if node is None or body.lookup(name) is not None or node.op in _CALLS | _BRANCHES | _LOOPS:  # they are looked into
+    if node is None or name in body.lookups or node.op in _CALLS | _BRANCHES | _LOOPS:  # they are looked into
         return ""
-    values = found.get(name, ())
-    return next(
-        (one.reason for one in ([values] if isinstance(values, Value) else values) if one.kind is Kind.MIXED), ""
-    )
+    return next((value.reason for value in found.get(name, ()) if value.kind is Kind.MIXED), "")
 
 
-def _bounded(node: Any, one: Value, other: Value) -> Value:
-    """Return the size that a value is bounded to from both sides. TensorFlow bounds the length of a count this way.
-
-    The `sizes` of a mixed value are its lower bounds.
-    """
-    unknown, size = (one, other) if one.kind is Kind.MIXED else (other, one)
-    if unknown.shape == () and size.kind in (Kind.SAME, Kind.SIZE) and size.sizes is not None and size.shape == ():
-        if node.op == "Maximum":
+def _bounded(op: str, unknown: Value, size: Value) -> Value:
+    """The size that a mixed scalar, whose `sizes` are lower bounds, is bounded to from both sides, as TensorFlow bounds counts."""
+    if size.kind in (Kind.SAME, Kind.SIZE) and size.sizes is not None:
+        if op == "Maximum":
             return dataclasses.replace(unknown, sizes=size.sizes)
         if unknown.sizes is not None and unknown.sizes[0].at_least(size.sizes[0]):
             return size
-    return mixed(unknown.reason)
+    return Value(Kind.MIXED, (), reason=unknown.reason)
 
 
-_KEEP_IDS: Final = frozenset(
-    {"Cast", "EnsureShape", "Identity", "IdentityN", "Maximum", "Minimum", "Select", "SelectV2"}
-)
+_KEEP_IDS: Final = ("Cast", "EnsureShape", "Identity", "IdentityN", "Maximum", "Minimum", "Select", "SelectV2")
 """Operations that a lookup may apply to ids before it looks them up one by one."""
 
 
-def _looked_up_singly(body: _Body, nodes: Sequence[Any], inputs: Iterable[str]) -> set[tuple[str, int]]:
-    """Return which inputs of a lookup of `nodes` are dense ids, of which each has a row of its own: it makes a vector of them.
-
-    It never does so with the parts of sparse and ragged ids, nor with lists of ids.
+def _looked_up_singly(body: _Body, nodes: Sequence[Any]) -> set[_Place]:
+    """Return what a lookup of `nodes` makes a vector of: dense ids, of which each has a row of its own. It never makes one of
+    the parts of sparse and ragged ids, nor of lists of ids.
     """
-    kept_by: dict[tuple[str, int], list[tuple[str, int]]] = {}
-    reshaped = set()
-    for node in nodes:
-        sources = [body.source(one) for one in node.input if not one.startswith("^")]
-        if node.op in _KEEP_IDS:
-            for source in sources:
-                kept_by.setdefault(source, []).append((node.name, 0))
-        elif node.op == "Reshape":
-            reshaped.add(sources[0])
-    found = set()
-    for place in {body.source(name) for name in inputs if not name.startswith("^")}:
-        kept, pending = {place}, [place]
-        while pending:
-            more = [one for one in kept_by.get(pending.pop(), ()) if one not in kept]
-            kept.update(more)
-            pending += more
-        if kept & reshaped:
-            found.add(place)
+    kept = [((node.name, 0), body.sources(node.input)) for node in nodes if node.op in _KEEP_IDS]
+    found: set[_Place] = set()
+    more = {body.sources(node.input)[0] for node in nodes if node.op == "Reshape"}
+    while more - found:
+        found |= more
+        more = {source for place, sources in kept if place in found for source in sources}
     return found
 
 
@@ -410,16 +357,15 @@ def _unfit(values: Sequence[Value], singly: Sequence[bool]) -> str:
     """Why a lookup may not have these inputs: ids of rows, or the parts of sparse and ragged ones. Dense ids are `singly`."""
     entries = {ROWS}
     for value, is_single in zip(values, singly, strict=True):
-        wide = "a lookup's ids are as wide as the widest row of the run"
         if value.kind is Kind.MIXED:
             return value.reason
         if is_single and (value.is_padded or value.kind not in (Kind.SAME, Kind.HANDLE, Kind.SIZE, Kind.ROWS)):
-            return wide if value.is_padded else f"a lookup's dense ids are {value.kind.value}"
+            return _WIDE if value.is_padded else f"a lookup's dense ids are {value.kind.value}"
         if is_single and value.kind is Kind.ROWS and (value.shape is None or value.shape[0] != ROWS):
             return _NOT_OF_ROWS
         if value.kind in (Kind.INDICES, Kind.POINTER) and value.target == ROWS and value.axis == 0 and value.shape:
             if value.kind is Kind.INDICES and value.shape[1].number != 2 and _is_wide_inside(value.sizes):
-                return wide
+                return _WIDE
             entries.add(value.shape[0])
         elif value.kind is Kind.SPLITS and value.shape == (ROWS + Size.of(1),) and value.target is not None:
             entries.add(value.target)
@@ -427,7 +373,7 @@ def _unfit(values: Sequence[Value], singly: Sequence[bool]) -> str:
             if value.sizes is None or value.sizes[:1] != (ROWS,):
                 return _NOT_OF_ROWS
             if _is_wide_inside(value.sizes):
-                return wide
+                return _WIDE
         elif value.kind not in (Kind.SAME, Kind.HANDLE, Kind.SIZE, Kind.ROWS):
             return f"a lookup's input is {value.kind.value}"
     if not any(value.kind is Kind.ROWS for value in values):
@@ -444,23 +390,9 @@ def _unfit(values: Sequence[Value], singly: Sequence[bool]) -> str:
     return ""
 
 
-_NOT_OF_ROWS: Final = "a lookup's ids are not those of the rows"
-
-
 def _is_wide_inside(sizes: Sequence[Size] | None) -> bool:
     """Returns True if sparse ids of these sizes may have a padded one in an axis between the first and the last."""
-    return not sizes or any(size.is_padded for size in sizes[1:-1])
-
-
-def _assertion(condition: Value) -> str:
-    """Return what is wrong with an assertion of `condition`. It is "" if a run fails exactly when one of its rows does."""
-    if condition.kind is Kind.SAME:
-        if condition.array is not None and condition.array.size and not condition.array.all():
-            return _FAILS
-        return ""
-    if condition.kind in (Kind.EVERY, Kind.MIXED) or condition.kind is Kind.ROWS:
-        return condition.reason
-    return f"what it asserts {condition.kind.value}"
+    return not sizes or any(size.has("w") for size in sizes[1:-1])
 
 
 def _join(one: Value, other: Value, symbol: Callable[[int], Size]) -> Value:
@@ -473,7 +405,7 @@ def _join(one: Value, other: Value, symbol: Callable[[int], Size]) -> Value:
     if one.kind is other.kind is Kind.LIST and None in (one.element, other.element) and one.declared == other.declared:
         return one if other.element is None else other
     if one.kind is not other.kind or one.kind not in (Kind.SAME, Kind.ROWS) or one.axis != other.axis:
-        return mixed(f"it is {one.kind.value} in one case, and {other.kind.value} in another")
+        return Value(Kind.MIXED, reason=f"it is {one.kind.value} in one case, and {other.kind.value} in another")
     shape = None
     if one.shape is not None and other.shape is not None and one.rank == other.rank:
         pairs = list(zip(one.shape, other.shape, strict=True))
@@ -482,5 +414,5 @@ def _join(one: Value, other: Value, symbol: Callable[[int], Size]) -> Value:
     if one.kind is Kind.SAME:
         return same(shape, one.sizes if one.sizes == other.sizes else None)
     if shape is None or one.is_padded or other.is_padded:
-        return mixed("its rows have other sizes in one case than in another")
+        return Value(Kind.MIXED, reason="its rows have other sizes in one case than in another")
     return Value(Kind.ROWS, shape, one.axis)

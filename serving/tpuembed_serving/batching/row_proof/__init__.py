@@ -1,9 +1,0 @@
-"""Proves from a SavedModel's graph, without running it, that requests of a signature can be batched.
-
-The proof shows two things. The outputs of concatenated rows are the concatenated outputs of these rows alone. If a batch
-succeeds, each of its requests alone would succeed. All inputs of a batch have the same sizes except the first.
-"""
-
-from tpuembed_serving.batching.row_proof.walk import Verdict, prove
-
-__all__ = ["Verdict", "prove"]
