@@ -7,12 +7,13 @@ read a second time to be verified.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from tpuembed.checkpoint.bundle.rows import ModSharded, read_mod_sharded_rows, recorded_checksum
+from tpuembed.checkpoint.bundle.rows import ModSharded, read_mod_sharded
 from tpuembed.checkpoint.bundle.table_keys import TableKeys
 from tpuembed.checkpoint.types import Array, PartialChecksum, TableInfo
 from tpuembed.formats.tensor_bundle import Bundle, Entry, crc
@@ -34,7 +35,7 @@ class BundleChecksums:
         keys = self._keys.get(table)
         if keys is None or keys.rows.mod_sharding is not None:
             return None
-        return recorded_checksum(self._bundle.entries[keys.key if slot is None else keys.slots[slot]])
+        return _recorded(self._bundle.entries[keys.key if slot is None else keys.slots[slot]])
 
     def piece_rows(self, table: str) -> int | None:
         """Return the rows of a megabyte or two, on a disk: this was a fifth faster than four."""
@@ -64,6 +65,14 @@ class BundleChecksums:
         return found
 
 
+def _recorded(entry: Entry) -> int | None:
+    """Return the CRC32C of a matrix's slices in order, if they are runs of rows; None if they also cut columns."""
+    parts = sorted(entry.parts(), key=lambda part: part.start)
+    if any(part.shape[1] != entry.shape[1] for part in parts):
+        return None
+    return reduce(lambda checksum, part: crc.combine(checksum, part.crc32c, part.size), parts, 0)
+
+
 class _ModShardedReader:
     """Reads a mod-sharded table in tensor `key`, placed as `source` describes, each row once, and adds up the checksums.
 
@@ -76,7 +85,7 @@ class _ModShardedReader:
 
     def read_into(self, start: int, out: Array) -> None:
         """Fill `out`, [n, dim], with the rows [start, start + n)."""
-        read_mod_sharded_rows(self._source, self._bundle, self._key, start, out, self._read)
+        read_mod_sharded(self._source, self._bundle, self._key, start, out, self._read)
 
     def _read(self, rows: Array, views: Sequence[memoryview]) -> None:
         self._bundle.read_runs(self._key, rows, views)
@@ -99,7 +108,7 @@ def _matches(
     `read`. Bytes beside them, which are padding and other tables of the stack, are read here.
     """
     entry = bundle.entries[key]
-    recorded = recorded_checksum(entry)
+    recorded = _recorded(entry)
     if recorded is None or not read.bytes:
         return None
     runs = np.concatenate([_runs(source, rows) for source, rows in tables if source is not None])

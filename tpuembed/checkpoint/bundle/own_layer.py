@@ -4,36 +4,29 @@ Tables on SparseCores are in children `<stack>`, `<stack>/<slot>` instead, and a
 stacks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-import numpy as np
-
-from tpuembed.checkpoint.bundle.layer_config import check_size, parse_config, slot_names
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.bundle.rows import DENSE
-from tpuembed.checkpoint.bundle.sparsecore import LAYOUTS, SparseCoreRows, sparse_core_layouts
-from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
+from tpuembed.checkpoint.bundle.sparsecore import LAYOUTS, SparseCoreRows, TableLayout, sparse_core_layouts
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, table_info
+from tpuembed.checkpoint.own_layer import OwnLayer, SavedArray, check_size, parse_config, slot_names
+from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointCorruptError
 from tpuembed.formats.tensor_bundle import Bundle
-from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
-from tpuembed.manifest.row_history import RowHistory
 from tpuembed.vocabulary import attribute_of
 
-__all__ = [
-    "CONFIG_ATTRIBUTE",
-    "ENGINE",
-    "own_layer_configs",
-    "own_layer_stamps",
-    "own_layer_tables",
-    "own_layer_vocabularies",
-]
+__all__ = ["CONFIG_ATTRIBUTE", "ENGINE", "own_layer_configs", "own_layer_tables", "own_layers", "saved_array"]
 
 ENGINE: Final = "_engine"
 """The child that is TensorFlow's handle of an accelerator, with the same variables again."""
 
 _TABLES, _STAMPS, _HISTORY, _VOCABULARIES = "_tpu_embedding", "_row_stamps", "history", "_vocabularies"
+_UPDATES: Final = "tpuembed_iterations"
+"""The attribute with the count of updates."""
 
 CONFIG_ATTRIBUTE: Final = "tpuembed_config"
 """The attribute with the config, on the node that holds a layer's tables."""
@@ -45,17 +38,16 @@ def own_layer_configs(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str,
     Raises:
         CheckpointCorruptError: a config is missing or does not parse.
     """
-    return {
-        number: _read_config(bundle, node.attributes[CONFIG_ATTRIBUTE].checkpoint_key)
-        for number, node in enumerate(graph.nodes)
-        if CONFIG_ATTRIBUTE in node.attributes
-    }
-
-
-def _read_config(bundle: Bundle, key: str) -> dict[str, Any]:
-    if key not in bundle.entries:
-        raise _corrupt(bundle, f"its object graph puts a layer's config at {key}, which the index does not have")
-    return parse_config(f"checkpoint {bundle.prefix}: the layer's config at {key}", bundle.read_string(key))
+    configs: dict[int, dict[str, Any]] = {}
+    for number, node in enumerate(graph.nodes):
+        if CONFIG_ATTRIBUTE not in node.attributes:
+            continue
+        key = node.attributes[CONFIG_ATTRIBUTE].checkpoint_key
+        if key not in bundle.entries:
+            raise _corrupt(bundle, f"its object graph puts a layer's config at {key}, which the index does not have")
+        where = f"checkpoint {bundle.prefix}: the layer's config at {key}"
+        configs[number] = parse_config(where, bundle.read_string(key))
+    return configs
 
 
 def own_layer_tables(
@@ -95,60 +87,62 @@ def own_layer_tables(
         _check_layouts(bundle, [rows.layout for rows in stacked.values()], config)
 
 
-def own_layer_stamps(
-    bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
-) -> dict[str, tuple[RowHistory, str]]:
-    """Return table name -> (its layer's history, key of its stamps, int32 [rows]), of the layers that track rows.
+def own_layers(bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]) -> Iterator[OwnLayer]:
+    """Yield what each layer saved beside its tables.
 
     Raises:
-        CheckpointCorruptError: a history is none, or stamps are missing or of another shape.
+        CheckpointCorruptError: a layer has stamps of rows without their history.
     """
-    found: dict[str, tuple[RowHistory, str]] = {}
-    for layer in graph.nodes:
-        number, config = layer.children.get(_STAMPS), configs.get(layer.children.get(_TABLES, -1))
-        if number is None or config is None:
-            continue
-        node = graph.nodes[number]
-        attribute = node.attributes.get(_HISTORY)
-        if attribute is None or attribute.checkpoint_key not in bundle.entries:
-            raise _corrupt(bundle, "a layer has stamps of rows without their history")
-        text = bundle.read_string(attribute.checkpoint_key)
-        history, shapes = RowHistory.from_json(text, f"checkpoint {bundle.prefix}")
-        for table in config["tables"]:
-            key = _value_key(bundle, graph, node, table)
-            entry = bundle.entry(key)
-            rows = shapes.get(table, [None])[0]
-            if numpy_dtype(entry.dtype) != np.int32 or tuple(entry.shape) != (rows,):
-                stamps = f"{numpy_dtype(entry.dtype)} {tuple(entry.shape)}"
-                raise _corrupt(bundle, f"the stamps of table {table!r} are {stamps}, not int32 ({rows},)")
-            found[table] = history, key
-    return found
+    verify = functools.cache(bundle.verify)
+    for number, config in configs.items():
+        holders = [node for node in graph.nodes if node.children.get(_TABLES) == number]
+        beside = {name: graph.nodes[child] for node in holders for name, child in node.children.items()}
+        history, find_stamps = None, functools.partial(saved_array, bundle)
+        if (node := beside.get(_STAMPS)) is not None:
+            attribute = node.attributes.get(_HISTORY)
+            if attribute is None or attribute.checkpoint_key not in bundle.entries:
+                raise _corrupt(bundle, "a layer has stamps of rows without their history")
+            history = functools.partial(bundle.read_string, attribute.checkpoint_key)
+            find_stamps = functools.partial(_stamps, bundle, graph, node, verify)
+        names = beside[_VOCABULARIES].attributes if _VOCABULARIES in beside else {}
+        count = graph.nodes[number].attributes.get(_UPDATES)
+        yield OwnLayer(
+            where=f"checkpoint {bundle.prefix}",
+            config=config,
+            updates=saved_array(bundle, count.checkpoint_key)
+            if count and count.checkpoint_key in bundle.entries
+            else None,
+            history=history,
+            stamps=find_stamps,
+            vocabularies={name: saved_array(bundle, one.checkpoint_key) for name, one in names.items()},
+            stored_name=attribute_of,
+        )
 
 
-def own_layer_vocabularies(
-    bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
-) -> dict[str, str]:
-    """Return table name -> key of its vocabulary, uint8 [bytes], of the tables that have one.
-
-    Raises:
-        CheckpointCorruptError: a vocabulary is missing, is of another shape, or is of no table of the layer.
+def _stamps(bundle: Bundle, graph: ObjectGraph, node: Node, verify: Callable[[str], None], table: str) -> SavedArray:
+    """Return the stamps of a table. They are compared with their checksum at the first read: a wrong one would hide a
+    changed row.
     """
-    found: dict[str, str] = {}
-    for layer in graph.nodes:
-        number, config = layer.children.get(_VOCABULARIES), configs.get(layer.children.get(_TABLES, -1))
-        if number is None or config is None:
-            continue
-        tables = {attribute_of(table): table for table in config["tables"]}
-        for name, attribute in graph.nodes[number].attributes.items():
-            table, key = tables.get(name), attribute.checkpoint_key
-            entry = bundle.entries.get(key)
-            if table is None:
-                raise _corrupt(bundle, f"it has a vocabulary of {name!r}, which is not a table of its layer's config")
-            if entry is None or entry.dtype != "uint8" or len(entry.shape) != 1:
-                shown = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}, not uint8 [bytes]"
-                raise _corrupt(bundle, f"the vocabulary of table {table!r} ({key}) is {shown}")
-            found[table] = key
-    return found
+    stamps = saved_array(bundle, _value_key(bundle, graph, node, table))
+
+    def fill(start: int, out: Array) -> None:
+        verify(stamps.key)
+        stamps.fill(start, out)
+
+    return dataclasses.replace(stamps, fill=fill)
+
+
+def saved_array(bundle: Bundle, key: str) -> SavedArray:
+    """Return the tensor `key`."""
+
+    def fill(start: int, out: Array) -> None:
+        if out.shape:
+            bundle.read_rows(key, start, start + len(out), out)
+        else:
+            out[()] = bundle.read(key)
+
+    entry = bundle.entries.get(key)
+    return SavedArray(key, "" if entry is None else entry.dtype, None if entry is None else tuple(entry.shape), fill)
 
 
 def _stacked_tables(

@@ -1,7 +1,7 @@
 """The tensors of a bundle that form a table and its slots, and the checks that they can."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
@@ -15,7 +15,6 @@ from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 __all__ = [
     "TableKeys",
     "is_table",
-    "merge_tables",
     "mid_level_nodes",
     "mid_level_variables",
     "optimizer_slots",
@@ -41,31 +40,6 @@ class TableKeys:
 def is_table(entry: Entry) -> bool:
     """Returns True if a tensor can be a table: a matrix of floats."""
     return len(entry.shape) == 2 and entry.dtype in _FLOATS
-
-
-def merge_tables(bundle: Bundle, tables: Iterable[TableKeys]) -> dict[str, TableKeys]:
-    """Return `tables` by name.
-
-    Raises:
-        CheckpointFormatError: two layers have a table of the same name.
-    """
-    merged: dict[str, TableKeys] = {}
-    for table in tables:
-        other = merged.setdefault(table.name, table)
-        if other is not table:
-            raise CheckpointFormatError(
-                f"checkpoint {bundle.prefix}: two embedding layers have a table {table.name!r} ({other.key} and "
-                f"{table.key}). Rename one and save again, or choose with --checkpoint-option root=PATH, such as "
-                f"root={_above(other, table)}."
-            )
-    return merged
-
-
-def _above(one: TableKeys, other: TableKeys) -> str:
-    """Return the path of the outermost object that contains `one` and not `other`."""
-    first, second = one.key.split("/"), other.key.split("/")
-    shared = next((index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
-    return "/".join(first[: shared + 1])
 
 
 def table_info(bundle: Bundle, table: TableKeys) -> TableInfo:

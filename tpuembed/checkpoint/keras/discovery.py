@@ -6,12 +6,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-import numpy as np
-
-from tpuembed.checkpoint.bundle.layer_config import checked_count, merge_configs
 from tpuembed.checkpoint.keras.hdf5 import Dataset
-from tpuembed.checkpoint.keras.tables import Table, keras_rs_tables, own_layer_configs, own_layer_tables
+from tpuembed.checkpoint.keras.tables import Table, keras_rs_tables, own_layer_configs, own_layer_tables, saved_array
 from tpuembed.checkpoint.keras.weights import Weights
+from tpuembed.checkpoint.own_layer import merge_configs
+from tpuembed.checkpoint.types import by_name
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, first_few
 
 __all__ = ["LayerConfig", "discover", "layer_configs", "optimizer_steps"]
@@ -79,39 +78,29 @@ def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]
     keras_rs = _with_optimizer_slots(weights, list(keras_rs_tables(weights)))
     layers = list(layer_configs(weights.config))
     _check_keras_rs(weights, keras_rs, layers, own_configs)
-    tables = _by_name(weights, [*own_layer_tables(weights, own_configs), *keras_rs])
+    tables = by_name(
+        [*own_layer_tables(weights, own_configs), *keras_rs],
+        lambda one, other: (
+            f"weights {weights.path}: two tables are called {one.name!r} ({one.dataset.path} and "
+            f"{other.dataset.path}). Rename one and save again."
+        ),
+    )
     if not tables:
         raise CheckpointFormatError(f"weights {weights.path}: {_why_none(weights)}.")
     for table in tables.values():
-        _check_slots(weights, table)
+        form = (table.shape, table.dataset.dtype, table.dataset.stated_dtype)
+        for slot, dataset in table.slots.items():
+            if (dataset.shape, dataset.dtype, dataset.stated_dtype) != form:
+                raise CheckpointCorruptError.of(
+                    f"weights {weights.path}: table {table.name!r} is {table.dtype} {list(table.shape)}, but its slot "
+                    f"{slot!r} ({dataset.path}) is {dataset.dtype} {list(dataset.shape or ())}"
+                )
     keras_rs_configs = {
         layer.name: {"tables": dict(layer.tables), "features": layer.features}
         for layer in layers
         if layer.features is not None
     }
     return tables, merge_configs({**own_configs, **keras_rs_configs})
-
-
-def _by_name(weights: Weights, tables: Sequence[Table]) -> dict[str, Table]:
-    merged: dict[str, Table] = {}
-    for table in sorted(tables, key=lambda table: table.name):
-        other = merged.setdefault(table.name, table)
-        if other is not table:
-            raise CheckpointFormatError(
-                f"weights {weights.path}: two tables are called {table.name!r} ({other.dataset.path} and "
-                f"{table.dataset.path}). Rename one and save again."
-            )
-    return merged
-
-
-def _check_slots(weights: Weights, table: Table) -> None:
-    form = (table.shape, table.dataset.dtype, table.dataset.stated_dtype)
-    for slot, dataset in table.slots.items():
-        if (dataset.shape, dataset.dtype, dataset.stated_dtype) != form:
-            raise CheckpointCorruptError.of(
-                f"weights {weights.path}: table {table.name!r} is {table.dtype} {list(table.shape)}, but its slot "
-                f"{slot!r} ({dataset.path}) is {dataset.dtype} {list(dataset.shape or ())}"
-            )
 
 
 def _check_keras_rs(
@@ -302,7 +291,7 @@ def optimizer_steps(weights: Weights) -> int | None:
     count = None if group is None or optimizer.get("class_name") == _SCALES else group.datasets.get("0")
     if count is None or count.shape != () or count.dtype not in ("<i4", "<i8"):
         return None
-    return checked_count(f"weights {weights.path}: the optimizer", count.read().astype(np.int64)) or None
+    return dataclasses.replace(saved_array("0", count), dtype="int64").count(f"weights {weights.path}: the optimizer")
 
 
 def _optimizer_config(config: Mapping[str, Any] | None) -> OptimizerConfig | None:

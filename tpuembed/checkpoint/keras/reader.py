@@ -10,19 +10,20 @@ from typing import Any, Final, Self
 import numpy as np
 
 from tpuembed.checkpoint.keras.discovery import discover, optimizer_steps
-from tpuembed.checkpoint.keras.hdf5 import READ_BYTES, Dataset
+from tpuembed.checkpoint.keras.hdf5 import READ_BYTES
 from tpuembed.checkpoint.keras.layers import config_below, objects_of_weights
-from tpuembed.checkpoint.keras.tables import Table, own_layer_stamps, own_layer_updates, own_layer_vocabularies
+from tpuembed.checkpoint.keras.tables import Table, own_layer_configs, own_layers
 from tpuembed.checkpoint.keras.weights import Weights, find_weights
+from tpuembed.checkpoint.own_layer import CheckpointOfLayers, OwnLayer
 from tpuembed.checkpoint.saved_objects import Objects, Weight
-from tpuembed.checkpoint.types import Array, Checkpoint, RowStamps, SavedVocabulary, TableInfo
+from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.errors import CheckpointError, reason
 from tpuembed.files import FilePath, versions
 
 __all__ = ["KerasCheckpoint"]
 
 
-class KerasCheckpoint(Checkpoint):
+class KerasCheckpoint(CheckpointOfLayers):
     """A checkpoint in `.weights.h5`, sharded `.weights.json` or `.keras`, with tables of keras-rs or of
     `tpuembed.TPUEmbedding`.
 
@@ -93,40 +94,11 @@ class KerasCheckpoint(Checkpoint):
             self._is_verified = True
 
     @functools.cached_property
-    def update_counts(self) -> Mapping[str, int]:
-        """See Checkpoint.update_counts."""
-        counts = own_layer_updates(self._weights)
-        if not counts and (steps := optimizer_steps(self._weights)) is not None:
-            counts = dict.fromkeys(self.tables(), steps)
-        return counts
+    def _own_layers(self) -> Sequence[OwnLayer]:
+        return tuple(own_layers(self._weights, own_layer_configs(self._weights), self._verify))
 
-    @functools.cached_property
-    def stamps(self) -> Mapping[str, RowStamps]:
-        """See Checkpoint.stamps."""
-        return {
-            table: RowStamps(
-                self._named(table), self._tables[table].rows, history, functools.partial(self._stamps, dataset)
-            )
-            for table, (history, dataset) in own_layer_stamps(self._weights).items()
-        }
-
-    def _stamps(self, dataset: Dataset, start: int, out: Array) -> None:
-        self._verify()
-        dataset.check_written()
-        dataset.read_into(start, out)
-
-    @functools.cached_property
-    def vocabularies(self) -> Mapping[str, SavedVocabulary]:
-        """See Checkpoint.vocabularies."""
-        return {
-            table: SavedVocabulary(
-                f"{self._shown}: the vocabulary of table {table!r}",
-                self._tables[table].rows,
-                dataset.bytes,
-                lambda size, dataset=dataset: dataset.read()[:size].tobytes(),  # type: ignore[misc]
-            )
-            for table, dataset in own_layer_vocabularies(self._weights).items()
-        }
+    def _optimizer_steps(self) -> int | None:
+        return optimizer_steps(self._weights)
 
     @functools.cached_property
     def layers(self) -> "_FileLayers":

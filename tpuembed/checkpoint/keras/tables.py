@@ -4,26 +4,18 @@ Source: keras_rs/src/layers/embedding/base_distributed_embedding.py (`_default_d
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from tpuembed.checkpoint.bundle.layer_config import check_size, checked_count, parse_config, slot_names
 from tpuembed.checkpoint.keras.hdf5 import Dataset
 from tpuembed.checkpoint.keras.weights import Group, Weights
+from tpuembed.checkpoint.own_layer import OwnLayer, SavedArray, check_size, parse_config, slot_names
+from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
-from tpuembed.manifest.row_history import RowHistory
 
-__all__ = [
-    "CONFIG",
-    "Table",
-    "keras_rs_tables",
-    "own_layer_configs",
-    "own_layer_stamps",
-    "own_layer_tables",
-    "own_layer_updates",
-    "own_layer_vocabularies",
-]
+__all__ = ["CONFIG", "Table", "keras_rs_tables", "own_layer_configs", "own_layer_tables", "own_layers", "saved_array"]
 
 _TABLE_PATH: Final = re.compile(r"(?:(?P<layer>.+)/)?_default_device_embedding_layers/(?P<kind>.+)", re.DOTALL)
 _TABLE_KIND: Final = re.compile(r"embed_reduce(?:_(?P<number>\d+))?")
@@ -31,7 +23,8 @@ CONFIG: Final = "|config"
 """The name of a layer's config among its arrays. Only an embedding layer has one."""
 _UPDATES, _HISTORY, _STAMPS = "|updates", "|history", "|stamps|"
 _VOCABULARY: Final = "|vocabulary|"
-_MAX_CONFIG_BYTES: Final = 16 << 20
+_DTYPES: Final = {"|u1": "uint8", "<i4": "int32", "<i8": "int64"}
+_MAX_TEXT_BYTES: Final = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +71,12 @@ def keras_rs_tables(weights: Weights) -> Iterator[Table]:
                 f"weights {weights.path}: among the tables of layer {match['layer']!r} is {match['kind']!r}, but "
                 "keras-rs calls them embed_reduce. Restore it from another copy, or upgrade tpuembed."
             )
-        number = int(kind["number"] or 0)
-        yield Table(_table_name(weights, group), match["layer"] or "", number, _only_matrix(weights, group))
-
-
-def _table_name(weights: Weights, group: Group) -> str:
-    if not group.name or not group.name.isprintable() or "/" in group.name:
-        raise CheckpointCorruptError.of(
-            f"weights {weights.path}: the table at {group.path!r} is called {group.name!r}, which is not a valid name "
-            "in keras-rs"
-        )
-    return group.name
+        if not group.name or not group.name.isprintable() or "/" in group.name:
+            raise CheckpointCorruptError.of(
+                f"weights {weights.path}: the table at {group.path!r} is called {group.name!r}, which is not a valid name "
+                "in keras-rs"
+            )
+        yield Table(group.name, match["layer"] or "", int(kind["number"] or 0), _only_matrix(weights, group))
 
 
 def _only_matrix(weights: Weights, group: Group) -> Dataset:
@@ -111,26 +99,24 @@ def own_layer_configs(weights: Weights) -> dict[str, dict[str, Any]]:
         CheckpointFormatError: a version of tpuembed without configs wrote it.
         CheckpointCorruptError: it does not parse.
     """
-    return {
-        group.path: parse_config(_config_of(weights, group), _config_bytes(weights, group))
-        for group in weights.groups.values()
-        if _UPDATES in group.datasets or CONFIG in group.datasets
-    }
+    configs: dict[str, dict[str, Any]] = {}
+    for path, group in weights.groups.items():
+        if CONFIG not in group.datasets and _UPDATES not in group.datasets:
+            continue
+        layer = repr(group.name or path)
+        if CONFIG not in group.datasets:
+            raise CheckpointFormatError(
+                f"weights {weights.path}: layer {layer} has tables but no config, which distinguishes "
+                "them from slots. Load it into the layer and save it again with this version of tpuembed."
+            )
+        where = f"weights {weights.path}: the config of layer {layer}"
+        configs[path] = parse_config(where, _read_text(where, group.datasets[CONFIG]))
+    return configs
 
 
-def _config_of(weights: Weights, group: Group) -> str:
-    return f"weights {weights.path}: the config of layer {group.name or group.path!r}"
-
-
-def _config_bytes(weights: Weights, group: Group) -> bytes:
-    dataset = group.datasets.get(CONFIG)
-    if dataset is None:
-        raise CheckpointFormatError(
-            f"weights {weights.path}: layer {group.name or group.path!r} has tables but no config, which distinguishes "
-            "them from slots. Load it into the layer and save it again with this version of tpuembed."
-        )
-    if dataset.dtype != "|u1" or dataset.bytes > _MAX_CONFIG_BYTES:
-        raise CheckpointCorruptError.of(f"{_config_of(weights, group)} is {dataset.dtype} {dataset.shape}, not bytes")
+def _read_text(where: str, dataset: Dataset) -> bytes:
+    if dataset.dtype != "|u1" or dataset.bytes > _MAX_TEXT_BYTES:
+        raise CheckpointCorruptError.of(f"{where} is {dataset.dtype} {dataset.shape}, not bytes")
     return dataset.read().tobytes()
 
 
@@ -158,80 +144,61 @@ def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) ->
             raise CheckpointCorruptError.of(f"{where} has {min(left)!r}, which is not a table or slot of its config")
 
 
-def own_layer_updates(weights: Weights) -> dict[str, int]:
-    """Return table name -> the count of updates of the tpuembed layer that has it.
-
-    Raises:
-        CheckpointCorruptError: a count is not an integer, or is negative, or a config does not parse.
-    """
-    counts: dict[str, int] = {}
-    for path, config in own_layer_configs(weights).items():
-        dataset = weights.groups[path].datasets.get(_UPDATES)
-        if dataset is not None:
-            where = f"weights {weights.path}: layer {path!r}"
-            if dataset.dtype != "<i8" or dataset.shape != ():
-                raise CheckpointCorruptError.of(
-                    f"{where}: its count of updates is {dataset.dtype} {dataset.shape}, not one integer"
-                )
-            count = checked_count(where, dataset.read())
-            counts |= dict.fromkeys(config["tables"], count)
-    return counts
-
-
-def own_layer_stamps(weights: Weights) -> dict[str, tuple[RowHistory, Dataset]]:
-    """Return table name -> (history, stamps [rows]), of tpuembed's layers that track rows.
-
-    Raises:
-        CheckpointCorruptError: a history is none, or stamps are missing or of another size.
-    """
-    found: dict[str, tuple[RowHistory, Dataset]] = {}
-    for path, config in own_layer_configs(weights).items():
-        datasets = weights.groups[path].datasets
-        saved = datasets.get(_HISTORY)
-        if saved is None:
-            continue
-        where = f"weights {weights.path}: layer {path!r}"
-        if saved.dtype != "|u1" or saved.bytes > _MAX_CONFIG_BYTES:
-            raise CheckpointCorruptError.of(f"{where}: its history is {saved.dtype} {saved.shape}, not bytes")
-        history, shapes = RowHistory.from_json(saved.read().tobytes(), where)
-        for table in config["tables"]:
-            dataset = datasets.get(_STAMPS + table.replace("/", "|"))
-            rows = shapes.get(table, [None])[0]
-            shown = "none" if dataset is None else f"{dataset.dtype} {dataset.shape}"
-            if dataset is None or dataset.dtype != "<i4" or dataset.shape != (rows,):
-                raise CheckpointCorruptError.of(
-                    f"{where}: the stamps of table {table!r} are {shown}, not <i4 ({rows},)"
-                )
-            found[table] = history, dataset
-    return found
+def own_layers(
+    weights: Weights, configs: Mapping[str, dict[str, Any]], verify: Callable[[], None]
+) -> Iterator[OwnLayer]:
+    """Yield what each layer saved beside its tables. `verify` compares the file with its checksums."""
+    for path, config in configs.items():
+        datasets, where = weights.groups[path].datasets, f"weights {weights.path}: layer {path!r}"
+        history = datasets.get(_HISTORY)
+        yield OwnLayer(
+            where=where,
+            config=config,
+            updates=saved_array(_UPDATES, datasets[_UPDATES]) if _UPDATES in datasets else None,
+            history=None if history is None else functools.partial(_read_text, f"{where}: its history", history),
+            stamps=functools.partial(_stamps, datasets, verify),
+            vocabularies={
+                name.removeprefix(_VOCABULARY): saved_array(name, dataset)
+                for name, dataset in datasets.items()
+                if name.startswith(_VOCABULARY)
+            },
+            stored_name=_stored_name,
+        )
 
 
-def own_layer_vocabularies(weights: Weights) -> dict[str, Dataset]:
-    """Return table name -> its vocabulary, bytes [n], of the tables that have one.
+def _stored_name(name: str) -> str:
+    return name.replace("/", "|")
 
-    Raises:
-        CheckpointCorruptError: a vocabulary is no bytes, or is of no table of the layer.
-    """
-    found: dict[str, Dataset] = {}
-    for path, config in own_layer_configs(weights).items():
-        where = f"weights {weights.path}: layer {path!r}"
-        tables = {_VOCABULARY + table.replace("/", "|"): table for table in config["tables"]}
-        for name, dataset in weights.groups[path].datasets.items():
-            if not name.startswith(_VOCABULARY):
-                continue
-            if name not in tables:
-                raise CheckpointCorruptError.of(f"{where} has {name!r}, which is not of a table of its config")
-            if dataset.dtype != "|u1" or len(dataset.shape or ()) != 1:
-                raise CheckpointCorruptError.of(
-                    f"{where}: the vocabulary of table {tables[name]!r} is {dataset.dtype} {dataset.shape}, not bytes"
-                )
-            found[tables[name]] = dataset
-    return found
+
+def _stamps(datasets: Mapping[str, Dataset], verify: Callable[[], None], table: str) -> SavedArray:
+    key = _STAMPS + _stored_name(table)
+    stamps = saved_array(key, datasets.get(key))
+
+    def fill(start: int, out: Array) -> None:
+        verify()
+        stamps.fill(start, out)
+
+    return dataclasses.replace(stamps, fill=fill)
+
+
+def saved_array(key: str, dataset: Dataset | None) -> SavedArray:
+    """Return an array of a layer; `dataset` is None if the file lacks it."""
+    if dataset is None:
+        return SavedArray(key, "", None, lambda _start, _out: None)
+
+    def fill(start: int, out: Array) -> None:
+        if out.shape:
+            dataset.check_written()
+            dataset.read_into(start, out)
+        else:
+            out[()] = dataset.read()
+
+    return SavedArray(key, _DTYPES.get(dataset.dtype, dataset.dtype), dataset.shape, fill)
 
 
 def _take(where: str, left: dict[str, Dataset], child: str) -> Dataset:
     """Remove the array of a table or slot from `left`, under the name that the layer stores it by, and return it."""
-    dataset = left.pop(child.replace("/", "|"), None)
+    dataset = left.pop(_stored_name(child), None)
     if dataset is None or dataset.matrix_dtype is None:
         found = "there is none" if dataset is None else f"it is {dataset.dtype} {dataset.shape}"
         raise CheckpointCorruptError.of(f"{where}: its config needs a matrix {child!r}, but {found}")

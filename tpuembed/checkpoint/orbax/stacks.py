@@ -8,7 +8,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout, check_stack
+from tpuembed.checkpoint.bundle.sparsecore import TableLayout, check_stack
 from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.checkpoint.orbax.stack_specs import HOW_TO_SAY, StackSpec, TableSpec, short_stack_name
 from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError, first_few
@@ -169,5 +169,5 @@ def _layout(spec: StackSpec, table: TableSpec, shape: tuple[int, int]) -> TableL
         rotation=table.shard_rotation,
     )
     if layout.stack_shape != shape:
-        raise MalformedError(f"the layout of table {table.name!r} has {layout.stored_dim} columns")
+        raise MalformedError(f"the layout of table {table.name!r} has {layout.padded_shape[1]} columns")
     return layout

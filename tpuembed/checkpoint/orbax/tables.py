@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
+from tpuembed.checkpoint.bundle.sparsecore import TableLayout
 from tpuembed.checkpoint.orbax.arrays import ArrayStore, Run, StoredArray, contiguous_run, mod_sharded_runs
 from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.checkpoint.orbax.stack_specs import StackSpec
@@ -160,7 +160,7 @@ class StoredTable:
         """Return the runs of the rows [start, stop)."""
         if self.layout is None:
             return contiguous_run(start, stop)
-        return mod_sharded_runs(self.layout, start, stop)
+        return mod_sharded_runs(self.layout.rows, start, stop)
 
 
 def open_tables(
