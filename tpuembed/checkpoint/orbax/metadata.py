@@ -5,8 +5,7 @@ Source: orbax/checkpoint/_src/metadata/tree.py (InternalTreeMetadata) and its Pa
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from tpuembed.checkpoint.orbax.location import MANIFEST, METADATA
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
@@ -17,7 +16,7 @@ __all__ = ["Item", "Leaf", "read_item"]
 _NO_ARRAYS: Final = frozenset({"scalar", "string", "placeholder", "None", "Dict", "List", "Tuple", "NamedTuple"})
 _SEQUENCE: Final = 1
 """The type of a key that is a position in a list; other keys are of mappings."""
-_ABSENT: Final = object()
+_KINDS: Final = {bool: "true or false as", dict: "an object", list: "a list", str: "a string", int: "an integer"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +48,7 @@ class Leaf:
     @property
     def shown(self) -> str:
         """Return the name for messages."""
-        text = "/".join(self.path)
-        return repr(text if len(text) <= 200 else f"{text[:200]}...")
+        return repr(_short("/".join(self.path)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,19 +74,26 @@ def read_item(folder: FilePath) -> Item:
     """Return the tree of `folder`.
 
     Raises:
-        CheckpointCorruptError: its metadata is missing, or not what Orbax writes, or two arrays share their files.
+        CheckpointCorruptError: its metadata is missing, or not what Orbax writes.
+        CheckpointFormatError: Orbax wrote one array over another.
     """
-    data = _Node(folder, "metadata", _load(folder))
-    flag = "true or false as"
+    data, where = _load(folder), f"file {folder / METADATA}"
     item = Item(
         folder,
-        ocdbt=data.get("use_ocdbt", bool, flag, (folder / MANIFEST).is_file()),
-        zarr3=data.get("use_zarr3", bool, flag, False),
-        complete=data.get("store_array_data_equal_to_fill_value", bool, flag, False),
+        ocdbt=_get(where, data, "use_ocdbt", bool, (folder / MANIFEST).is_file()),
+        zarr3=_get(where, data, "use_zarr3", bool, False),
+        complete=_get(where, data, "store_array_data_equal_to_fill_value", bool, False),
     )
-    tree = data.get("tree_metadata", dict, "an object")
-    leaves = tuple(_leaf(item, _Node(folder, name, value)) for name, value in tree.items())
-    _check_apart(folder, leaves)
+    leaves = tuple(_leaf(item, name, node) for name, node in _get(where, data, "tree_metadata", dict).items())
+    # Keys are joined by ".", which they may contain.
+    seen: dict[str, Leaf] = {}
+    for leaf in leaves:
+        other = seen.setdefault(leaf.key, leaf)
+        if leaf.is_array and other is not leaf:
+            raise CheckpointFormatError(
+                f"checkpoint {folder}: arrays {other.shown} and {leaf.shown} are both stored as {leaf.key!r}, one "
+                "over the other. Rename one and save again."
+            )
     return dataclasses.replace(item, leaves=leaves)
 
 
@@ -109,48 +114,31 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-class _Node:
-    """A value of the metadata that should be an object, with its name for messages."""
-
-    def __init__(self, folder: FilePath, name: str, value: Any) -> None:
-        self._folder, self._name = folder, name
-        self._value: Mapping[str, Any] = value if isinstance(value, dict) else self._fail("is not an object")
-
-    def _fail(self, problem: str) -> NoReturn:
-        name, problem = (text if len(text) <= 200 else f"{text[:200]}..." for text in (self._name, problem))
-        raise CheckpointCorruptError.of(f"file {self._folder / METADATA}: {name!r} {problem}")
-
-    def get(self, key: str, kind: type, wanted: str, default: Any = _ABSENT) -> Any:
-        """Return the value of `key`, of the type `kind`. Raises CheckpointCorruptError if it is another one."""
-        value = self._value.get(key, default)
-        return value if isinstance(value, kind) else self._fail(f"should have {wanted} {key!r}")
-
-    def keys(self) -> tuple[str, ...]:
-        """Return the keys of mappings and sequences from the root. The name of the node must agree with them."""
-        parts = [_Node(self._folder, self._name, part) for part in self.get("key_metadata", list, "a list")]
-        keys = tuple(part.get("key", str, "a string") for part in parts)
-        places = tuple(
-            int(key)
-            if part.get("key_type", int, "an integer") == _SEQUENCE and key.isdecimal() and len(key) < 20
-            else key
-            for key, part in zip(keys, parts, strict=True)
-        )
-        if not keys or any("\0" in key for key in keys) or self._name not in {str(keys), str(places)}:
-            self._fail(f"should be the path {keys}")
-        return keys
-
-    def write_shape(self) -> tuple[int, ...] | None:
-        shape = self._value.get("write_shape")
-        if shape is not None and not (isinstance(shape, list) and all(type(size) is int for size in shape)):
-            self._fail("should have a list of integers 'write_shape'")
-        return None if shape is None else tuple(shape)
+def _get(where: str, value: Any, key: str, kind: type, default: Any = None) -> Any:
+    """Return the value of `key`. Raises CheckpointCorruptError if it is not of the type `kind`."""
+    found = value.get(key, default) if isinstance(value, dict) else None
+    if not isinstance(found, kind):
+        raise CheckpointCorruptError.of(f"{where} should have {_KINDS[kind]} {key!r}")
+    return found
 
 
-def _leaf(item: Item, node: _Node) -> Leaf:
-    value = _Node(item.folder, "value_metadata", node.get("value_metadata", dict, "an object"))
-    leaf = Leaf(
-        item, node.keys(), value.write_shape(), is_array=value.get("value_type", str, "a string") not in _NO_ARRAYS
+def _leaf(item: Item, name: str, node: Any) -> Leaf:
+    where = f"file {item.folder / METADATA}: {_short(name)!r}"
+    parts = _get(where, node, "key_metadata", list)
+    keys = tuple(_get(where, part, "key", str) for part in parts)
+    kinds = [_get(where, part, "key_type", int) for part in parts]
+    places = tuple(
+        int(key) if kind == _SEQUENCE and key.isdecimal() and len(key) < 20 else key
+        for key, kind in zip(keys, kinds, strict=True)
     )
+    if not keys or any("\0" in key for key in keys) or name not in {str(keys), str(places)}:
+        raise CheckpointCorruptError.of(f"{where} should be the path {_short(str(keys))}")
+    value = _get(where, node, "value_metadata", dict)
+    shape = value.get("write_shape")
+    if shape is not None and not (isinstance(shape, list) and all(type(size) is int for size in shape)):
+        raise CheckpointCorruptError.of(f"{where} should have a list of integers 'write_shape'")
+    is_array = _get(where, value, "value_type", str) not in _NO_ARRAYS
+    leaf = Leaf(item, keys, None if shape is None else tuple(shape), is_array)
     if not item.ocdbt and any(part in {"", ".", ".."} for part in leaf.key.split("/")):
         raise CheckpointCorruptError.of(
             f"file {item.folder / METADATA}: array {leaf.shown} would be in {leaf.key!r}, outside the checkpoint"
@@ -158,15 +146,5 @@ def _leaf(item: Item, node: _Node) -> Leaf:
     return leaf
 
 
-def _check_apart(folder: FilePath, leaves: tuple[Leaf, ...]) -> None:
-    """Raise CheckpointFormatError if Orbax wrote one array over another: keys are joined by ".", which they may
-    contain.
-    """
-    seen: dict[str, Leaf] = {}
-    for leaf in leaves:
-        other = seen.setdefault(leaf.key, leaf)
-        if leaf.is_array and other is not leaf:
-            raise CheckpointFormatError(
-                f"checkpoint {folder}: arrays {other.shown} and {leaf.shown} are both stored as {leaf.key!r}, one "
-                "over the other. Rename one and save again."
-            )
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."

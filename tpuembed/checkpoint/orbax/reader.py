@@ -91,7 +91,7 @@ class OrbaxCheckpoint(Checkpoint):
 
     def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:
         stored = self._stored[table]
-        stored.arrays[slot].read_runs(stored.runs(start, start + len(out)), out)
+        stored.arrays[slot].read_into(stored.place, start, out)
 
     def read_buffer_bytes(self, table: str, rows: int) -> int:
         """See Checkpoint.read_buffer_bytes."""

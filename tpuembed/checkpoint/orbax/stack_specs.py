@@ -32,10 +32,6 @@ HOW_TO_SAY: Final = (
 _MAX_BYTES: Final = 2 << 20
 _MAX_LINE: Final = 32 << 10
 """Protobuf's parser takes time that is quadratic in the length of a line. With these limits a hostile file takes half a minute."""
-_STACK_NUMBERS: Final = ("stack_vocab_size", "stack_embedding_dim", "num_sparsecores")
-_TABLE_NUMBERS: Final = (
-    "vocab_size", "embedding_dim", "row_offset_in_shard", "shard_rotation", "padded_vocab_size", "padded_embedding_dim"
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +56,20 @@ class StackSpec:
     tables: tuple[TableSpec, ...]
     stack_vocab_size: int = 0
     stack_embedding_dim: int = 0
+
+
+_STACK_NUMBERS: Final = ("stack_vocab_size", "stack_embedding_dim", "num_sparsecores")
+_TABLE_NUMBERS: Final = tuple(field.name for field in dataclasses.fields(TableSpec) if field.name != "name")
+_MESSAGES: Final = {
+    "EmbeddingSpecProto": {"stacked_table_specs": "repeated StackedTableSpecProto"},
+    "StackedTableSpecProto": {
+        "stack_name": "string",
+        "table_specs": "repeated TableSpecProto",
+        **dict.fromkeys(_STACK_NUMBERS, "int64"),
+    },
+    "TableSpecProto": {"table_name": "string", **dict.fromkeys(_TABLE_NUMBERS, "int64")},
+}
+"""The fields that matter."""
 
 
 def saved_specs(protos: Iterable[FilePath]) -> tuple[StackSpec, ...]:
@@ -158,7 +168,7 @@ def _checked(where: str, value: Any) -> Mapping[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """Return the EmbeddingSpecProto in `text`. Only the fields that matter are described, so others are skipped."""
+    """Return the EmbeddingSpecProto in `text`. Other fields than those in `_MESSAGES` are skipped."""
     longest = max(map(len, text.split("\n")))
     if longest > _MAX_LINE:
         raise MalformedError(
@@ -169,17 +179,6 @@ def _parse(text: str) -> Any:
     except ImportError:
         raise MissingExtraError("reading an embedding spec in text form", "protobuf", "jax") from None
     return parse_text(text, message, allow_unknown=True)
-
-
-_MESSAGES: Final = {
-    "EmbeddingSpecProto": {"stacked_table_specs": "repeated StackedTableSpecProto"},
-    "StackedTableSpecProto": {
-        "stack_name": "string",
-        "table_specs": "repeated TableSpecProto",
-        **dict.fromkeys(_STACK_NUMBERS, "int64"),
-    },
-    "TableSpecProto": {"table_name": "string", **dict.fromkeys(_TABLE_NUMBERS, "int64")},
-}
 
 
 def _from_proto(message: Any) -> tuple[StackSpec, ...]:

@@ -10,50 +10,50 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tpuembed.checkpoint.bundle.sparsecore import TableLayout, check_stack
 from tpuembed.checkpoint.orbax.metadata import Leaf
-from tpuembed.checkpoint.orbax.stack_specs import HOW_TO_SAY, StackSpec, TableSpec, short_stack_name
+from tpuembed.checkpoint.orbax.stack_specs import HOW_TO_SAY, StackSpec, short_stack_name
 from tpuembed.errors import CheckpointFormatError, CheckpointMismatchError, first_few
 from tpuembed.formats.protobuf import MalformedError
 
-__all__ = ["Stack", "find_stacks", "match_specs", "place_tables"]
+__all__ = ["TableLeaves", "find_stacks", "match_specs", "place_tables"]
 
 _PREFIX, _TABLE, _SLOT = "var:", ":table", ":table:slot:"
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
-    """The leaves of a stack: its rows, and its slots by their name in the checkpoint."""
+class TableLeaves:
+    """The leaves of a table or of a stack: its rows, and its slots by name."""
 
     name: str
     table: Leaf
-    slots: Mapping[str, Leaf]
+    slots: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
 
 
-def find_stacks(leaves: Sequence[Leaf], names: Iterable[str] = ()) -> list[Stack]:
+def find_stacks(leaves: Sequence[Leaf], names: Iterable[str] = ()) -> list[TableLeaves]:
     """Return the stacks of keras-rs and of jax-tpu-embedding, and other leaves with one of `names`, which a spec has.
 
     Raises:
         CheckpointFormatError: two stacks have the same name.
     """
-    tables: defaultdict[str, list[Leaf]] = defaultdict(list)
-    slots: defaultdict[str, defaultdict[str, list[Leaf]]] = defaultdict(lambda: defaultdict(list))
+    found: defaultdict[str, defaultdict[str | None, list[Leaf]]] = defaultdict(lambda: defaultdict(list))
     known = frozenset(names)
     nodes = _variables(leaves)
     for leaf in leaves:
         role = _keras_rs_role(leaf) or _variables_role(leaf, nodes) or _known_role(leaf, known)
-        if role is None or not leaf.is_array:
-            continue
-        stack, slot = role
-        if slot is None:
-            tables[stack].append(leaf)
-        else:
-            slots[stack][slot].append(leaf)
+        if role is not None and leaf.is_array:
+            stack, slot = role
+            found[stack][slot].append(leaf)
     return [
-        Stack(
+        TableLeaves(
             name,
-            _only(f"stack {name!r}", found),
-            {slot: _only(f"slot {slot!r} of stack {name!r}", kept) for slot, kept in slots[name].items()},
+            _only(f"stack {name!r}", kept[None]),
+            {
+                slot: _only(f"slot {slot!r} of stack {name!r}", of_slot)
+                for slot, of_slot in kept.items()
+                if slot is not None
+            },
         )
-        for name, found in sorted(tables.items())
+        for name, kept in sorted(found.items())
+        if None in kept
     ]
 
 
@@ -101,7 +101,7 @@ def _known_role(leaf: Leaf, known: frozenset[str]) -> tuple[str, str | None] | N
     return (leaf.path[-2], None) if leaf.path[-2:-1] and leaf.path[-2] in known and leaf.path[-1] == "table" else None
 
 
-def match_specs(where: str, stacks: Iterable[Stack], specs: Sequence[StackSpec]) -> dict[str, StackSpec]:
+def match_specs(where: str, stacks: Iterable[TableLeaves], specs: Sequence[StackSpec]) -> dict[str, StackSpec]:
     """Return the spec of each stack.
 
     Raises:
@@ -134,11 +134,30 @@ def place_tables(where: str, spec: StackSpec, shape: tuple[int, int]) -> list[Ta
     Raises:
         CheckpointMismatchError: the stack has another shape, or a table is outside it, or overlaps another one.
     """
-    said = (spec.stack_vocab_size or shape[0], spec.stack_embedding_dim or shape[1])
+    rows, dim = shape
+    cores = spec.num_sparsecores
+    said = (spec.stack_vocab_size or rows, spec.stack_embedding_dim or dim)
+    layouts = []
     try:
-        if said != shape or shape[0] % spec.num_sparsecores:
-            raise MalformedError(f"its stack of {list(said)} does not fit {spec.num_sparsecores} SparseCores")
-        layouts = [_layout(spec, table, shape) for table in spec.tables]
+        if said != shape or rows % cores:
+            raise MalformedError(f"its stack of {list(said)} does not fit {cores} SparseCores")
+        for table in spec.tables:
+            # A table takes the rows in its spec, or else the fewest possible; the rest is the stack's padding.
+            padded_rows = table.padded_vocab_size or -(-table.vocab_size // cores) * cores
+            layout = TableLayout(
+                table=table.name,
+                stack=spec.name,
+                num_sparse_cores=cores,
+                num_partitions=1,
+                shard_rows=rows // cores,
+                shape=(table.vocab_size, table.embedding_dim),
+                padded_shape=(padded_rows, table.padded_embedding_dim or dim),
+                offset=table.row_offset_in_shard,
+                rotation=table.shard_rotation,
+            )
+            if layout.stack_shape != shape:
+                raise MalformedError(f"the layout of table {table.name!r} has {layout.padded_shape[1]} columns")
+            layouts.append(layout)
         check_stack(spec.name, layouts)
     except MalformedError as error:
         raise CheckpointMismatchError(
@@ -146,28 +165,3 @@ def place_tables(where: str, spec: StackSpec, shape: tuple[int, int]) -> list[Ta
             f"{error}. Give the spec that the model was trained with."
         ) from None
     return layouts
-
-
-def _layout(spec: StackSpec, table: TableSpec, shape: tuple[int, int]) -> TableLayout:
-    """Return the place of a table. It takes the rows in its spec, or else the fewest possible; the rest is the stack's
-    padding.
-    """
-    rows, dim = shape
-    cores = spec.num_sparsecores
-    layout = TableLayout(
-        table=table.name,
-        stack=spec.name,
-        num_sparse_cores=cores,
-        num_partitions=1,
-        shard_rows=rows // cores,
-        shape=(table.vocab_size, table.embedding_dim),
-        padded_shape=(
-            table.padded_vocab_size or -(-table.vocab_size // cores) * cores,
-            table.padded_embedding_dim or dim,
-        ),
-        offset=table.row_offset_in_shard,
-        rotation=table.shard_rotation,
-    )
-    if layout.stack_shape != shape:
-        raise MalformedError(f"the layout of table {table.name!r} has {layout.padded_shape[1]} columns")
-    return layout

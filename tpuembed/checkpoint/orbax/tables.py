@@ -5,15 +5,15 @@ Source of the names: keras.Model.get_state_tree, keras/src/optimizers/base_optim
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from tpuembed.checkpoint.bundle.sparsecore import TableLayout
-from tpuembed.checkpoint.orbax.arrays import ArrayStore, Run, StoredArray, contiguous_run, mod_sharded_runs
+from tpuembed.checkpoint.bundle.rows import ModSharded
+from tpuembed.checkpoint.orbax.arrays import ArrayStore, StoredArray
 from tpuembed.checkpoint.orbax.metadata import Leaf
 from tpuembed.checkpoint.orbax.stack_specs import StackSpec
-from tpuembed.checkpoint.orbax.stacks import Stack, find_stacks, match_specs, place_tables
-from tpuembed.checkpoint.types import TableInfo
+from tpuembed.checkpoint.orbax.stacks import TableLeaves, find_stacks, match_specs, place_tables
+from tpuembed.checkpoint.types import TableInfo, by_name
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMismatchError
 
 __all__ = ["StoredTable", "open_tables"]
@@ -31,19 +31,8 @@ _SLOTS: Final = {
     "velocity": "velocities",
 }
 """Slot names of Keras 3 and jax-tpu-embedding -> those of `tf.tpu.experimental.embedding`; others stay unchanged."""
-KNOWN_SLOTS: Final = frozenset(_SLOTS.values())
-"""These slots have a value per element of the table. Other slots may have any shape."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TableLeaves:
-    """A table that is stored row by row, and its slots by their names."""
-
-    name: str
-    table: Leaf
-    slots: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
-
-
+_IN_ORDER: Final = ModSharded(1, 0, lambda parts: parts)
+"""The place of rows that are stored in the order of their ids: all in one part."""
 _OF_KERAS: Final[Mapping[str, frozenset[str]]] = {
     "adagrad": frozenset({"accumulator"}),
     "adam": frozenset({"momentum", "velocity"}),
@@ -57,12 +46,7 @@ for other quantities: RMSprop's velocity, Lion's momentum.
 """
 
 
-def slot_name(name: str) -> str:
-    """Return TensorFlow's name of the slot that Keras or JAX calls `name`."""
-    return _SLOTS.get(name, name)
-
-
-def keras_tables(leaves: Sequence[Leaf]) -> Iterator[TableLeaves]:
+def _keras_tables(leaves: Sequence[Leaf]) -> Iterator[TableLeaves]:
     """Yield the embedding layers of keras-rs and Keras, by their table's name, with their slots in optimizers.
 
     Raises:
@@ -90,62 +74,27 @@ def _optimizer_slots(leaves: Iterable[Leaf], variables: Iterable[Leaf]) -> dict[
         prefixes["_".join(variable.path[1:])].append(variable)
     kept: defaultdict[tuple[str, ...], dict[str, Leaf]] = defaultdict(dict)
     for leaf in leaves:
-        prefix = _longest_prefix(leaf.path[-1], prefixes)
-        if prefix is not None:
-            optimizer, name = leaf.path[1].rstrip("0123456789").removesuffix("_"), leaf.path[-1][len(prefix) + 1 :]
-            name = slot_name(name) if name in _OF_KERAS.get(optimizer, ()) else name
-            _refuse_ambiguous(leaf, name, prefixes[prefix], kept[prefixes[prefix][0].path].get(name))
-            kept[prefixes[prefix][0].path][name] = leaf
-    return kept
-
-
-def _refuse_ambiguous(leaf: Leaf, name: str, variables: Sequence[Leaf], other: Leaf | None) -> None:
-    """Raise CheckpointFormatError for one slot of two variables, or two slots of one name for one variable."""
-    if len(variables) > 1:
-        raise CheckpointFormatError(
-            f"checkpoint {leaf.item.folder}: {leaf.shown} may be {name!r} of {variables[0].shown} or of "
-            f"{variables[1].shown}. Rename one and save again."
-        )
-    if other is not None:
-        raise CheckpointFormatError(
-            f"checkpoint {leaf.item.folder}: {other.shown} and {leaf.shown} are both {name!r} of "
-            f"{variables[0].shown}. Save again with one optimizer."
-        )
-
-
-def _longest_prefix(name: str, prefixes: Container[str]) -> str | None:
-    """Return the longest of `prefixes` that `name` has before a "_"."""
-    end = name.rfind("_")
-    while end > 0:
-        if name[:end] in prefixes:
-            return name[:end]
-        end = name.rfind("_", 0, end)
-    return None
-
-
-def matrices(leaves: Iterable[Leaf], several_items: bool) -> Iterator[TableLeaves]:
-    """Yield arrays that may be matrices, by path, which starts with the item's name if there are several items."""
-    for leaf in leaves:
-        if leaf.is_array and leaf.rank in {None, 2}:
-            path = (leaf.item.folder.name, *leaf.path) if several_items else leaf.path
-            yield TableLeaves("/".join(path), leaf)
-
-
-def merge(tables: Iterable[TableLeaves]) -> dict[str, TableLeaves]:
-    """Return `tables` by name.
-
-    Raises:
-        CheckpointFormatError: two have the same name.
-    """
-    merged: dict[str, TableLeaves] = {}
-    for table in tables:
-        other = merged.setdefault(table.name, table)
-        if other is not table:
+        words = leaf.path[-1].split("_")
+        # The longest name of a variable before a "_".
+        ends = range(len(words) - 1, 0, -1)
+        prefix = next((start for end in ends if (start := "_".join(words[:end])) in prefixes), None)
+        if prefix is None:
+            continue
+        optimizer, name = leaf.path[1].rstrip("0123456789").removesuffix("_"), leaf.path[-1][len(prefix) + 1 :]
+        name = _SLOTS.get(name, name) if name in _OF_KERAS.get(optimizer, ()) else name
+        if len(prefixes[prefix]) > 1:
+            one, other = prefixes[prefix][:2]
             raise CheckpointFormatError(
-                f"checkpoint {table.table.item.folder}: arrays {other.table.shown} and {table.table.shown} are both "
-                f"table {table.name!r}. Rename one and save again."
+                f"checkpoint {leaf.item.folder}: {leaf.shown} may be {name!r} of {one.shown} or of {other.shown}. Rename one "
+                "and save again."
             )
-    return merged
+        variable = prefixes[prefix][0]
+        if (other := kept[variable.path].setdefault(name, leaf)) is not leaf:
+            raise CheckpointFormatError(
+                f"checkpoint {leaf.item.folder}: {other.shown} and {leaf.shown} are both {name!r} of "
+                f"{variable.shown}. Save again with one optimizer."
+            )
+    return kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +103,12 @@ class StoredTable:
 
     info: TableInfo
     arrays: Mapping[str | None, StoredArray]
-    layout: TableLayout | None = None
+    place: ModSharded = _IN_ORDER
 
-    def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """Return the runs of the rows [start, stop)."""
-        if self.layout is None:
-            return contiguous_run(start, stop)
-        return mod_sharded_runs(self.layout.rows, start, stop)
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return self.info.name
 
 
 def open_tables(
@@ -175,63 +123,67 @@ def open_tables(
         CheckpointMismatchError, CheckpointCorruptError: specs or metadata contradict the arrays.
     """
     stacks = find_stacks(leaves, [spec.name for spec in specs])
-    by_name = match_specs(where, stacks, specs)
-    found = [table for stack in stacks for table in _stacked_tables(where, stack, by_name[stack.name], store)]
-    layers = merge(keras_tables(leaves)).values()
-    found.extend(_dense_table(layer, store) for layer in layers)
+    specs_by_name = match_specs(where, stacks, specs)
+    found = [table for stack in stacks for table in _stacked_tables(where, stack, specs_by_name[stack.name], store)]
+    found += [_dense_table(layer, store) for layer in _by_name(_keras_tables(leaves))]
     if not found:
-        plain = merge(matrices(leaves, len({leaf.item for leaf in leaves}) > 1)).values()
-        found.extend(table for leaf in plain if (table := _plain_table(leaf, store)) is not None)
+        several_items = len({leaf.item for leaf in leaves}) > 1
+        plain = [
+            TableLeaves("/".join((leaf.item.folder.name, *leaf.path) if several_items else leaf.path), leaf)
+            for leaf in leaves
+            if leaf.is_array and leaf.rank in {None, 2}
+        ]
+        for table in _by_name(plain):
+            if _is_matrix(array := store.open(table.table)):
+                array.check_stored()
+                found.append(_row_by_row(table.name, {None: array}))
     if not found:
         raise CheckpointFormatError(
             f"checkpoint {where}: has no table, neither an embedding layer's nor an array that is a matrix of "
             f"floats, among {len(leaves)} leaves. Check that the layer was built before the checkpoint was saved."
         )
-    return _by_name(where, found)
+    return by_name(
+        found,
+        lambda one, _: (
+            f"checkpoint {where}: has two tables {one.name!r}, one of them stacked. Rename one and save again."
+        ),
+    )
 
 
-def _by_name(where: str, found: Iterable[StoredTable]) -> dict[str, StoredTable]:
-    tables: dict[str, StoredTable] = {}
-    for table in sorted(found, key=lambda table: table.info.name):
-        if tables.setdefault(table.info.name, table) is not table:
-            raise CheckpointFormatError(
-                f"checkpoint {where}: has two tables {table.info.name!r}, one of them stacked. Rename one and "
-                "save again."
-            )
-    return tables
+def _by_name(tables: Iterable[TableLeaves]) -> Iterable[TableLeaves]:
+    return by_name(
+        tables,
+        lambda one, other: (
+            f"checkpoint {other.table.item.folder}: arrays {one.table.shown} and {other.table.shown} are both "
+            f"table {one.name!r}. Rename one and save again."
+        ),
+    ).values()
 
 
-def _stacked_tables(where: str, stack: Stack, spec: StackSpec, store: ArrayStore) -> Iterator[StoredTable]:
+def _stacked_tables(where: str, stack: TableLeaves, spec: StackSpec, store: ArrayStore) -> Iterator[StoredTable]:
     arrays: dict[str | None, StoredArray] = {None: _open_matrix(stack.table, store)}
-    shape = arrays[None].shape
+    rows, dim = arrays[None].shape
     for name, leaf in stack.slots.items():
-        if slot_name(name) in arrays:
+        slot = _SLOTS.get(name, name)
+        if slot in arrays:
             raise CheckpointFormatError(
-                f"checkpoint {where}: stack {stack.name!r} has two slots {slot_name(name)!r}, one of them called "
+                f"checkpoint {where}: stack {stack.name!r} has two slots {slot!r}, one of them called "
                 f"{name!r}. Save it without the other."
             )
-        arrays[slot_name(name)] = _open_slot(stack.table, shape, leaf, store)
-    for layout in place_tables(where, spec, (shape[0], shape[1])):
+        arrays[slot] = _open_slot(stack.table, (rows, dim), leaf, store)
+    for layout in place_tables(where, spec, (rows, dim)):
         info = TableInfo(layout.table, *layout.shape, arrays[None].dtype, _names(arrays), layout.words)
-        yield StoredTable(info, arrays, layout)
+        yield StoredTable(info, arrays, layout.rows)
 
 
 def _dense_table(layer: TableLeaves, store: ArrayStore) -> StoredTable:
     arrays: dict[str | None, StoredArray] = {None: _open_matrix(layer.table, store)}
     for name, leaf in layer.slots.items():
-        if name in KNOWN_SLOTS:
+        if name in _SLOTS.values():  # these have a value per element of the table; others may have any shape
             arrays[name] = _open_slot(layer.table, arrays[None].shape, leaf, store)
         elif leaf.rank in {None, 2} and (slot := store.open(leaf)).shape == arrays[None].shape and _is_matrix(slot):
             arrays[name] = slot
     return _row_by_row(layer.name, arrays)
-
-
-def _plain_table(leaf: TableLeaves, store: ArrayStore) -> StoredTable | None:
-    array = store.open(leaf.table)
-    if not _is_matrix(array):
-        return None
-    array.check_stored()
-    return _row_by_row(leaf.name, {None: array})
 
 
 def _row_by_row(name: str, arrays: Mapping[str | None, StoredArray]) -> StoredTable:

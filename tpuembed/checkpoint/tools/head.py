@@ -59,7 +59,7 @@ def read_rows(
     Args:
         path: as for `open_checkpoint`; or a version of an export, or a MODEL_DIR, whose highest version is read.
         table: its name.
-        start: None is the first existing row, which is above 0 if an export has only some rows of the table.
+        start: None is the first row.
         stop: None is five rows after `start`, or the table's end.
         slot: one of the table's slots instead.
         names: return the names of the rows too.
@@ -92,13 +92,13 @@ def stream_rows(
         UnknownTableError, RowRangeError, ConfigError, TpuEmbedError: as `read_rows`, and before the first piece.
     """
     with open_tables(path, checkpoint_options or {}) as checkpoint:
-        info = checkpoint.tables().get(table)
+        checkpoint.read(table, 0, 0, slot)  # raises for an unknown table or slot
+        info = checkpoint.tables()[table]
         start = start or 0
-        rows = 0 if info is None else info.rows
-        stop = max(start, min(start + _DEFAULT_ROWS, rows)) if stop is None else stop
-        if info is None or not 0 <= start <= stop <= rows:
+        stop = max(start, min(start + _DEFAULT_ROWS, info.rows)) if stop is None else stop
+        if not 0 <= start <= stop <= info.rows:
             checkpoint.read(table, start, stop, slot)  # raises the error
-        step = max(1, _PIECE_BYTES // (info.dim * info.dtype.itemsize)) if info and info.dim else _MAX_ROWS
+        step = max(1, _PIECE_BYTES // (info.dim * info.dtype.itemsize)) if info.dim else _MAX_ROWS
         vocabulary = vocabulary_of(checkpoint, table) if names else None
         for first in range(start, max(stop, start + 1), step):
             last = min(first + step, stop)

@@ -13,13 +13,13 @@ from tpuembed.checkpoint.keras.archive import member_damage, member_sizes
 from tpuembed.checkpoint.keras.weights import open_window
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools.exports import find_export
-from tpuembed.checkpoint.types import Checkpoint, TableInfo
+from tpuembed.checkpoint.types import Checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from tpuembed.files import FilePath, as_path, names_below, versions
 from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, mapped_folders, size_faults
 from tpuembed.formats.tensor_bundle import Bundle
 from tpuembed.formats.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
-from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, FileEntry, Manifest
+from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest
 
 __all__ = ["VerifyReport", "verify_files"]
 
@@ -150,39 +150,30 @@ def _verify_archive(path: str, counter: _Counter) -> VerifyReport:
 
 def _read_through(checkpoint: Checkpoint, counter: _Counter) -> VerifyReport:
     """Read every row of a format without checksums."""
-    tables = checkpoint.tables()
-    counter.total = sum(info.rows * _row_bytes(info) * (1 + len(info.slots)) for info in tables.values())
+    arrays = [(info, slot) for info in checkpoint.tables().values() for slot in (None, *info.slots)]
+    counter.total = sum(info.rows * info.dim * info.dtype.itemsize for info, _ in arrays)
     damaged = []
-    for info in tables.values():
-        for slot in (None, *info.slots):
-            try:
-                _read_table(checkpoint, info, slot, counter)
-            except CheckpointError as error:
-                name = info.name if slot is None else f"{info.name}/{slot}"
-                damaged.append(Damage(name, checkpoint.path, str(error)))
+    for info, slot in arrays:
+        step = max(1, _PIECE_BYTES // max(1, info.dim * info.dtype.itemsize))
+        buffer = np.empty((min(step, info.rows), info.dim), info.dtype)
+        try:
+            for start in range(0, info.rows, step):
+                piece = buffer[: info.rows - start]
+                checkpoint.read_into(info.name, start, piece, slot)
+                counter(piece.nbytes)
+        except CheckpointError as error:
+            name = info.name if slot is None else f"{info.name}/{slot}"
+            damaged.append(Damage(name, checkpoint.path, str(error)))
     unchecked = (
         f"format {checkpoint.format} has no checksums of rows: they were read, but damage to them is not noticed"
     )
     return VerifyReport(
         path=checkpoint.path,
-        entries=sum(1 + len(info.slots) for info in tables.values()),
+        entries=len(arrays),
         bytes=counter.done,
         damaged=tuple(damaged),
         unchecked=(unchecked,),
     )
-
-
-def _row_bytes(info: TableInfo) -> int:
-    return info.dim * info.dtype.itemsize
-
-
-def _read_table(checkpoint: Checkpoint, info: TableInfo, slot: str | None, counter: _Counter) -> None:
-    step = max(1, _PIECE_BYTES // max(1, _row_bytes(info)))
-    buffer = np.empty((min(step, info.rows), info.dim), info.dtype)
-    for start in range(0, info.rows, step):
-        piece = buffer[: info.rows - start]
-        checkpoint.read_into(info.name, start, piece, slot)
-        counter(piece.nbytes)
 
 
 def _verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> VerifyReport:
@@ -190,7 +181,8 @@ def _verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> Ve
     stacks = list(_damaged_stacks(version, manifest, on_read))
     files = list(_damaged_files(version, manifest, on_read))
     tensors = [] if stacks or files else list(_damaged_tensors(version, manifest))
-    unlisted = sorted(_unlisted_files(version, manifest))
+    known = {MANIFEST_PATH.as_posix(), *manifest.files, *manifest.table_files()}
+    unlisted = sorted(name for name in names_below(version) if name not in known)
     free = [name for name in unlisted if name.startswith(f"{_FREE}/")]
     extra = [Damage(name, str(version / name), "is not part of the export") for name in unlisted if name not in free]
     return VerifyReport(
@@ -215,19 +207,16 @@ def _total_bytes(manifest: Manifest) -> int:
 def _damaged_stacks(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
     faults = dict(size_faults(version, manifest))
     for array in manifest.arrays:
-        if reason := faults.get(array.file) or _array_fault(version / array.file, array, on_read):
+        reason = faults.get(array.file)
+        try:
+            actual = array.crc32c if reason else file_crc32c(version / array.file, on_read, array.offset, array.size)
+        except (OSError, EOFError) as error:
+            reason, actual = f"cannot be read: {error}", array.crc32c
+        if actual != array.crc32c:
+            place = f"bytes [{array.offset}, {array.offset + array.size})"
+            reason = f"{place} have CRC32C {actual:#010x}, but the manifest has {array.crc32c:#010x}"
+        if reason:
             yield Damage(array.name, str(version / array.file), reason)
-
-
-def _array_fault(path: FilePath, array: ArrayEntry, on_read: OnRead) -> str | None:
-    try:
-        actual = file_crc32c(path, on_read, array.offset, array.size)
-    except (OSError, EOFError) as error:
-        return f"cannot be read: {error}"
-    if actual == array.crc32c:
-        return None
-    place = f"bytes [{array.offset}, {array.offset + array.size})"
-    return f"{place} have CRC32C {actual:#010x}, but the manifest has {array.crc32c:#010x}"
 
 
 def _damaged_files(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
@@ -274,20 +263,16 @@ def _damaged_tensors(version: FilePath, manifest: Manifest) -> Iterator[Damage]:
     try:
         with Bundle.open(version / _VARIABLES) as bundle:
             for array in in_bundle:
-                if reason := _disagreement(bundle, version, array):
+                entry = bundle.entries.get(array.key)
+                parts = entry.parts() if entry else []
+                found = [(bundle.data_path(part.shard), part.offset, part.size, part.crc32c) for part in parts]
+                wanted = [(version / array.file, array.offset, array.size, array.crc32c)]
+                if found != wanted:
+                    reason = f"the index has {_shown(found)}, but the manifest has {_shown(wanted)}"
                     yield Damage(array.name, f"{bundle.prefix}.index", reason)
             yield from damaged_parts(bundle, lambda _: None, without=arrays)
     except CheckpointError as error:
         yield Damage("variables", f"{version / _VARIABLES}.index", str(error))
-
-
-def _disagreement(bundle: Bundle, version: FilePath, array: ArrayEntry) -> str | None:
-    entry = bundle.entries.get(array.key)
-    found = (
-        [(bundle.data_path(part.shard), part.offset, part.size, part.crc32c) for part in entry.parts()] if entry else []
-    )
-    wanted = [(version / array.file, array.offset, array.size, array.crc32c)]
-    return None if found == wanted else f"the index has {_shown(found)}, but the manifest has {_shown(wanted)}"
 
 
 def _shown(parts: Sequence[tuple[object, int, int, int]]) -> str:
@@ -295,9 +280,3 @@ def _shown(parts: Sequence[tuple[object, int, int, int]]) -> str:
         ", ".join(f"bytes [{o}, {o + size}) of {path} with CRC32C {crc:#010x}" for path, o, size, crc in parts)
         or "none"
     )
-
-
-def _unlisted_files(version: FilePath, manifest: Manifest) -> Iterator[str]:
-    """Return the files that the manifest does not name."""
-    known: set[str] = {MANIFEST_PATH.as_posix(), *manifest.files, *manifest.table_files()}
-    return (name for name in names_below(version) if name not in known)
