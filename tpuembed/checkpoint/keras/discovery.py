@@ -54,19 +54,6 @@ class LayerConfig:
     features: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer that the model was compiled with.
-
-    Attributes:
-        slots: its slots for every trainable variable, in order.
-        scalars: number of its own variables, which come before.
-    """
-
-    slots: tuple[str, ...]
-    scalars: int
-
-
 def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]:
     """Return the tables by name, and the config of the layers that hold them if it is known.
 
@@ -174,24 +161,25 @@ def _with_optimizer_slots(weights: Weights, tables: Sequence[Table]) -> list[Tab
     Slots are proven for a table whose shape no other variable has. They are also proven for all tables of one layer
     that share a shape with no other variable, because layer and optimizer number them in the same order.
     """
-    optimizer = _optimizer_config(weights.config)
-    if optimizer is None or not (kept := _kept(weights, optimizer)):
+    optimizer = _compiled_optimizer(weights.config)
+    fields = optimizer.get("config")
+    names = _SLOTS.get(str(optimizer.get("class_name")), ())
+    if not names or not isinstance(fields, Mapping) or optimizer.get("module") != "keras.optimizers":
         return list(tables)
-    return [_with_slots(weights, table, tables, optimizer.slots, kept) for table in tables]
-
-
-def _kept(weights: Weights, optimizer: OptimizerConfig) -> list[list[Dataset]]:
-    """Return the slots of each trainable variable, in the model's order; [] if the file has anything unexpected."""
+    keeps_more = fields.get("amsgrad") or fields.get("use_ema") or fields.get("gradient_accumulation_steps")
+    if keeps_more or (names == ("momenta",) and not fields.get("momentum")):
+        return list(tables)
     group = weights.groups.get(_OPTIMIZER)
     datasets = {} if group is None else group.datasets
-    numbered = [datasets.get(str(number)) for number in range(len(datasets))]
-    variables = [dataset for dataset in numbered if dataset is not None]
-    own, rest = variables[: optimizer.scalars], variables[optimizer.scalars :]
-    step = len(optimizer.slots)
-    if len(variables) < len(datasets) or any(dataset.shape != () for dataset in own) or len(rest) % step:
-        return []
-    found = [rest[first : first + step] for first in range(0, len(rest), step)]
-    return [] if any(dataset.shape != slots[0].shape for slots in found for dataset in slots) else found
+    variables = [dataset for number in range(len(datasets)) if (dataset := datasets.get(str(number))) is not None]
+    scalars = 2 if isinstance(fields.get("learning_rate"), int | float) else 1  # a schedule is not a variable
+    own, rest = variables[:scalars], variables[scalars:]
+    kept = [rest[first : first + len(names)] for first in range(0, len(rest), len(names))]
+    if len(variables) < len(datasets) or any(dataset.shape != () for dataset in own) or len(rest) % len(names):
+        return list(tables)
+    if any(dataset.shape != slots[0].shape for slots in kept for dataset in slots):
+        return list(tables)
+    return [_with_slots(weights, table, tables, names, kept) for table in tables]
 
 
 def _with_slots(
@@ -200,23 +188,19 @@ def _with_slots(
     alike = sorted((other for other in tables if other.shape == table.shape), key=lambda other: other.order)
     candidates = [slots for slots in kept if slots[0].shape == table.shape]
     layers = {other.layer for other in alike}
-    if layers != {table.layer} or not len(candidates) == len(alike) == _variables_of_shape(weights, table):
+    variables = [
+        dataset
+        for group in weights.groups.values()
+        for dataset in group.datasets.values()
+        if group.path.partition("/")[0] != _OPTIMIZER and dataset.shape == table.shape
+    ]
+    if layers != {table.layer} or not len(candidates) == len(alike) == len(variables):
         return table
     slots = candidates[alike.index(table)]
     form = (table.dataset.dtype, table.dataset.stated_dtype)
     if any((slot.dtype, slot.stated_dtype) != form for slot in slots):
         return table
     return dataclasses.replace(table, slots=dict(zip(names, slots, strict=True)))
-
-
-def _variables_of_shape(weights: Weights, table: Table) -> int:
-    """Return the number of variables of the model that have the table's shape."""
-    return sum(
-        dataset.shape == table.shape
-        for group in weights.groups.values()
-        if group.path.partition("/")[0] != _OPTIMIZER
-        for dataset in group.datasets.values()
-    )
 
 
 def layer_configs(config: Mapping[str, Any] | None) -> Iterator[LayerConfig]:
@@ -237,8 +221,13 @@ def layer_configs(config: Mapping[str, Any] | None) -> Iterator[LayerConfig]:
 
 def _layer_config(fields: Mapping[str, Any]) -> Iterator[LayerConfig]:
     name, tables = fields.get("name"), fields.get("tables")
-    if not isinstance(name, str) or not isinstance(tables, list) or not all(_is_table(table) for table in tables):
+    if not isinstance(name, str) or not isinstance(tables, list):
         return
+    for table in tables:
+        if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+            return
+        if not all(type(table.get(field)) is int for field in ("vocabulary_size", "embedding_dim")):
+            return
     renamed = [
         {"vocabulary_size": t["vocabulary_size"], "dim": t["embedding_dim"], "combiner": t.get("combiner", "mean")}
         for t in tables
@@ -249,14 +238,6 @@ def _layer_config(fields: Mapping[str, Any]) -> Iterator[LayerConfig]:
     except (LookupError, TypeError, RecursionError):
         features = None
     yield LayerConfig(name, dict(zip(names, renamed, strict=True)), features)
-
-
-def _is_table(table: Any) -> bool:
-    return (
-        isinstance(table, Mapping)
-        and isinstance(table.get("name"), str)
-        and all(type(table.get(field)) is int for field in ("vocabulary_size", "embedding_dim"))
-    )
 
 
 def _features(node: Any, tables: Mapping[int, str]) -> Any:
@@ -275,36 +256,19 @@ def _features(node: Any, tables: Mapping[int, str]) -> Any:
     return {key: _features(child, tables) for key, child in node.items()}
 
 
-def _compiled_optimizer(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return what a model's config says of the optimizer that it was compiled with."""
+def _compiled_optimizer(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return what a model's config says of the optimizer that it was compiled with; empty if it says nothing."""
     compiled = (config or {}).get("compile_config")
     optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
-    return optimizer if isinstance(optimizer, Mapping) else None
+    return optimizer if isinstance(optimizer, Mapping) else {}
 
 
 def optimizer_steps(weights: Weights) -> int | None:
     """Return how many steps the optimizer of a `.keras` file made: its first array. None if it is not one of Keras' own."""
-    optimizer = _compiled_optimizer(weights.config)
-    if optimizer is None or optimizer.get("module") != "keras.optimizers":
+    optimizer, group = _compiled_optimizer(weights.config), weights.groups.get(_OPTIMIZER)
+    if group is None or optimizer.get("module") != "keras.optimizers" or optimizer.get("class_name") == _SCALES:
         return None
-    group = weights.groups.get(_OPTIMIZER)
-    count = None if group is None or optimizer.get("class_name") == _SCALES else group.datasets.get("0")
+    count = group.datasets.get("0")
     if count is None or count.shape != () or count.dtype not in ("<i4", "<i8"):
         return None
     return dataclasses.replace(saved_array("0", count), dtype="int64").count(f"weights {weights.path}: the optimizer")
-
-
-def _optimizer_config(config: Mapping[str, Any] | None) -> OptimizerConfig | None:
-    """Return the optimizer if it is one of Keras' own that keeps exactly `_SLOTS`; None otherwise."""
-    optimizer = _compiled_optimizer(config)
-    fields = None if optimizer is None else optimizer.get("config")
-    if optimizer is None or not isinstance(fields, Mapping):
-        return None
-    slots = _SLOTS.get(str(optimizer.get("class_name")))
-    if slots is None or optimizer.get("module") != "keras.optimizers":
-        return None
-    keeps_more = fields.get("amsgrad") or fields.get("use_ema") or fields.get("gradient_accumulation_steps")
-    if keeps_more or (slots == ("momenta",) and not fields.get("momentum")):
-        return None
-    is_number = isinstance(fields.get("learning_rate"), int | float)  # a schedule is not a variable
-    return OptimizerConfig(slots, 2 if is_number else 1)
