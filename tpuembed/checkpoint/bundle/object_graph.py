@@ -74,25 +74,6 @@ def is_keras_3_optimizer(attributes: Iterable[str]) -> bool:
     return _OPTIMIZER | {"_trainable_variables"} <= set(attributes)
 
 
-def _slot_lists(attributes: Iterable[str]) -> Mapping[str, str]:
-    """Return attribute -> slot name for the attributes of an optimizer that are lists of slots; empty if it is unknown."""
-    return _SLOTS.get(frozenset(attributes) - _OF_EVERY_OPTIMIZER, {})
-
-
-def _legacy_slot_name(name: str, beside: Iterable[str], scope: str) -> str:
-    """Return the slot name for `name` of a legacy optimizer of Keras 2, or of TensorFlow 1; `name` itself if it has no
-    other.
-
-    Args:
-        name: the optimizer's name of the slot.
-        beside: the names of all its slots: RMSprop's "momentum" is another quantity than SGD's.
-        scope: the name of the slot's variable, which begins with the optimizer's: the "v" of Adamax is a maximum.
-    """
-    if (name == "momentum" and "rms" in beside) or (name == "v" and _ADAMAX in scope.split("/")):
-        return name
-    return _LEGACY_SLOTS.get(name, name)
-
-
 @dataclasses.dataclass(frozen=True)
 class Attribute:
     """One saved value of an object: its name in the graph, and its key in the bundle."""
@@ -216,18 +197,22 @@ class ObjectGraph:
         return found
 
     def _legacy_slots(self, optimizer: Node) -> Iterator[SlotVariable]:
-        """Yield the slots of an optimizer that names its slots and their variables."""
-        names = {slot.name for slot in optimizer.slot_variables}
+        """Yield the slots of an optimizer that names its slots and their variables: of Keras 2, or of TensorFlow 1."""
+        beside = {slot.name for slot in optimizer.slot_variables}
         for slot in optimizer.slot_variables:
-            name = _legacy_slot_name(slot.name, names, self.nodes[slot.slot].full_name)
-            yield dataclasses.replace(slot, name=name)
+            # RMSprop's "momentum" is another quantity than SGD's. The "v" of Adamax is a maximum, and the name of its
+            # variable begins with the optimizer's.
+            keeps_name = slot.name == "momentum" and "rms" in beside
+            keeps_name |= slot.name == "v" and _ADAMAX in self.nodes[slot.slot].full_name.split("/")
+            yield slot if keeps_name else dataclasses.replace(slot, name=_LEGACY_SLOTS.get(slot.name, slot.name))
 
     def _keras_3_slots(self, optimizer: Node) -> Iterator[SlotVariable]:
         """Yield the slots of an optimizer of Keras 3: lists of variables, parallel to the list of trained variables."""
         if not is_keras_3_optimizer(optimizer.children):
             return
         trained = self.nodes[optimizer.children["_trainable_variables"]].children
-        for attribute, name in _slot_lists(optimizer.children).items():
+        lists = _SLOTS.get(frozenset(optimizer.children) - _OF_EVERY_OPTIMIZER, {})  # empty if it is unknown
+        for attribute, name in lists.items():
             kept = self.nodes[optimizer.children[attribute]].children
             if set(kept) == set(trained):
                 yield from (SlotVariable(trained[index], name, kept[index]) for index in trained)
