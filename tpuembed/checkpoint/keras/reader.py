@@ -9,10 +9,9 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from tpuembed.checkpoint.keras.discovery import discover, optimizer_steps
 from tpuembed.checkpoint.keras.hdf5 import READ_BYTES
 from tpuembed.checkpoint.keras.layers import config_below, objects_of_weights
-from tpuembed.checkpoint.keras.tables import Table, own_layer_configs, own_layers
+from tpuembed.checkpoint.keras.tables import Table, discover, optimizer_steps, own_layer_configs, own_layers
 from tpuembed.checkpoint.keras.weights import Weights, find_weights
 from tpuembed.checkpoint.own_layer import CheckpointOfLayers, OwnLayer
 from tpuembed.checkpoint.saved_objects import Objects, Weight

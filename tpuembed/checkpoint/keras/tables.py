@@ -1,4 +1,6 @@
-"""Finds the tables in a weight file: those of `keras_rs.layers.DistributedEmbedding` and of tpuembed's own layer.
+"""Finds the tables of a weight file, of `keras_rs.layers.DistributedEmbedding` and of tpuembed's own layer.
+
+They are checked against the config of the layer, or of the model, if the file has it.
 
 Source: keras_rs/src/layers/embedding/base_distributed_embedding.py (`_default_device_init`); `tpuembed.TPUEmbedding`.
 """
@@ -6,16 +8,17 @@ Source: keras_rs/src/layers/embedding/base_distributed_embedding.py (`_default_d
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from tpuembed.checkpoint.keras.hdf5 import Dataset
 from tpuembed.checkpoint.keras.weights import Group, Weights
-from tpuembed.checkpoint.own_layer import OwnLayer, SavedArray, check_size, parse_config, slot_names
-from tpuembed.checkpoint.types import Array
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
+from tpuembed.checkpoint.own_layer import OwnLayer, SavedArray, check_size, merge_configs, parse_config, slot_names
+from tpuembed.checkpoint.types import Array, by_name
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, first_few
 
-__all__ = ["CONFIG", "Table", "keras_rs_tables", "own_layer_configs", "own_layer_tables", "own_layers", "saved_array"]
+__all__ = ["CONFIG", "Table", "discover", "optimizer_steps", "own_layer_configs", "own_layers"]
 
 _TABLE_PATH: Final = re.compile(r"(?:(?P<layer>.+)/)?_default_device_embedding_layers/(?P<kind>.+)", re.DOTALL)
 _TABLE_KIND: Final = re.compile(r"embed_reduce(?:_(?P<number>\d+))?")
@@ -203,3 +206,262 @@ def _take(where: str, left: dict[str, Dataset], child: str) -> Dataset:
         found = "there is none" if dataset is None else f"it is {dataset.dtype} {dataset.shape}"
         raise CheckpointCorruptError.of(f"{where}: its config needs a matrix {child!r}, but {found}")
     return dataset
+
+
+_SPARSE_CORE_REMEDY: Final = (
+    "Keras does not save tables on SparseCores. Save them with tf.train.Checkpoint(emb=layer._tpu_embedding)"
+)
+_OPTIMIZER: Final = "optimizer"
+_SCALES: Final = "LossScaleOptimizer"
+"""Its arrays are others."""
+_LAYER_GROUP: Final = re.compile(r"distributed_embedding(_\d+)?")
+_LAYER: Final = "DistributedEmbedding"
+_TPUEMBED_PREFIX: Final = "tpuembed"
+"""The prefix of the registered name of tpuembed's layers of that class name, which have their own config beside their
+arrays.
+"""
+_SLOTS: Final = {
+    "Adagrad": ("accumulators",),
+    "Adam": ("momenta", "velocities"),
+    "AdamW": ("momenta", "velocities"),
+    "Ftrl": ("accumulators", "linears"),
+    "SGD": ("momenta",),
+}
+"""Keras' optimizers -> the slots that each keeps for a variable, in order of creation.
+Source: the `build` methods in keras/src/optimizers/.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """A DistributedEmbedding layer.
+
+    Attributes:
+        name: of the layer.
+        tables: name -> its fields `vocabulary_size`, `dim` and `combiner`.
+        features: the nested structure of the layer's features, each with its table; None if it cannot be read.
+    """
+
+    name: str
+    tables: Mapping[str, Mapping[str, Any]]
+    features: Any
+
+
+def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]:
+    """Return the tables by name, and the config of the layers that hold them if it is known.
+
+    Raises:
+        CheckpointFormatError: there is no table, two have the same name, or the file cannot hold one.
+        CheckpointCorruptError: config and arrays contradict each other.
+    """
+    own_configs = own_layer_configs(weights)
+    keras_rs = _with_optimizer_slots(weights, list(keras_rs_tables(weights)))
+    layers = list(layer_configs(weights.config))
+    _check_keras_rs(weights, keras_rs, layers, own_configs)
+    tables = by_name(
+        [*own_layer_tables(weights, own_configs), *keras_rs],
+        lambda one, other: (
+            f"weights {weights.path}: two tables are called {one.name!r} ({one.dataset.path} and "
+            f"{other.dataset.path}). Rename one and save again."
+        ),
+    )
+    if not tables:
+        raise CheckpointFormatError(f"weights {weights.path}: {_why_none(weights)}.")
+    for table in tables.values():
+        form = (table.shape, table.dataset.dtype, table.dataset.stated_dtype)
+        for slot, dataset in table.slots.items():
+            if (dataset.shape, dataset.dtype, dataset.stated_dtype) != form:
+                raise CheckpointCorruptError.of(
+                    f"weights {weights.path}: table {table.name!r} is {table.dtype} {list(table.shape)}, but its slot "
+                    f"{slot!r} ({dataset.path}) is {dataset.dtype} {list(dataset.shape or ())}"
+                )
+    keras_rs_configs = {
+        layer.name: {"tables": dict(layer.tables), "features": layer.features}
+        for layer in layers
+        if layer.features is not None
+    }
+    return tables, merge_configs({**own_configs, **keras_rs_configs})
+
+
+def _check_keras_rs(
+    weights: Weights, tables: Sequence[Table], configs: Sequence[LayerConfig], own: Collection[str]
+) -> None:
+    """Raise an error if a keras-rs layer's tables are missing or differ from its config. `own` are tpuembed's layers."""
+    layers = {table.layer for table in tables}
+    named = {path for path in weights.groups if _LAYER_GROUP.fullmatch(PurePosixPath(path).name)}
+    for path in sorted((layers | named) - set(own)):
+        group = weights.groups.get(path)
+        if group is not None and group.datasets:
+            raise CheckpointFormatError(
+                f"weights {weights.path}: layer {group.name or path!r} has variables of its own, which stand for "
+                f"tables that are missing. {_SPARSE_CORE_REMEDY}."
+            )
+    paths = {group.name: path for path, group in weights.groups.items() if path in layers}
+    for config in configs:
+        if sum(other.name == config.name for other in configs) == 1:
+            _check_config(weights, config, [table for table in tables if table.layer == paths.get(config.name)])
+
+
+def _check_config(weights: Weights, config: LayerConfig, tables: Sequence[Table]) -> None:
+    missing = sorted(config.tables.keys() - {table.name for table in tables})
+    if missing:
+        raise CheckpointFormatError(
+            f"weights {weights.path}: layer {config.name!r} has tables {', '.join(map(repr, missing))}, but the "
+            f"file has no rows of them. {_SPARSE_CORE_REMEDY}."
+        )
+    in_order = [table.name for table in sorted(tables, key=lambda table: table.order)]
+    if set(in_order) == set(config.tables) and in_order != list(config.tables):
+        raise CheckpointCorruptError.of(
+            f"weights {weights.path}: layer {config.name!r} has tables {first_few(map(repr, config.tables))} in its "
+            f"config's order, but {first_few(map(repr, in_order))} in that of the weights"
+        )
+    for table in tables:
+        fields = config.tables.get(table.name, {})
+        expected = [fields.get("vocabulary_size"), fields.get("dim")]
+        if list(table.shape) != expected:
+            raise CheckpointCorruptError.of(
+                f"weights {weights.path}: table {table.name!r} is {expected} in the config of layer {config.name!r}, "
+                f"but {list(table.shape)} in the weights"
+            )
+
+
+def _why_none(weights: Weights) -> str:
+    """Return the reason why the file has no tables, for an error message."""
+    if not weights.groups:
+        return (
+            "has no variables in Keras 3's groups, and older versions of Keras do not record which arrays are "
+            "tables. Load it into its model and save that with tf.train.Checkpoint(model=model)"
+        )
+    if all(group.name is None for group in weights.groups.values()):
+        return (
+            "its layers have no names (Keras 2 wrote it, for example for tensorflow_recommenders), so no array "
+            "can be identified as a table. Load it into its model and save that with "
+            "tf.train.Checkpoint(model=model)"
+        )
+    return (
+        "has no table of keras_rs.layers.DistributedEmbedding or tpuembed.TPUEmbedding among "
+        f"{sum(len(group.datasets) for group in weights.groups.values())} arrays. If the model has one on "
+        f"SparseCores: {_SPARSE_CORE_REMEDY}"
+    )
+
+
+def _with_optimizer_slots(weights: Weights, tables: Sequence[Table]) -> list[Table]:
+    """Return `tables` with their proven slots. A table whose slots could be another variable's gets none.
+
+    Keras numbers the arrays of an optimizer and does not name them: first its own scalars, then for each trainable variable, in
+    the model's order, its slots. Source: keras/src/optimizers/base_optimizer.py (`build`, `save_own_variables`).
+
+    Slots are proven for a table whose shape no other variable has. They are also proven for all tables of one layer
+    that share a shape with no other variable, because layer and optimizer number them in the same order.
+    """
+    optimizer = _compiled_optimizer(weights.config)
+    fields = optimizer.get("config")
+    names = _SLOTS.get(str(optimizer.get("class_name")), ())
+    if not names or not isinstance(fields, Mapping) or optimizer.get("module") != "keras.optimizers":
+        return list(tables)
+    keeps_more = fields.get("amsgrad") or fields.get("use_ema") or fields.get("gradient_accumulation_steps")
+    if keeps_more or (names == ("momenta",) and not fields.get("momentum")):
+        return list(tables)
+    group = weights.groups.get(_OPTIMIZER)
+    datasets = {} if group is None else group.datasets
+    variables = [dataset for number in range(len(datasets)) if (dataset := datasets.get(str(number))) is not None]
+    scalars = 2 if isinstance(fields.get("learning_rate"), int | float) else 1  # a schedule is not a variable
+    own, rest = variables[:scalars], variables[scalars:]
+    kept = [rest[first : first + len(names)] for first in range(0, len(rest), len(names))]
+    if len(variables) < len(datasets) or any(dataset.shape != () for dataset in own) or len(rest) % len(names):
+        return list(tables)
+    if any(dataset.shape != slots[0].shape for slots in kept for dataset in slots):
+        return list(tables)
+    return [_with_slots(weights, table, tables, names, kept) for table in tables]
+
+
+def _with_slots(
+    weights: Weights, table: Table, tables: Sequence[Table], names: Sequence[str], kept: Sequence[Sequence[Dataset]]
+) -> Table:
+    alike = sorted((other for other in tables if other.shape == table.shape), key=lambda other: other.order)
+    candidates = [slots for slots in kept if slots[0].shape == table.shape]
+    layers = {other.layer for other in alike}
+    variables = [
+        dataset
+        for group in weights.groups.values()
+        for dataset in group.datasets.values()
+        if group.path.partition("/")[0] != _OPTIMIZER and dataset.shape == table.shape
+    ]
+    if layers != {table.layer} or not len(candidates) == len(alike) == len(variables):
+        return table
+    slots = candidates[alike.index(table)]
+    form = (table.dataset.dtype, table.dataset.stated_dtype)
+    if any((slot.dtype, slot.stated_dtype) != form for slot in slots):
+        return table
+    return dataclasses.replace(table, slots=dict(zip(names, slots, strict=True)))
+
+
+def layer_configs(config: Mapping[str, Any] | None) -> Iterator[LayerConfig]:
+    """Yield the DistributedEmbedding layers that a model's config describes, at any depth."""
+    pending: list[Any] = [config]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, list):
+            pending.extend(reversed(node))
+        elif isinstance(node, Mapping):
+            fields = node.get("config")
+            if node.get("class_name") == _LAYER and isinstance(fields, Mapping):
+                if not str(node.get("registered_name")).startswith(_TPUEMBED_PREFIX):
+                    yield from _layer_config(fields)
+            else:
+                pending.extend(reversed(list(node.values())))
+
+
+def _layer_config(fields: Mapping[str, Any]) -> Iterator[LayerConfig]:
+    name, tables = fields.get("name"), fields.get("tables")
+    if not isinstance(name, str) or not isinstance(tables, list):
+        return
+    for table in tables:
+        if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+            return
+        if not all(type(table.get(field)) is int for field in ("vocabulary_size", "embedding_dim")):
+            return
+    renamed = [
+        {"vocabulary_size": t["vocabulary_size"], "dim": t["embedding_dim"], "combiner": t.get("combiner", "mean")}
+        for t in tables
+    ]
+    names = [table["name"] for table in tables]
+    try:
+        features = _features(fields.get("feature_configs"), dict(enumerate(names)))
+    except (LookupError, TypeError, RecursionError):
+        features = None
+    yield LayerConfig(name, dict(zip(names, renamed, strict=True)), features)
+
+
+def _features(node: Any, tables: Mapping[int, str]) -> Any:
+    """Return `node` with the table numbers of features replaced by names.
+
+    Source: BaseDistributedEmbedding.get_config; Keras writes a tuple as `{"class_name": "__tuple__", "items": [...]}`.
+    """
+    if isinstance(node, list):
+        return [_features(child, tables) for child in node]
+    if not isinstance(node, Mapping):
+        raise TypeError(f"{node!r} is not a feature")
+    if node.get("class_name") == "__tuple__":
+        return _features(node["items"], tables)
+    if isinstance(node.get("name"), str) and type(node.get("table")) is int:
+        return {"table": tables[node["table"]]}
+    return {key: _features(child, tables) for key, child in node.items()}
+
+
+def _compiled_optimizer(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return what a model's config says of the optimizer that it was compiled with; empty if it says nothing."""
+    compiled = (config or {}).get("compile_config")
+    optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
+    return optimizer if isinstance(optimizer, Mapping) else {}
+
+
+def optimizer_steps(weights: Weights) -> int | None:
+    """Return how many steps the optimizer of a `.keras` file made: its first array. None if it is not one of Keras' own."""
+    optimizer, group = _compiled_optimizer(weights.config), weights.groups.get(_OPTIMIZER)
+    if group is None or optimizer.get("module") != "keras.optimizers" or optimizer.get("class_name") == _SCALES:
+        return None
+    count = group.datasets.get("0")
+    if count is None or count.shape != () or count.dtype not in ("<i4", "<i8"):
+        return None
+    return dataclasses.replace(saved_array("0", count), dtype="int64").count(f"weights {weights.path}: the optimizer")

@@ -20,7 +20,6 @@ import tensorflow as tf
 from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
 from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.keras.discovery import layer_configs
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.config import ServingConfig, feature_config_from_dict
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, UnknownTableError
@@ -177,47 +176,43 @@ def distributed_embedding(**fields: Any) -> dict[str, Any]:
     return {"class_name": "DistributedEmbedding", "config": {"name": "de", **fields}}
 
 
-def test_tuples_and_lists_of_features() -> None:
-    """As Keras' serialization writes them."""
-    tables = [{"name": name, "vocabulary_size": 9, "embedding_dim": 4} for name in ("a", "b")]
-    leaf = {"name": "x", "table": 1}
-    nested = {"class_name": "__tuple__", "items": [leaf, [{"deep": {"name": "y", "table": 0}}]]}
-    (found,) = layer_configs({"layers": [distributed_embedding(tables=tables, feature_configs=nested)]})
-    assert found.features == [{"table": "b"}, [{"deep": {"table": "a"}}]]
-
-
-@pytest.mark.parametrize(
-    "features",
-    [None, 3, {"x": {"name": "x", "table": 7}}, {"x": {"name": "x", "table": -1}}, {"x": None}, [[]] * 2 + [1]],
-)
-def test_features_that_are_none(features: Any) -> None:
-    tables = [{"name": "a", "vocabulary_size": 9, "embedding_dim": 4}]
-    (found,) = layer_configs(distributed_embedding(tables=tables, feature_configs=features))
-    assert found.features is None
-    assert list(found.tables) == ["a"]
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"tables": 3}, {"tables": [3]}, {"tables": [{"name": "a"}]}, {"name": 3, "tables": []}]
-)
-def test_layers_that_are_none(fields: dict[str, Any]) -> None:
-    assert not list(layer_configs(distributed_embedding(**fields)))
-
-
-def archive_with(tmp_path: Path, *tables: dict[str, Any]) -> Path:
+def archive_with(tmp_path: Path, *tables: Any, features: Any = None, name: Any = "de") -> Path:
+    """A `.keras` file with tables user and item, and a config of them."""
     weights = write_tables(tmp_path / "m.weights.h5", {"user": TABLE, "item": TABLE[:5]})
-    features = {"x": {"name": "x", "table": 0}}
-    config = {"layers": [distributed_embedding(tables=list(tables), feature_configs=features)]}
-    return write_archive(tmp_path / "m.keras", weights, config)
+    features = features or {"x": {"name": "x", "table": 0}}
+    layer = distributed_embedding(name=name, tables=list(tables), feature_configs=features)
+    return write_archive(tmp_path / "m.keras", weights, {"layers": [layer]})
 
 
 USER = {"name": "user", "vocabulary_size": 9, "embedding_dim": 4, "combiner": "sum"}
 ITEM = {"name": "item", "vocabulary_size": 5, "embedding_dim": 4, "combiner": "sum"}
 
 
-def test_config_and_weights_agree(tmp_path: Path) -> None:
-    with open_checkpoint(archive_with(tmp_path, USER, ITEM)) as checkpoint:
+@pytest.mark.parametrize(
+    ("features", "found"),
+    [
+        # As Keras' serialization writes tuples and lists.
+        (
+            {"class_name": "__tuple__", "items": [{"name": "x", "table": 1}, [{"deep": {"name": "y", "table": 0}}]]},
+            [{"table": "item"}, [{"deep": {"table": "user"}}]],
+        ),
+        (3, None),
+        ({"x": {"name": "x", "table": 7}}, None),
+        ({"x": {"name": "x", "table": -1}}, None),
+        ({"x": None}, None),
+        ([[]] * 2 + [1], None),
+    ],
+)
+def test_features_in_a_config(tmp_path: Path, features: Any, found: Any) -> None:
+    with open_checkpoint(archive_with(tmp_path, USER, ITEM, features=features)) as checkpoint:
         assert set(checkpoint.tables()) == {"user", "item"}
+        assert (checkpoint.layer_config or {}).get("features") == found
+
+
+@pytest.mark.parametrize("tables", [[3], [{"name": "a"}], [USER, ITEM]])
+def test_layers_that_are_none(tmp_path: Path, tables: list[Any]) -> None:
+    with open_checkpoint(archive_with(tmp_path, *tables, name=3)) as checkpoint:
+        assert checkpoint.layer_config is None
 
 
 def test_tables_that_are_not_in_the_weights(tmp_path: Path) -> None:
