@@ -33,12 +33,7 @@ _NUMBER: Final = re.compile(r"_\d+$")
 
 
 def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
-    """Yield the tables that only an optimizer holds: `<layer>/<table>/embeddings`.
-
-    Raises:
-        CheckpointFormatError: a table may have lost its name, as in subclassed models and SavedModels; or a layer's tables are on
-            SparseCores, and not in the checkpoint.
-    """
+    """Yield the tables that only an optimizer holds: `<layer>/<table>/embeddings`."""
     # A layer on SparseCores has one weight of its own, and its tables only below an object of TensorFlow's class.
     # Source: `_gradient_trap_dummy` in keras_rs/src/layers/embedding/tensorflow/distributed_embedding.py.
     weights = [graph.nodes[node.children[_TRAP]] for node in graph.nodes if _TRAP in node.children]

@@ -30,12 +30,7 @@ table. Source: TPUEmbeddingVariable in tpu_embedding_v2.py; DIV_DEFAULT in tpu_e
 
 
 def mid_level_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
-    """Yield the tables of all mid-level objects, each with the order of its rows.
-
-    Raises:
-        CheckpointFormatError: the class that saved an object is not certain, so neither is the order of rows.
-        CheckpointCorruptError: a table has no value, or SparseCore layouts contradict it.
-    """
+    """Yield the tables of all mid-level objects, each with the order of its rows."""
     engines = {node.children.get(ENGINE) for node in graph.nodes if CONFIG_ATTRIBUTE in node.attributes}
     for number in mid_level_nodes(graph):
         if number in engines:

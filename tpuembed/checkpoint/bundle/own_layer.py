@@ -33,11 +33,7 @@ CONFIG_ATTRIBUTE: Final = "tpuembed_config"
 
 
 def own_layer_configs(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str, Any]]:
-    """Return node number -> config, for each of tpuembed's layers.
-
-    Raises:
-        CheckpointCorruptError: a config is missing or does not parse.
-    """
+    """Return node number -> config, for each of tpuembed's layers."""
     configs: dict[int, dict[str, Any]] = {}
     for number, node in enumerate(graph.nodes):
         if CONFIG_ATTRIBUTE not in node.attributes:
@@ -53,12 +49,7 @@ def own_layer_configs(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str,
 def own_layer_tables(
     bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[TableKeys]:
-    """Yield the tables that the `configs` name, each checked against its config.
-
-    Raises:
-        CheckpointCorruptError: a table or slot is missing, has another shape, or is not in the config.
-        CheckpointFormatError: a table's optimizer is unknown.
-    """
+    """Yield the tables that the `configs` name, each checked against its config."""
     where = f"checkpoint {bundle.prefix}"
     for number, config in configs.items():
         node = graph.nodes[number]
@@ -88,11 +79,7 @@ def own_layer_tables(
 
 
 def own_layers(bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]) -> Iterator[OwnLayer]:
-    """Yield what each layer saved beside its tables.
-
-    Raises:
-        CheckpointCorruptError: a layer has stamps of rows without their history.
-    """
+    """Yield what each layer saved beside its tables."""
     verify = functools.cache(bundle.verify)
     for number, config in configs.items():
         holders = [node for node in graph.nodes if node.children.get(_TABLES) == number]

@@ -49,9 +49,6 @@ def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]
     created in a variable_scope; see `Entry.holes`.
 
     `strategy`, "mod" or "div", assigned ids to the parts of partitioned variables; None if the user did not state it.
-
-    Raises:
-        CheckpointFormatError: a variable is partitioned, and no strategy was stated or its parts are uneven.
     """
     matrices = {name: entry for name, entry in bundle.entries.items() if is_table(entry) and not entry.holes}
     slots = _slots_by_name(matrices)
@@ -95,11 +92,7 @@ def _pieces(entry: Entry | None) -> object:
 
 
 def _partitioned_rows(bundle: Bundle, name: str, strategy: str | None) -> RowLayout:
-    """Return the order of rows in variable `name` of a TensorFlow 1 checkpoint.
-
-    Raises:
-        CheckpointFormatError: it is partitioned and `strategy` is None, or no partitioner makes such parts.
-    """
+    """Return the order of rows in variable `name` of a TensorFlow 1 checkpoint."""
     entry = bundle.entries[name]
     if len({piece.start[0] for piece in entry.slices}) < 2:  # in one piece, or cut by columns
         return DENSE

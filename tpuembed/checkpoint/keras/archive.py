@@ -55,12 +55,7 @@ class Archive:
 
 
 def open_archive(file: Window) -> Archive:
-    """Return the parts of the `.keras` file `file`.
-
-    Raises:
-        CheckpointFormatError: the weights are compressed, or not HDF5.
-        CheckpointCorruptError: it is not a zip archive, contradicts itself, or lacks a part.
-    """
+    """Return the parts of the `.keras` file `file`."""
     with _opened(file) as archive:
         names = archive.namelist()
         if len(set(names)) != len(names):
@@ -98,11 +93,7 @@ def _opened(file: Window) -> Iterator[zipfile.ZipFile]:
 
 
 def member_sizes(file: Window) -> dict[str, int]:
-    """Return the sizes of the files in the `.keras` file `file`.
-
-    Raises:
-        CheckpointCorruptError: it is not a zip archive.
-    """
+    """Return the sizes of the files in the `.keras` file `file`."""
     with _opened(file) as archive:
         return {member.filename: member.file_size for member in archive.infolist()}
 
@@ -119,11 +110,7 @@ def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> st
 
 
 def check_crc32(window: Window, stated: int) -> None:
-    """Read `window` through, and compare its CRC32 with `stated`.
-
-    Raises:
-        CheckpointCorruptError: it differs.
-    """
+    """Read `window` through, and compare its CRC32 with `stated`."""
     checksum, buffer = 0, memoryview(bytearray(min(_CRC_PIECE_BYTES, window.size)))
     for start in range(0, window.size, _CRC_PIECE_BYTES):
         piece = buffer[: window.size - start]

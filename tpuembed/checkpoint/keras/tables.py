@@ -58,12 +58,7 @@ class Table:
 
 
 def keras_rs_tables(weights: Weights) -> Iterator[Table]:
-    """Yield the tables of keras-rs layers. Keras numbers them in the order of the layer's features.
-
-    Raises:
-        CheckpointCorruptError: a table has no name or no rows.
-        CheckpointFormatError: a table is stored in another form.
-    """
+    """Yield the tables of keras-rs layers. Keras numbers them in the order of the layer's features."""
     for group in weights.groups.values():
         match = _TABLE_PATH.fullmatch(group.path)
         if match is None:
@@ -96,12 +91,7 @@ def _only_matrix(weights: Weights, group: Group) -> Dataset:
 
 
 def own_layer_configs(weights: Weights) -> dict[str, dict[str, Any]]:
-    """Return path -> config, for each of tpuembed's layers.
-
-    Raises:
-        CheckpointFormatError: a version of tpuembed without configs wrote it.
-        CheckpointCorruptError: it does not parse.
-    """
+    """Return path -> config, for each of tpuembed's layers."""
     configs: dict[str, dict[str, Any]] = {}
     for path, group in weights.groups.items():
         if CONFIG not in group.datasets and _UPDATES not in group.datasets:
@@ -124,12 +114,7 @@ def _read_text(where: str, dataset: Dataset) -> bytes:
 
 
 def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) -> Iterator[Table]:
-    """Yield the tables that the `configs` name, each checked against its config.
-
-    Raises:
-        CheckpointCorruptError: a table or slot is missing, has another size, or is not in the config.
-        CheckpointFormatError: a table's optimizer is unknown.
-    """
+    """Yield the tables that the `configs` name, each checked against its config."""
     for path, config in configs.items():
         where = f"weights {weights.path}: layer {path!r}"
         left = {
@@ -248,12 +233,7 @@ class LayerConfig:
 
 
 def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]:
-    """Return the tables by name, and the config of the layers that hold them if it is known.
-
-    Raises:
-        CheckpointFormatError: there is no table, two have the same name, or the file cannot hold one.
-        CheckpointCorruptError: config and arrays contradict each other.
-    """
+    """Return the tables by name, and the config of the layers that hold them if it is known."""
     own_configs = own_layer_configs(weights)
     keras_rs = _with_optimizer_slots(weights, list(keras_rs_tables(weights)))
     layers = list(layer_configs(weights.config))

@@ -146,9 +146,6 @@ class Weights:
         """Read the weights of a `.keras` file through, and compare them with the CRC32 of the archive; see `check_crc32`.
 
         Other files keep no checksums, and are not read.
-
-        Raises:
-            CheckpointCorruptError: it differs.
         """
         if self.crc32 is not None:
             check_crc32(self.windows[0], self.crc32)
@@ -273,11 +270,7 @@ def _corrupt(path: FilePath, what: str) -> CheckpointCorruptError:
 
 
 def _read_index(path: FilePath) -> dict[str, tuple[str, ...]]:
-    """Return group of variables -> names of the files in the folder of `path` that have its arrays.
-
-    Raises:
-        CheckpointCorruptError: it does not parse, or names a file in another folder.
-    """
+    """Return group of variables -> names of the files in the folder of `path` that have its arrays."""
     try:
         if versions([path])[0].size > _MAX_INDEX_BYTES:
             raise _corrupt_index(path, f"has over {_MAX_INDEX_BYTES} bytes")
@@ -306,11 +299,7 @@ def _read_index(path: FilePath) -> dict[str, tuple[str, ...]]:
 
 
 def _shard_path(index: FilePath, name: str) -> FilePath:
-    """Return the path of the file `name`, which `index` names.
-
-    Raises:
-        CheckpointCorruptError: it is missing, or a link out of the folder.
-    """
+    """Return the path of the file `name`, which `index` names."""
     path = index.parent / name
     if isinstance(path, Path) and path.resolve().parent != Path(index.parent).resolve():
         raise _corrupt_index(index, f"names {name!r}, which is a link to another folder. Copy the file here")

@@ -52,13 +52,7 @@ def is_orbax(path: FilePath) -> bool:
 
 
 def find_step(path: FilePath) -> OrbaxStep:
-    """Return the checkpoint that `path`, which `is_orbax` accepts, names: the latest in a folder of steps.
-
-    Raises:
-        CheckpointFormatError: its layout is not supported, or it is ambiguous.
-        CheckpointNotFoundError: a folder has only steps that were never finished.
-        CheckpointCorruptError: a step has no item.
-    """
+    """Return the checkpoint that `path`, which `is_orbax` accepts, names: the latest in a folder of steps."""
     folder = path.parent if path.is_file() else path
     if _UNFINISHED in folder.name:
         raise CheckpointFormatError(
@@ -184,12 +178,7 @@ class Item:
 
 
 def read_item(folder: FilePath) -> Item:
-    """Return the tree of `folder`.
-
-    Raises:
-        CheckpointCorruptError: its metadata is missing, or not what Orbax writes.
-        CheckpointFormatError: Orbax wrote one array over another.
-    """
+    """Return the tree of `folder`."""
     data, where = _load(folder), f"file {folder / _METADATA}"
     item = Item(
         folder,

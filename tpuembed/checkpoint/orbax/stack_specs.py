@@ -73,12 +73,7 @@ _MESSAGES: Final = {
 
 
 def saved_specs(protos: Iterable[FilePath]) -> tuple[StackSpec, ...]:
-    """Return the specs in the checkpoint's only EmbeddingSpecProto, or () if it has none.
-
-    Raises:
-        CheckpointCorruptError: it is damaged.
-        CheckpointFormatError: there are several.
-    """
+    """Return the specs in the checkpoint's only EmbeddingSpecProto, or () if it has none."""
     found = {}
     for path in protos:
         try:

@@ -34,11 +34,7 @@ class TableLeaves:
 
 
 def find_stacks(leaves: Sequence[Leaf], names: Iterable[str] = ()) -> list[TableLeaves]:
-    """Return the stacks of keras-rs and of jax-tpu-embedding, and other leaves with one of `names`, which a spec has.
-
-    Raises:
-        CheckpointFormatError: two stacks have the same name.
-    """
+    """Return the stacks of keras-rs and of jax-tpu-embedding, and other leaves with one of `names`, which a spec has."""
     found: defaultdict[str, defaultdict[str | None, list[Leaf]]] = defaultdict(lambda: defaultdict(list))
     known = frozenset(names)
     nodes = _variables(leaves)
@@ -107,12 +103,7 @@ def _known_role(leaf: Leaf, known: frozenset[str]) -> tuple[str, str | None] | N
 
 
 def match_specs(where: str, stacks: Iterable[TableLeaves], specs: Sequence[StackSpec]) -> dict[str, StackSpec]:
-    """Return the spec of each stack.
-
-    Raises:
-        CheckpointFormatError: there are stacks and no specs.
-        CheckpointMismatchError: the specs are for other stacks.
-    """
+    """Return the spec of each stack."""
     found = [stack.name for stack in stacks]
     if found and not specs:
         raise CheckpointFormatError(
@@ -134,11 +125,7 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def place_tables(where: str, spec: StackSpec, shape: tuple[int, int]) -> list[TableLayout]:
-    """Return the places of the tables of a stack [rows, dim], checked against its shape.
-
-    Raises:
-        CheckpointMismatchError: the stack has another shape, or a table is outside it, or overlaps another one.
-    """
+    """Return the places of the tables of a stack [rows, dim], checked against its shape."""
     rows, dim = shape
     cores = spec.num_sparsecores
     said = (spec.stack_vocab_size or rows, spec.stack_embedding_dim or dim)
@@ -201,11 +188,7 @@ for other quantities: RMSprop's velocity, Lion's momentum.
 
 
 def _keras_tables(leaves: Sequence[Leaf]) -> Iterator[TableLeaves]:
-    """Yield the embedding layers of keras-rs and Keras, by their table's name, with their slots in optimizers.
-
-    Raises:
-        CheckpointFormatError: a table is more than its `embeddings`.
-    """
+    """Yield the embedding layers of keras-rs and Keras, by their table's name, with their slots in optimizers."""
     variables = [leaf for leaf in leaves if leaf.path[0] in _VARIABLES]
     paths = {leaf.path for leaf in variables}
     kept = _optimizer_slots([leaf for leaf in leaves if leaf.path[0] == _OPTIMIZERS], variables)
@@ -271,10 +254,6 @@ def open_tables(
     """Return all tables by name: stacks and embedding layers, or else all matrices of floats.
 
     `specs` say how tables are stacked; () if that is not known.
-
-    Raises:
-        CheckpointFormatError: there is no table, or two have the same name.
-        CheckpointMismatchError, CheckpointCorruptError: specs or metadata contradict the arrays.
     """
     stacks = find_stacks(leaves, [spec.name for spec in specs])
     specs_by_name = match_specs(where, stacks, specs)
