@@ -67,6 +67,7 @@ class OwnLayer:
         updates: its count of updates, if it has one.
         history: reads the history of its rows; None if it tracks no rows.
         stamps: finds the stamps of a table.
+        verify: compares an array with its checksum, the first time that it is called with its key.
         vocabularies: by the names that they are stored by.
         stored_name: returns the name that the vocabulary of a table is stored by.
     """
@@ -76,6 +77,7 @@ class OwnLayer:
     updates: SavedArray | None
     history: Callable[[], bytes] | None
     stamps: Callable[[str], SavedArray]
+    verify: Callable[[str], None]
     vocabularies: Mapping[str, SavedArray]
     stored_name: Callable[[str], str]
 
@@ -116,7 +118,8 @@ class CheckpointOfLayers(Checkpoint):
                     raise CheckpointCorruptError.of(
                         f"{layer.where}: the stamps of table {table!r} are {array.shown}, not int32 [{rows}]"
                     )
-                found[table] = RowStamps(self._named(table), self._tables[table].rows, history, array.fill)
+                fill = functools.partial(_fill_proven, layer, array)
+                found[table] = RowStamps(self._named(table), self._tables[table].rows, history, fill)
         return found
 
     @functools.cached_property
@@ -137,6 +140,11 @@ class CheckpointOfLayers(Checkpoint):
                 where, rows = f"{self._shown}: the vocabulary of table {table!r}", self._tables[table].rows
                 found[table] = SavedVocabulary(where, rows, array.shape[0], functools.partial(_first_bytes, array))
         return found
+
+
+def _fill_proven(layer: OwnLayer, array: SavedArray, start: int, out: Array) -> None:
+    layer.verify(array.key)  # a wrong stamp would hide a changed row
+    array.fill(start, out)
 
 
 def _first_bytes(array: SavedArray, size: int) -> bytes:

@@ -4,9 +4,8 @@ Tables on SparseCores are in children `<stack>`, `<stack>/<slot>` instead, and a
 stacks.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
@@ -84,13 +83,12 @@ def own_layers(bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping
     for number, config in configs.items():
         holders = [node for node in graph.nodes if node.children.get(_TABLES) == number]
         beside = {name: graph.nodes[child] for node in holders for name, child in node.children.items()}
-        history, find_stamps = None, functools.partial(saved_array, bundle)
-        if (node := beside.get(_STAMPS)) is not None:
-            attribute = node.attributes.get(_HISTORY)
+        history, stamps = None, beside.get(_STAMPS)
+        if stamps is not None:
+            attribute = stamps.attributes.get(_HISTORY)
             if attribute is None or attribute.checkpoint_key not in bundle.entries:
                 raise _corrupt(bundle, "a layer has stamps of rows without their history")
             history = functools.partial(bundle.read_string, attribute.checkpoint_key)
-            find_stamps = functools.partial(_stamps, bundle, graph, node, verify)
         names = beside[_VOCABULARIES].attributes if _VOCABULARIES in beside else {}
         count = graph.nodes[number].attributes.get(_UPDATES)
         yield OwnLayer(
@@ -100,23 +98,11 @@ def own_layers(bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping
             if count and count.checkpoint_key in bundle.entries
             else None,
             history=history,
-            stamps=find_stamps,
+            stamps=lambda table, node=stamps: saved_array(bundle, _value_key(bundle, graph, node, table)),  # type: ignore[misc]
+            verify=verify,
             vocabularies={name: saved_array(bundle, one.checkpoint_key) for name, one in names.items()},
             stored_name=attribute_of,
         )
-
-
-def _stamps(bundle: Bundle, graph: ObjectGraph, node: Node, verify: Callable[[str], None], table: str) -> SavedArray:
-    """Return the stamps of a table. They are compared with their checksum at the first read: a wrong one would hide a
-    changed row.
-    """
-    stamps = saved_array(bundle, _value_key(bundle, graph, node, table))
-
-    def fill(start: int, out: Array) -> None:
-        verify(stamps.key)
-        stamps.fill(start, out)
-
-    return dataclasses.replace(stamps, fill=fill)
 
 
 def saved_array(bundle: Bundle, key: str) -> SavedArray:

@@ -48,7 +48,16 @@ class KerasCheckpoint(CheckpointOfLayers):
             for dataset in (table.dataset, *table.slots.values()):
                 dataset.check_written()
         self._is_verified = False
-        self._tables = {name: _info(table, weights) for name, table in tables.items()}
+        self._tables = {
+            name: TableInfo(
+                name,
+                *table.shape,
+                table.dtype,
+                tuple(sorted(table.slots)),
+                f"in {table.dataset.file.name.rpartition('/')[2]}" if len(weights.windows) > 1 else "",
+            )
+            for name, table in tables.items()
+        }
 
     @classmethod
     def recognises(cls, path: FilePath) -> bool:
@@ -140,9 +149,3 @@ class _FileLayers:
         self.verify()
         group, _, name = weight.key.rpartition("/")
         return self.weights.groups[group].datasets[name].read()
-
-
-def _info(table: Table, weights: Weights) -> TableInfo:
-    rows, dim = table.shape
-    shard = f"in {table.dataset.file.name.rpartition('/')[2]}" if len(weights.windows) > 1 else ""
-    return TableInfo(table.name, rows, dim, table.dtype, tuple(sorted(table.slots)), shard)

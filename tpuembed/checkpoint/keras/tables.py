@@ -57,7 +57,7 @@ class Table:
         return self.dataset.matrix_dtype
 
 
-def keras_rs_tables(weights: Weights) -> Iterator[Table]:
+def _keras_rs_tables(weights: Weights) -> Iterator[Table]:
     """Yield the tables of keras-rs layers. Keras numbers them in the order of the layer's features."""
     for group in weights.groups.values():
         match = _TABLE_PATH.fullmatch(group.path)
@@ -113,7 +113,7 @@ def _read_text(where: str, dataset: Dataset) -> bytes:
     return dataset.read().tobytes()
 
 
-def own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) -> Iterator[Table]:
+def _own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) -> Iterator[Table]:
     """Yield the tables that the `configs` name, each checked against its config."""
     for path, config in configs.items():
         where = f"weights {weights.path}: layer {path!r}"
@@ -142,12 +142,13 @@ def own_layers(
         yield OwnLayer(
             where=where,
             config=config,
-            updates=saved_array(_UPDATES, datasets[_UPDATES]) if _UPDATES in datasets else None,
+            updates=_saved_array(datasets, _UPDATES) if _UPDATES in datasets else None,
             history=None if history is None else functools.partial(_read_text, f"{where}: its history", history),
-            stamps=functools.partial(_stamps, datasets, verify),
+            stamps=lambda table, datasets=datasets: _saved_array(datasets, _STAMPS + _stored_name(table)),  # type: ignore[misc]
+            verify=lambda _: verify(),
             vocabularies={
-                name.removeprefix(_VOCABULARY): saved_array(name, dataset)
-                for name, dataset in datasets.items()
+                name.removeprefix(_VOCABULARY): _saved_array(datasets, name)
+                for name in datasets
                 if name.startswith(_VOCABULARY)
             },
             stored_name=_stored_name,
@@ -158,19 +159,9 @@ def _stored_name(name: str) -> str:
     return name.replace("/", "|")
 
 
-def _stamps(datasets: Mapping[str, Dataset], verify: Callable[[], None], table: str) -> SavedArray:
-    key = _STAMPS + _stored_name(table)
-    stamps = saved_array(key, datasets.get(key))
-
-    def fill(start: int, out: Array) -> None:
-        verify()
-        stamps.fill(start, out)
-
-    return dataclasses.replace(stamps, fill=fill)
-
-
-def saved_array(key: str, dataset: Dataset | None) -> SavedArray:
-    """Return an array of a layer; `dataset` is None if the file lacks it."""
+def _saved_array(datasets: Mapping[str, Dataset], key: str) -> SavedArray:
+    """Return an array of a layer, which may be missing."""
+    dataset = datasets.get(key)
     if dataset is None:
         return SavedArray(key, "", None, lambda _start, _out: None)
 
@@ -217,29 +208,14 @@ Source: the `build` methods in keras/src/optimizers/.
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerConfig:
-    """A DistributedEmbedding layer.
-
-    Attributes:
-        name: of the layer.
-        tables: name -> its fields `vocabulary_size`, `dim` and `combiner`.
-        features: the nested structure of the layer's features, each with its table; None if it cannot be read.
-    """
-
-    name: str
-    tables: Mapping[str, Mapping[str, Any]]
-    features: Any
-
-
 def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]:
     """Return the tables by name, and the config of the layers that hold them if it is known."""
     own_configs = own_layer_configs(weights)
-    keras_rs = _with_optimizer_slots(weights, list(keras_rs_tables(weights)))
-    layers = list(layer_configs(weights.config))
-    _check_keras_rs(weights, keras_rs, layers, own_configs)
+    keras_rs = _with_optimizer_slots(weights, list(_keras_rs_tables(weights)))
+    configs = list(_keras_rs_configs(weights.config))
+    _check_keras_rs(weights, keras_rs, configs, own_configs)
     tables = by_name(
-        [*own_layer_tables(weights, own_configs), *keras_rs],
+        [*_own_layer_tables(weights, own_configs), *keras_rs],
         lambda one, other: (
             f"weights {weights.path}: two tables are called {one.name!r} ({one.dataset.path} and "
             f"{other.dataset.path}). Rename one and save again."
@@ -255,16 +231,12 @@ def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]
                     f"weights {weights.path}: table {table.name!r} is {table.dtype} {list(table.shape)}, but its slot "
                     f"{slot!r} ({dataset.path}) is {dataset.dtype} {list(dataset.shape or ())}"
                 )
-    keras_rs_configs = {
-        layer.name: {"tables": dict(layer.tables), "features": layer.features}
-        for layer in layers
-        if layer.features is not None
-    }
-    return tables, merge_configs({**own_configs, **keras_rs_configs})
+    readable = {name: config for name, config in configs if config["features"] is not None}
+    return tables, merge_configs({**own_configs, **readable})
 
 
 def _check_keras_rs(
-    weights: Weights, tables: Sequence[Table], configs: Sequence[LayerConfig], own: Collection[str]
+    weights: Weights, tables: Sequence[Table], configs: Sequence[tuple[str, dict[str, Any]]], own: Collection[str]
 ) -> None:
     """Raise an error if a keras-rs layer's tables are missing or differ from its config. `own` are tpuembed's layers."""
     layers = {table.layer for table in tables}
@@ -277,32 +249,33 @@ def _check_keras_rs(
                 f"tables that are missing. {_SPARSE_CORE_REMEDY}."
             )
     paths = {group.name: path for path, group in weights.groups.items() if path in layers}
-    for config in configs:
-        if sum(other.name == config.name for other in configs) == 1:
-            _check_config(weights, config, [table for table in tables if table.layer == paths.get(config.name)])
-
-
-def _check_config(weights: Weights, config: LayerConfig, tables: Sequence[Table]) -> None:
-    missing = sorted(config.tables.keys() - {table.name for table in tables})
-    if missing:
-        raise CheckpointFormatError(
-            f"weights {weights.path}: layer {config.name!r} has tables {', '.join(map(repr, missing))}, but the "
-            f"file has no rows of them. {_SPARSE_CORE_REMEDY}."
-        )
-    in_order = [table.name for table in sorted(tables, key=lambda table: table.order)]
-    if set(in_order) == set(config.tables) and in_order != list(config.tables):
-        raise CheckpointCorruptError.of(
-            f"weights {weights.path}: layer {config.name!r} has tables {first_few(map(repr, config.tables))} in its "
-            f"config's order, but {first_few(map(repr, in_order))} in that of the weights"
-        )
-    for table in tables:
-        fields = config.tables.get(table.name, {})
-        expected = [fields.get("vocabulary_size"), fields.get("dim")]
-        if list(table.shape) != expected:
-            raise CheckpointCorruptError.of(
-                f"weights {weights.path}: table {table.name!r} is {expected} in the config of layer {config.name!r}, "
-                f"but {list(table.shape)} in the weights"
+    for name, config in configs:
+        if sum(other == name for other, _ in configs) > 1:
+            continue
+        found = {
+            table.name: table
+            for table in sorted(tables, key=lambda table: table.order)
+            if table.layer == paths.get(name)
+        }
+        wanted = config["tables"]
+        if missing := sorted(wanted.keys() - found.keys()):
+            raise CheckpointFormatError(
+                f"weights {weights.path}: layer {name!r} has tables {', '.join(map(repr, missing))}, but the "
+                f"file has no rows of them. {_SPARSE_CORE_REMEDY}."
             )
+        if found.keys() == wanted.keys() and list(found) != list(wanted):
+            raise CheckpointCorruptError.of(
+                f"weights {weights.path}: layer {name!r} has tables {first_few(map(repr, wanted))} in its "
+                f"config's order, but {first_few(map(repr, found))} in that of the weights"
+            )
+        for table in found.values():
+            fields = wanted.get(table.name, {})
+            expected = [fields.get("vocabulary_size"), fields.get("dim")]
+            if list(table.shape) != expected:
+                raise CheckpointCorruptError.of(
+                    f"weights {weights.path}: table {table.name!r} is {expected} in the config of layer {name!r}, "
+                    f"but {list(table.shape)} in the weights"
+                )
 
 
 def _why_none(weights: Weights) -> str:
@@ -376,41 +349,47 @@ def _with_slots(
     return dataclasses.replace(table, slots=dict(zip(names, slots, strict=True)))
 
 
-def layer_configs(config: Mapping[str, Any] | None) -> Iterator[LayerConfig]:
-    """Yield the DistributedEmbedding layers that a model's config describes, at any depth."""
+def _keras_rs_configs(config: Mapping[str, Any] | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the config of each DistributedEmbedding layer that a model's config describes, at any depth.
+
+    Tables have the fields `vocabulary_size`, `dim` and `combiner`. The features are None if they cannot be read.
+    """
     pending: list[Any] = [config]
     while pending:
         node = pending.pop()
         if isinstance(node, list):
             pending.extend(reversed(node))
-        elif isinstance(node, Mapping):
-            fields = node.get("config")
-            if node.get("class_name") == _LAYER and isinstance(fields, Mapping):
-                if not str(node.get("registered_name")).startswith(_TPUEMBED_PREFIX):
-                    yield from _layer_config(fields)
-            else:
-                pending.extend(reversed(list(node.values())))
+        if not isinstance(node, Mapping):
+            continue
+        fields = node.get("config")
+        if node.get("class_name") != _LAYER or not isinstance(fields, Mapping):
+            pending.extend(reversed(list(node.values())))
+            continue
+        name, tables = fields.get("name"), fields.get("tables")
+        is_own = str(node.get("registered_name")).startswith(_TPUEMBED_PREFIX)
+        if is_own or not isinstance(name, str) or not isinstance(tables, list) or not all(map(_is_table, tables)):
+            continue
+        renamed = {
+            table["name"]: {
+                "vocabulary_size": table["vocabulary_size"],
+                "dim": table["embedding_dim"],
+                "combiner": table.get("combiner", "mean"),
+            }
+            for table in tables
+        }
+        try:
+            features = _features(fields.get("feature_configs"), {n: table["name"] for n, table in enumerate(tables)})
+        except (LookupError, TypeError, RecursionError):
+            features = None
+        yield name, {"tables": renamed, "features": features}
 
 
-def _layer_config(fields: Mapping[str, Any]) -> Iterator[LayerConfig]:
-    name, tables = fields.get("name"), fields.get("tables")
-    if not isinstance(name, str) or not isinstance(tables, list):
-        return
-    for table in tables:
-        if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
-            return
-        if not all(type(table.get(field)) is int for field in ("vocabulary_size", "embedding_dim")):
-            return
-    renamed = [
-        {"vocabulary_size": t["vocabulary_size"], "dim": t["embedding_dim"], "combiner": t.get("combiner", "mean")}
-        for t in tables
-    ]
-    names = [table["name"] for table in tables]
-    try:
-        features = _features(fields.get("feature_configs"), dict(enumerate(names)))
-    except (LookupError, TypeError, RecursionError):
-        features = None
-    yield LayerConfig(name, dict(zip(names, renamed, strict=True)), features)
+def _is_table(table: Any) -> bool:
+    return (
+        isinstance(table, Mapping)
+        and isinstance(table.get("name"), str)
+        and all(type(table.get(field)) is int for field in ("vocabulary_size", "embedding_dim"))
+    )
 
 
 def _features(node: Any, tables: Mapping[int, str]) -> Any:
@@ -444,4 +423,6 @@ def optimizer_steps(weights: Weights) -> int | None:
     count = group.datasets.get("0")
     if count is None or count.shape != () or count.dtype not in ("<i4", "<i8"):
         return None
-    return dataclasses.replace(saved_array("0", count), dtype="int64").count(f"weights {weights.path}: the optimizer")
+    return dataclasses.replace(_saved_array(group.datasets, "0"), dtype="int64").count(
+        f"weights {weights.path}: the optimizer"
+    )
