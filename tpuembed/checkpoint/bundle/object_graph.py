@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Final, Self
 
 from tpuembed.formats.protobuf import MalformedError, Message
@@ -153,7 +152,13 @@ class ObjectGraph:
                 if child not in numbers:
                     numbers[child] = len(kept)
                     kept.append(child)
-        return type(self)(tuple(_renumbered(self.nodes[number], numbers) for number in kept))
+        nodes = []
+        for node in (self.nodes[number] for number in kept):
+            slots = (slot for slot in node.slot_variables if slot.original in numbers and slot.slot in numbers)
+            moved = (SlotVariable(numbers[slot.original], slot.name, numbers[slot.slot]) for slot in slots)
+            children = {name: numbers[child] for name, child in node.children.items()}
+            nodes.append(dataclasses.replace(node, children=children, slot_variables=tuple(moved)))
+        return type(self)(tuple(nodes))
 
     @functools.cached_property
     def parents(self) -> Mapping[int, tuple[int, str]]:
@@ -234,13 +239,6 @@ class ObjectGraph:
         return frozenset(new | legacy)
 
 
-def _renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
-    children = {name: numbers[child] for name, child in node.children.items()}
-    slots = (slot for slot in node.slot_variables if slot.original in numbers and slot.slot in numbers)
-    moved = (dataclasses.replace(slot, original=numbers[slot.original], slot=numbers[slot.slot]) for slot in slots)
-    return dataclasses.replace(node, children=MappingProxyType(children), slot_variables=tuple(moved))
-
-
 def _parse_node(message: Message) -> Node:
     children = [(child.text(2), child.signed(1)) for child in message.messages(1)]
     attributes = [(value.text(1), Attribute(value.text(2), value.text(3))) for value in message.messages(2)]
@@ -249,8 +247,8 @@ def _parse_node(message: Message) -> Node:
             raise MalformedError(f"a node gives a name twice, among {', '.join(sorted(names))}")
     slots = (SlotVariable(slot.signed(1), slot.text(2), slot.signed(3)) for slot in message.messages(3))
     return Node(
-        children=MappingProxyType(dict(children)),
-        attributes=MappingProxyType(dict(attributes)),
+        children=dict(children),
+        attributes=dict(attributes),
         slot_variables=tuple(slots),
         registered_saver=message.message(4).text(1),
     )

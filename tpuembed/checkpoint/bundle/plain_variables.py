@@ -72,18 +72,13 @@ def _slots_by_name(matrices: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
             if not key.endswith(f"/{optimizer}"):
                 continue
             keys = [key, *(f"{key}_{number}" for number in range(1, len(slots)))]
-            variables = _named(key.removesuffix(f"/{optimizer}"), matrices)
+            parts = key.split("/")[:-1]  # VARIABLE of SCOPE/VARIABLE for any scope, or with none
+            variables = [name for start in range(len(parts)) if (name := "/".join(parts[start:])) in matrices]
             if len(variables) != 1 or f"{key}_{len(slots)}" in matrices:
                 continue
             if all(_pieces(matrices.get(one)) == _pieces(matrices[variables[0]]) for one in keys):
                 found.setdefault(variables[0], []).append(dict(zip(slots, keys, strict=True)))
     return {variable: of_one[0] for variable, of_one in found.items() if len(of_one) == 1}
-
-
-def _named(scoped: str, matrices: Mapping[str, Entry]) -> list[str]:
-    """Return the variables that `scoped` may mean: VARIABLE of SCOPE/VARIABLE for any scope, or `scoped` itself."""
-    parts = scoped.split("/")
-    return [name for start in range(len(parts)) if (name := "/".join(parts[start:])) in matrices]
 
 
 def _pieces(entry: Entry | None) -> object:

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from tpuembed.checkpoint.keras.hdf5 import Dataset
-from tpuembed.checkpoint.keras.weights import Group, Weights
+from tpuembed.checkpoint.keras.weights import Weights
 from tpuembed.checkpoint.own_layer import OwnLayer, SavedArray, check_size, merge_configs, parse_config, slot_names
 from tpuembed.checkpoint.types import Array, by_name
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, first_few
@@ -28,6 +28,28 @@ _UPDATES, _HISTORY, _STAMPS = "|updates", "|history", "|stamps|"
 _VOCABULARY: Final = "|vocabulary|"
 _DTYPES: Final = {"|u1": "uint8", "<i4": "int32", "<i8": "int64"}
 _MAX_TEXT_BYTES: Final = 16 << 20
+_SPARSE_CORE_REMEDY: Final = (
+    "Keras does not save tables on SparseCores. Save them with tf.train.Checkpoint(emb=layer._tpu_embedding)"
+)
+_OPTIMIZER: Final = "optimizer"
+_SCALES: Final = "LossScaleOptimizer"
+"""Its arrays are others."""
+_LAYER_GROUP: Final = re.compile(r"distributed_embedding(_\d+)?")
+_LAYER: Final = "DistributedEmbedding"
+_TPUEMBED_PREFIX: Final = "tpuembed"
+"""The prefix of the registered name of tpuembed's layers of that class name, which have their own config beside their
+arrays.
+"""
+_SLOTS: Final = {
+    "Adagrad": ("accumulators",),
+    "Adam": ("momenta", "velocities"),
+    "AdamW": ("momenta", "velocities"),
+    "Ftrl": ("accumulators", "linears"),
+    "SGD": ("momenta",),
+}
+"""Keras' optimizers -> the slots that each keeps for a variable, in order of creation.
+Source: the `build` methods in keras/src/optimizers/.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +96,16 @@ def _keras_rs_tables(weights: Weights) -> Iterator[Table]:
                 f"weights {weights.path}: the table at {group.path!r} is called {group.name!r}, which is not a valid name "
                 "in keras-rs"
             )
-        yield Table(group.name, match["layer"] or "", int(kind["number"] or 0), _only_matrix(weights, group))
-
-
-def _only_matrix(weights: Weights, group: Group) -> Dataset:
-    if not group.datasets:
-        raise CheckpointCorruptError.of(f"weights {weights.path}: table {group.name!r} has no rows")
-    dataset = group.datasets.get("0")
-    if set(group.datasets) != {"0"} or dataset is None or dataset.matrix_dtype is None:
-        shown = ", ".join(f"{name}: {one.dtype} {one.shape}" for name, one in sorted(group.datasets.items())[:5])
-        raise CheckpointFormatError(
-            f"weights {weights.path}: table {group.name!r} should be one matrix of floats, but is {shown}. Save "
-            "it without quantization or LoRA."
-        )
-    return dataset
+        if not group.datasets:
+            raise CheckpointCorruptError.of(f"weights {weights.path}: table {group.name!r} has no rows")
+        dataset = group.datasets.get("0")
+        if set(group.datasets) != {"0"} or dataset is None or dataset.matrix_dtype is None:
+            shown = ", ".join(f"{name}: {one.dtype} {one.shape}" for name, one in sorted(group.datasets.items())[:5])
+            raise CheckpointFormatError(
+                f"weights {weights.path}: table {group.name!r} should be one matrix of floats, but is {shown}. Save "
+                "it without quantization or LoRA."
+            )
+        yield Table(group.name, match["layer"] or "", int(kind["number"] or 0), dataset)
 
 
 def own_layer_configs(weights: Weights) -> dict[str, dict[str, Any]]:
@@ -124,7 +142,13 @@ def _own_layer_tables(weights: Weights, configs: Mapping[str, dict[str, Any]]) -
         }
         for order, (name, fields) in enumerate(config["tables"].items()):
             slots = {slot: f"{name}/{slot}" for slot in slot_names(where, name, fields)}
-            found = {child: _take(where, left, child) for child in (name, *slots.values())}
+            found: dict[str, Dataset] = {}
+            for child in (name, *slots.values()):
+                dataset = left.pop(_stored_name(child), None)
+                if dataset is None or dataset.matrix_dtype is None:
+                    what = "there is none" if dataset is None else f"it is {dataset.dtype} {dataset.shape}"
+                    raise CheckpointCorruptError.of(f"{where}: its config needs a matrix {child!r}, but {what}")
+                found[child] = dataset
             table = Table(name, path, order, found[name], {slot: found[child] for slot, child in slots.items()})
             check_size(where, name, fields, table.shape)
             yield table
@@ -173,39 +197,6 @@ def _saved_array(datasets: Mapping[str, Dataset], key: str) -> SavedArray:
             out[()] = dataset.read()
 
     return SavedArray(key, _DTYPES.get(dataset.dtype, dataset.dtype), dataset.shape, fill)
-
-
-def _take(where: str, left: dict[str, Dataset], child: str) -> Dataset:
-    """Remove the array of a table or slot from `left`, under the name that the layer stores it by, and return it."""
-    dataset = left.pop(_stored_name(child), None)
-    if dataset is None or dataset.matrix_dtype is None:
-        found = "there is none" if dataset is None else f"it is {dataset.dtype} {dataset.shape}"
-        raise CheckpointCorruptError.of(f"{where}: its config needs a matrix {child!r}, but {found}")
-    return dataset
-
-
-_SPARSE_CORE_REMEDY: Final = (
-    "Keras does not save tables on SparseCores. Save them with tf.train.Checkpoint(emb=layer._tpu_embedding)"
-)
-_OPTIMIZER: Final = "optimizer"
-_SCALES: Final = "LossScaleOptimizer"
-"""Its arrays are others."""
-_LAYER_GROUP: Final = re.compile(r"distributed_embedding(_\d+)?")
-_LAYER: Final = "DistributedEmbedding"
-_TPUEMBED_PREFIX: Final = "tpuembed"
-"""The prefix of the registered name of tpuembed's layers of that class name, which have their own config beside their
-arrays.
-"""
-_SLOTS: Final = {
-    "Adagrad": ("accumulators",),
-    "Adam": ("momenta", "velocities"),
-    "AdamW": ("momenta", "velocities"),
-    "Ftrl": ("accumulators", "linears"),
-    "SGD": ("momenta",),
-}
-"""Keras' optimizers -> the slots that each keeps for a variable, in order of creation.
-Source: the `build` methods in keras/src/optimizers/.
-"""
 
 
 def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]:

@@ -65,7 +65,7 @@ class Weights:
         path: of the file that a user would give.
         files: all files that were read.
         windows: those of them that are HDF5, opened.
-        handles: the same, as h5py opened them.
+        opened: closes them.
         groups: by path; none in a file that Keras 3 did not write.
         config: the model's, of a `.keras` file; None elsewhere.
         crc32: of the one window, as the `.keras` file that it lies in states it; None elsewhere.
@@ -74,7 +74,7 @@ class Weights:
     path: FilePath
     files: tuple[FilePath, ...]
     windows: tuple[Window, ...]
-    handles: tuple[Any, ...]
+    opened: contextlib.ExitStack
     groups: Mapping[str, Group]
     config: dict[str, Any] | None
     crc32: int | None = None
@@ -90,7 +90,16 @@ class Weights:
         """
         index = _read_index(path) if path.name.endswith(_INDEX_ENDING) else None
         names = sorted({name for names in (index or {}).values() for name in names})
-        parts = [path] if index is None else [_shard_path(path, name) for name in names]
+        parts = [path] if index is None else [path.parent / name for name in names]
+        for part in () if index is None else parts:
+            if isinstance(part, Path) and part.resolve().parent != Path(path.parent).resolve():
+                raise _corrupt_index(
+                    path, f"names {part.name!r}, which is a link to another folder. Copy the file here"
+                )
+            if not part.is_file():
+                raise CheckpointCorruptError(
+                    f"weights file {part}: is missing, but {path} puts weights in it. Copy it here."
+                )
         with contextlib.ExitStack() as opened:
             windows: list[Window] = []
             for part in parts:
@@ -119,9 +128,7 @@ class Weights:
             loose = [name for listing in listings for name in listing.datasets if name not in inside]
             if groups and loose:
                 raise _corrupt(path, f"has {loose[0]!r} outside of the groups that Keras writes")
-            opened.pop_all()
-            handles = tuple(listing.file for listing in listings)
-            return cls(path, files, tuple(windows), handles, groups, config, crc32)
+            return cls(path, files, tuple(windows), opened.pop_all(), groups, config, crc32)
 
     def below(self, root: Any) -> Self:
         """Return the groups of the object at `root`, such as layers/functional_1, and of everything below it.
@@ -158,10 +165,7 @@ class Weights:
 
     def close(self) -> None:
         """Close the files."""
-        for handle in self.handles:
-            handle.close()
-        for window in self.windows:
-            window.file.close()
+        self.opened.close()
 
 
 def find_weights(path: FilePath) -> FilePath | None:
@@ -296,16 +300,6 @@ def _read_index(path: FilePath) -> dict[str, tuple[str, ...]]:
     if len(found) != len(weight_map) or len({name for names in found.values() for name in names}) > _MAX_FILES:
         raise _corrupt_index(path, f"names a group twice, or over {_MAX_FILES} files")
     return found
-
-
-def _shard_path(index: FilePath, name: str) -> FilePath:
-    """Return the path of the file `name`, which `index` names."""
-    path = index.parent / name
-    if isinstance(path, Path) and path.resolve().parent != Path(index.parent).resolve():
-        raise _corrupt_index(index, f"names {name!r}, which is a link to another folder. Copy the file here")
-    if not path.is_file():
-        raise CheckpointCorruptError(f"weights file {path}: is missing, but {index} puts weights in it. Copy it here.")
-    return path
 
 
 def _corrupt_index(path: FilePath, what: str) -> CheckpointCorruptError:

@@ -179,7 +179,13 @@ class Item:
 
 def read_item(folder: FilePath) -> Item:
     """Return the tree of `folder`."""
-    data, where = _load(folder), f"file {folder / _METADATA}"
+    where = f"file {folder / _METADATA}"
+    try:
+        data = json.loads((folder / _METADATA).read_bytes(), object_pairs_hook=_unique)
+    except FileNotFoundError:
+        raise CheckpointCorruptError.of(f"checkpoint {folder}: has {_MANIFEST} but no {_METADATA}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError.of(f"{where}: is not JSON: {error}") from None
     item = Item(
         folder,
         ocdbt=_get(where, data, "use_ocdbt", bool, (folder / _MANIFEST).is_file()),
@@ -197,16 +203,6 @@ def read_item(folder: FilePath) -> Item:
                 "over the other. Rename one and save again."
             )
     return dataclasses.replace(item, leaves=leaves)
-
-
-def _load(folder: FilePath) -> Any:
-    path = folder / _METADATA
-    try:
-        return json.loads(path.read_bytes(), object_pairs_hook=_unique)
-    except FileNotFoundError:
-        raise CheckpointCorruptError.of(f"checkpoint {folder}: has {_MANIFEST} but no {_METADATA}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError.of(f"file {path}: is not JSON: {error}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

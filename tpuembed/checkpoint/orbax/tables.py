@@ -7,7 +7,7 @@ jax_tpu_embedding/sparsecore/lib/nn/embedding.py (EmbeddingVariables: `table`, `
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from tpuembed.checkpoint.bundle.rows import ModSharded
@@ -37,12 +37,16 @@ def find_stacks(leaves: Sequence[Leaf], names: Iterable[str] = ()) -> list[Table
     """Return the stacks of keras-rs and of jax-tpu-embedding, and other leaves with one of `names`, which a spec has."""
     found: defaultdict[str, defaultdict[str | None, list[Leaf]]] = defaultdict(lambda: defaultdict(list))
     known = frozenset(names)
-    nodes = _variables(leaves)
+    children: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     for leaf in leaves:
-        role = _keras_rs_role(leaf) or _variables_role(leaf, nodes) or _known_role(leaf, known)
+        for depth in range(1, len(leaf.path)):
+            children[leaf.path[:depth]].add(leaf.path[depth])
+    # The paths that have exactly `table` and, of any form, `slot` under them.
+    nodes = {path for path, below in children.items() if below == {"table", "slot"}}
+    for leaf in leaves:
+        role = _role(leaf, nodes, known)
         if role is not None and leaf.is_array:
-            stack, slot = role
-            found[stack][slot].append(leaf)
+            found[role[0]][role[1]].append(leaf)
     return [
         TableLeaves(
             name,
@@ -68,38 +72,22 @@ def _only(what: str, found: Sequence[Leaf]) -> Leaf:
     return found[0]
 
 
-def _keras_rs_role(leaf: Leaf) -> tuple[str, str | None] | None:
-    name = leaf.path[-1]
-    if not name.startswith(_PREFIX):
-        return None
-    if name.endswith(_TABLE):
+def _role(leaf: Leaf, nodes: Collection[tuple[str, ...]], known: Collection[str]) -> tuple[str, str | None] | None:
+    """Return the stack that a leaf belongs to, and the slot that it is; None for its rows."""
+    path, name = leaf.path, leaf.path[-1]
+    if name.startswith(_PREFIX) and name.endswith(_TABLE):  # keras-rs
         return name[len(_PREFIX) : -len(_TABLE)], None
-    stack, mark, slot = name[len(_PREFIX) :].rpartition(_SLOT)
-    return (stack, slot) if mark else None
-
-
-def _variables(leaves: Iterable[Leaf]) -> set[tuple[str, ...]]:
-    """Return the paths that have exactly `table` and, of any form, `slot` under them."""
-    children: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
-    for leaf in leaves:
-        for depth in range(1, len(leaf.path)):
-            children[leaf.path[:depth]].add(leaf.path[depth])
-    return {path for path, names in children.items() if names == {"table", "slot"}}
-
-
-def _variables_role(leaf: Leaf, nodes: set[tuple[str, ...]]) -> tuple[str, str | None] | None:
-    if leaf.path[:-1] in nodes and leaf.path[-1] == "table":
-        return leaf.path[-2], None
-    for depth in range(1, len(leaf.path) - 1):
-        if leaf.path[:depth] in nodes and leaf.path[depth] == "slot":
-            return leaf.path[depth - 1], "/".join(leaf.path[depth + 1 :])
-    return None
-
-
-def _known_role(leaf: Leaf, known: frozenset[str]) -> tuple[str, str | None] | None:
-    if leaf.path[-1] in known:
-        return leaf.path[-1], None
-    return (leaf.path[-2], None) if leaf.path[-2:-1] and leaf.path[-2] in known and leaf.path[-1] == "table" else None
+    if name.startswith(_PREFIX) and _SLOT in name[len(_PREFIX) :]:
+        stack, _, slot = name[len(_PREFIX) :].rpartition(_SLOT)
+        return stack, slot
+    if path[:-1] in nodes and name == "table":  # jax-tpu-embedding
+        return path[-2], None
+    for depth in range(1, len(path) - 1):
+        if path[:depth] in nodes and path[depth] == "slot":
+            return path[depth - 1], "/".join(path[depth + 1 :])
+    if name in known:
+        return name, None
+    return (path[-2], None) if path[-2:-1] and path[-2] in known and name == "table" else None
 
 
 def match_specs(where: str, stacks: Iterable[TableLeaves], specs: Sequence[StackSpec]) -> dict[str, StackSpec]:

@@ -1,5 +1,6 @@
 """Verifies every checksum of a checkpoint or export, in bounded memory."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,7 +90,18 @@ def verify_files(
         prefix = None
     if prefix is not None:
         with Bundle.open(prefix) as bundle:
-            return _verify_bundle(bundle, counter)
+            unchecked = unchecked_keys(bundle)
+            entries = [entry for key, entry in bundle.entries.items() if key not in unchecked]
+            counter.total = sum(part.size for entry in entries for part in entry.parts())
+            return VerifyReport(
+                path=str(prefix),
+                entries=len(bundle.entries),
+                bytes=counter.total,
+                damaged=tuple(damaged_parts(bundle, counter)),
+                unchecked=tuple(
+                    f"tensor {key!r}: has dtype variant, whose checksum is not supported" for key in unchecked
+                ),
+            )
     with open_checkpoint(path, **(checkpoint_options or {})) as checkpoint:
         if checkpoint.path.endswith(".keras"):
             report = _verify_archive(checkpoint.path, counter)
@@ -116,29 +128,14 @@ class _Counter:
             self._on_progress(self.done, self.total)
 
 
-def _verify_bundle(bundle: Bundle, counter: _Counter) -> VerifyReport:
-    unchecked = unchecked_keys(bundle)
-    parts = [part for key, entry in bundle.entries.items() if key not in unchecked for part in entry.parts()]
-    counter.total += sum(part.size for part in parts)
-    return VerifyReport(
-        path=str(bundle.prefix),
-        entries=len(bundle.entries),
-        bytes=sum(part.size for part in parts),
-        damaged=tuple(damaged_parts(bundle, counter)),
-        unchecked=(*(f"tensor {key!r}: has dtype variant, whose checksum is not supported" for key in unchecked),),
-    )
-
-
 def _verify_archive(path: str, counter: _Counter) -> VerifyReport:
     """Verify a `.keras` file: a zip archive has a CRC32 of every file in it."""
     window = open_window(as_path(path))
-    try:
+    with contextlib.closing(window.file):
         sizes = member_sizes(window)
         counter.total = sum(sizes.values())
         found = ((name, member_damage(window, name, counter)) for name in sizes)
         damaged = tuple(Damage(name, path, reason) for name, reason in found if reason is not None)
-    finally:
-        window.file.close()
     return VerifyReport(path=path, entries=len(sizes), bytes=counter.done, damaged=damaged)
 
 

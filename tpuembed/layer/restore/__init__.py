@@ -24,7 +24,6 @@ from tpuembed.files import FilePath
 from tpuembed.formats.tensor_bundle import crc
 from tpuembed.layer.restore.names import NamesPlan, names_by_number
 from tpuembed.layer.restore.plan import RestoreRequest, TablePlan, plan_tables
-from tpuembed.layer.stamps import RowStamps
 from tpuembed.layer.tables import HasTables, LiveTables, write_numbers
 from tpuembed.manifest.row_history import RowHistory
 from tpuembed.vocabulary import Vocabulary
@@ -107,7 +106,15 @@ def restore(
             if scheduled and updates is None:
                 _warn_of_schedules(checkpoint.path, scheduled, "does not say how many updates its tables have had")
         history = None if live.stamps is None or updates is None else _history(checkpoint, live, plans, updates)
-        _verify(checkpoint, plans)
+        unproven: dict[
+            str | None, list[str]
+        ] = {}  # by slot: the tables whose checksums are not compared during the read
+        for plan in plans:
+            for slot in (None, *plan.slots):
+                if _recorded_checksum(checkpoint, plan, slot) is None:
+                    unproven.setdefault(slot, []).append(plan.source)
+        for slot, unread in unproven.items():
+            checkpoint.verify(unread, slot)
         if live.stamps is not None and updates is not None:
             live.stamps.rewritten()  # a new count of updates begins a new history
         elif live.stamps is not None:
@@ -125,7 +132,13 @@ def restore(
             live.updates.assign(updates)
         if live.stamps is not None and history is not None:
             for plan in plans:
-                _restore_stamps(checkpoint, live.stamps, plan)
+                saved_stamps, buffer = checkpoint.stamps[plan.source], np.empty(min(_STAMPS, plan.rows), np.int32)
+                for start in range(0, plan.rows, _STAMPS):
+                    piece = buffer[: plan.rows - start]
+                    saved_stamps.read(start, piece)
+                    live.stamps.write(plan.table, start, piece)
+                if plan.new_rows:
+                    live.stamps.wrote(plan.table, plan.rows, plan.rows + plan.new_rows)
             live.stamps.adopt(history, live.states)
         for node in live.nodes:
             node.given.note_restored(node, checkpoint.path, sources, is_chosen=not request.rows_only)
@@ -147,17 +160,6 @@ def _history(checkpoint: Checkpoint, live: LiveTables, plans: Sequence[TablePlan
     if history is None or any(other != history for other in found) or same != live.states.keys():
         return None
     return history if history.updates == updates else None
-
-
-def _verify(checkpoint: Checkpoint, plans: Sequence[TablePlan]) -> None:
-    """Compare the checksums that are not compared during the read."""
-    unproven: dict[str | None, list[str]] = {}
-    for plan in plans:
-        for slot in (None, *plan.slots):
-            if _recorded_checksum(checkpoint, plan, slot) is None:
-                unproven.setdefault(slot, []).append(plan.source)
-    for slot, sources in unproven.items():
-        checkpoint.verify(sources, slot)
 
 
 def _updates(path: str, counts: Mapping[str, int], live: LiveTables, sources: Mapping[str, str]) -> int | None:
@@ -211,17 +213,6 @@ def _restore_table(checkpoint: Checkpoint, live: LiveTables, plan: TablePlan, sl
     for slot in (None, *(state.slots if slots else ())):
         for start, rows in initial_pieces(state, slot, plan.rows, plan.rows + plan.new_rows):
             write_rows(live.variable(plan.table, slot), start, rows)
-
-
-def _restore_stamps(checkpoint: Checkpoint, stamps: RowStamps, plan: TablePlan) -> None:
-    """Write the stamps of a table that was restored. The layer's count of updates is restored already."""
-    saved, buffer = checkpoint.stamps[plan.source], np.empty(min(_STAMPS, plan.rows), np.int32)
-    for start in range(0, plan.rows, _STAMPS):
-        piece = buffer[: plan.rows - start]
-        saved.read(start, piece)
-        stamps.write(plan.table, start, piece)
-    if plan.new_rows:
-        stamps.wrote(plan.table, plan.rows, plan.rows + plan.new_rows)
 
 
 def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable: Any) -> None:
