@@ -42,6 +42,7 @@ class Format(Protocol):
 
         Raises:
             ConfigError: the value of an option is invalid, or contradicts the checkpoint.
+            CheckpointError: as `open_checkpoint`.
         """
 
 

@@ -110,9 +110,9 @@ def _named_by(state_file: FilePath) -> FilePath:
 
 def _unescape(text: str) -> str:
     """Decode a string of protocol buffers' text format."""
+    return _ESCAPE.sub(_unescaped, text.encode()).decode(errors="replace")
 
-    def replace(match: re.Match[bytes]) -> bytes:
-        code = match[1]
-        return bytes([int(code, 8) & 0xFF]) if code.isdigit() else _ESCAPED.get(code, code)
 
-    return _ESCAPE.sub(replace, text.encode()).decode(errors="replace")
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    code = match[1]
+    return bytes([int(code, 8) & 0xFF]) if code.isdigit() else _ESCAPED.get(code, code)

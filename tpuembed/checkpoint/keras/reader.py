@@ -24,13 +24,7 @@ __all__ = ["KerasCheckpoint"]
 
 class KerasCheckpoint(CheckpointOfLayers):
     """A checkpoint in `.weights.h5`, sharded `.weights.json` or `.keras`, with tables of keras-rs or of
-    `tpuembed.TPUEmbedding`.
-
-    Attributes:
-        format: "keras".
-        path: of the file.
-        options: as they were given.
-        layer_config: of tpuembed's layers, and of keras-rs' layers if a `.keras` file has it; None otherwise.
+    `tpuembed.TPUEmbedding`. If a `.keras` file has the config of keras-rs' layers, it is part of `layer_config`.
     """
 
     format = "keras"
@@ -141,11 +135,7 @@ class _FileLayers:
         return objects_of_weights(self.weights, self.tables)
 
     def read(self, weight: Weight) -> Array:
-        """Return the array of a weight, once all weights are verified.
-
-        Raises:
-            CheckpointCorruptError: as `verify`, or some of it was never written.
-        """
+        """Return the array of a weight, once all weights are verified."""
         self.verify()
         group, _, name = weight.key.rpartition("/")
         return self.weights.groups[group].datasets[name].read()

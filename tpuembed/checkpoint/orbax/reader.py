@@ -27,10 +27,8 @@ class OrbaxCheckpoint(Checkpoint):
     """A checkpoint written by Orbax.
 
     Attributes:
-        format: "orbax".
         path: of the step's folder, of the item's, or of one of their files if that was named.
         options: embedding_spec as a mapping, chunk_memory_bytes.
-        layer_config: None.
     """
 
     format = "orbax"
