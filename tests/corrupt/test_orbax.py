@@ -97,7 +97,7 @@ def test_every_byte_of_the_metadata_flipped(any_tree: Path) -> None:
         (lambda d: d.update(tree_metadata=[]), "should have an object 'tree_metadata'"),
         (lambda d: d.update(use_ocdbt="yes"), "should have true or false as 'use_ocdbt'"),
         (lambda d: d.update(use_zarr3=1), "should have true or false as 'use_zarr3'"),
-        (lambda d: d["tree_metadata"].update(x=3), "'x' is not an object"),
+        (lambda d: d["tree_metadata"].update(x=3), "'x' should have a list 'key_metadata'"),
         (lambda d: d["tree_metadata"]["('emb',)"].update(key_metadata=[]), "should be the path ()"),
         (lambda d: d["tree_metadata"]["('emb',)"]["key_metadata"][0].update(key="emc"), "should be the path ('emc',)"),
         (lambda d: d["tree_metadata"]["('emb',)"]["key_metadata"][0].update(key=1), "should have a string 'key'"),

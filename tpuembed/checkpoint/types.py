@@ -4,13 +4,13 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
 from tpuembed.checkpoint.saved_objects import Objects, Weight
 from tpuembed.config.checks import did_you_mean
-from tpuembed.errors import CheckpointCorruptError, ConfigError, RowRangeError, UnknownTableError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError, RowRangeError, UnknownTableError
 from tpuembed.manifest.row_history import RowHistory
 from tpuembed.vocabulary import Vocabulary, VocabularyHeader
 
@@ -25,6 +25,7 @@ __all__ = [
     "SavedVocabulary",
     "SummedRows",
     "TableInfo",
+    "by_name",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -171,6 +172,30 @@ class SavedVocabulary:
         """Return the vocabulary. Raises CheckpointCorruptError as `header` does."""
         _ = self.header  # a damaged header has the better message
         return Vocabulary.from_bytes(self._read(self._size), self._where)
+
+
+class Named(Protocol):
+    """A table that a reader has found."""
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+
+
+AnyTable = TypeVar("AnyTable", bound=Named)
+
+
+def by_name(tables: Iterable[AnyTable], refusal: Callable[[AnyTable, AnyTable], str]) -> dict[str, AnyTable]:
+    """Return `tables` by name, sorted.
+
+    Raises:
+        CheckpointFormatError: two have the same name; `refusal` returns the message for them.
+    """
+    found: dict[str, AnyTable] = {}
+    for table in sorted(tables, key=lambda table: table.name):
+        if (other := found.setdefault(table.name, table)) is not table:
+            raise CheckpointFormatError(refusal(other, table))
+    return found
 
 
 GatherRows = Callable[[str, Array, Array], None]

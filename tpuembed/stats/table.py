@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.checkpoint.tools.exports import ReadableTables, open_tables
+from tpuembed.checkpoint.tools.exports import open_tables
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.optimizers import optimizer_from
@@ -272,7 +272,7 @@ class _Tally:
 class _Table:
     """Reads one table."""
 
-    def __init__(self, tables: ReadableTables, info: TableInfo) -> None:
+    def __init__(self, tables: Checkpoint, info: TableInfo) -> None:
         self._tables, self._info = tables, info
         self._initial, self._unknown = _initial_values(tables, info)
         self._row_bytes = info.dim * info.dtype.itemsize
@@ -360,12 +360,10 @@ class _Table:
         return StorageError(TableError(storage=name) if exact else TableError.of(name, counts.errors[name]))
 
 
-def _initial_values(tables: ReadableTables, info: TableInfo) -> tuple[dict[str, Any], str]:
+def _initial_values(tables: Checkpoint, info: TableInfo) -> tuple[dict[str, Any], str]:
     """Return the initial value of each slot, or why they are not known."""
-    if not isinstance(tables, Checkpoint):
-        return {}, "exports have no slots"
     if not info.slots:
-        return {}, "the checkpoint has no slots of this table"
+        return {}, "exports have no slots" if tables.format == "export" else "the checkpoint has no slots of this table"
     config = (tables.layer_config or {}).get("tables", {}).get(info.name, {})
     if not config.get("optimizer"):
         return {}, f"the checkpoint does not say which values {', '.join(info.slots)} had at first"

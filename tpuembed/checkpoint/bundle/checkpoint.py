@@ -1,7 +1,7 @@
 """Checkpoints whose tables are in a tensor bundle. The `RowLayout` of each table knows the order of its rows."""
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -10,52 +10,39 @@ import numpy as np
 from tpuembed.checkpoint.bundle.checksums import DISK_PIECE_BYTES, BundleChecksums
 from tpuembed.checkpoint.bundle.graph_objects import find_root, objects_of_graph
 from tpuembed.checkpoint.bundle.keras_graph import check_keras_model, keras_rs_tables
-from tpuembed.checkpoint.bundle.layer_config import checked_count, merge_configs
 from tpuembed.checkpoint.bundle.mid_level import keras_layer_tables, mid_level_tables
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, VALUE, ObjectGraph
-from tpuembed.checkpoint.bundle.own_layer import (
-    own_layer_configs,
-    own_layer_stamps,
-    own_layer_tables,
-    own_layer_vocabularies,
-)
+from tpuembed.checkpoint.bundle.own_layer import own_layer_configs, own_layer_tables, own_layers, saved_array
 from tpuembed.checkpoint.bundle.plain_variables import PARTITION_STRATEGIES, graph_variables, named_variables
-from tpuembed.checkpoint.bundle.table_keys import TableKeys, merge_tables, mid_level_nodes, table_info
+from tpuembed.checkpoint.bundle.table_keys import TableKeys, mid_level_nodes, table_info
 from tpuembed.checkpoint.location import find_bundle
+from tpuembed.checkpoint.own_layer import CheckpointOfLayers, OwnLayer, merge_configs
 from tpuembed.checkpoint.saved_objects import Objects, Weight
-from tpuembed.checkpoint.types import Array, Checkpoint, RowStamps, SavedVocabulary
+from tpuembed.checkpoint.types import Array, by_name
 from tpuembed.config.checks import check_choice
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
 from tpuembed.files import FilePath
 from tpuembed.formats.protobuf import MalformedError
 from tpuembed.formats.tensor_bundle import Bundle, index_path
 from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
-from tpuembed.manifest.row_history import RowHistory
 
 __all__ = ["BundleCheckpoint"]
 
 _STORE_PIECE_BYTES: Final = 64 << 20
 """The total size of the parallel requests."""
-_UPDATES: Final = "tpuembed_iterations"
-"""The attribute of tpuembed's layers with their count of updates."""
 _OBJECT_VALUE: Final = f"/.ATTRIBUTES/{VALUE}"
 """The end of the keys of variables in TensorFlow 2."""
 
-Found = tuple[dict[str, TableKeys], dict[str, Any] | None]
-"""Tables by name, and the config of the layers that wrote them, if the checkpoint has it."""
 
-
-class BundleCheckpoint(Checkpoint):
+class BundleCheckpoint(CheckpointOfLayers):
     """A checkpoint written by `tpuembed.TPUEmbedding`, TensorFlow's embedding classes on any hardware, their wrappers,
     plain variables, or TensorFlow 1.
 
     Attributes:
         format: of its tables: "dense", "tpu_v1", "sparsecore" or "partitioned", joined with "+" if they differ.
         path: the bundle's prefix; its index file if there is also a directory of the prefix's name.
-        options: as they were given.
         bundle: all tensors of the checkpoint.
         graph: its objects; None for TensorFlow 1.
-        layer_config: of the tpuembed layers that wrote it; None for others.
     """
 
     kind: Final = "a TensorFlow checkpoint"
@@ -65,18 +52,28 @@ class BundleCheckpoint(Checkpoint):
         self.bundle = bundle
         self.path = str(index_path(bundle.prefix) if bundle.prefix.is_dir() else bundle.prefix)
         self.options = dict(options)
-        self._verified: set[str] = set()
         if "partition_strategy" in options:
             check_choice("partition_strategy", options["partition_strategy"], PARTITION_STRATEGIES)
+        where = f"checkpoint {bundle.prefix}"
         try:
             has_graph = OBJECT_GRAPH_KEY in bundle.entries
             graph = ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY)) if has_graph else None
-            self.graph = _below_root(graph, options.get("root"), f"checkpoint {bundle.prefix}")
+            if (root := options.get("root")) is not None:
+                if not isinstance(root, str) or not root.strip("/"):
+                    raise ConfigError(
+                        f"{where}: option root must be the path of an object, such as model/query, got {root!r}."
+                    )
+                if graph is None:
+                    raise ConfigError(
+                        f"{where}: option root={root!r}: a checkpoint of TensorFlow 1 has no objects. Leave it out."
+                    )
+                graph = graph.below(find_root(graph, root, where))
+            self.graph = graph
             self._keys, self.layer_config = _tables_of(bundle, self.graph, options.get("partition_strategy"))
         except MalformedError as error:
-            raise CheckpointCorruptError.of(f"checkpoint {bundle.prefix}: its object graph: {error}") from None
+            raise CheckpointCorruptError.of(f"{where}: its object graph: {error}") from None
         self.format = "+".join(sorted({keys.rows.format for keys in self._keys.values()}))
-        self._tables = {name: table_info(bundle, keys) for name, keys in sorted(self._keys.items())}
+        self._tables = {name: table_info(bundle, keys) for name, keys in self._keys.items()}
 
     @classmethod
     def recognises(cls, path: FilePath) -> bool:
@@ -114,15 +111,7 @@ class BundleCheckpoint(Checkpoint):
         return self._keys[table].rows.buffer_bytes(self.bundle, entry, rows)
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Read every tensor that holds some of `tables`, or that slot of theirs, once, and compare it with its
-        checksums.
-
-        A checksum covers a whole slice, so every table of a stack is read.
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-            CheckpointCorruptError: a checksum is wrong; the message names data file, tensor and both checksums.
-        """
+        """See Checkpoint.verify. A checksum covers a whole slice, so every table of a stack is read, once."""
         piece_bytes = DISK_PIECE_BYTES if isinstance(self.bundle.prefix, Path) else _STORE_PIECE_BYTES
         for key in sorted({self._key(table, slot) for table in tables}):
             self.bundle.verify(key, piece_bytes)
@@ -130,75 +119,21 @@ class BundleCheckpoint(Checkpoint):
     @property
     def layers(self) -> "_GraphLayers | None":
         """See Checkpoint.layers; None for TensorFlow 1."""
-        return None if self.graph is None else _GraphLayers(self, self.graph, self._keys, self._configs)
-
-    @functools.cached_property
-    def keys_beside(self) -> frozenset[str]:
-        """Return the keys of what tpuembed's layers save beside their tables."""
-        return frozenset({key for _, key in self._stamp_keys.values()} | set(self._vocabulary_keys.values()))
-
-    @functools.cached_property
-    def update_counts(self) -> Mapping[str, int]:
-        """See Checkpoint.update_counts."""
-        if self.graph is None:
-            return {}
-        counts: dict[str, int] = {}
-        for number, config in self._configs.items():
-            attribute = self.graph.nodes[number].attributes.get(_UPDATES)
-            if attribute is not None and attribute.checkpoint_key in self.bundle.entries:
-                count = checked_count(f"checkpoint {self.path}", self.bundle.read(attribute.checkpoint_key))
-                counts |= dict.fromkeys(config["tables"], count)
-        if not counts and (steps := self._optimizer_steps(self.graph)) is not None:
-            counts = dict.fromkeys(self.tables(), steps)
-        return counts
-
-    def _optimizer_steps(self, graph: ObjectGraph) -> int | None:
-        """Return how many steps the checkpoint's Keras optimizers made. None if it has none, or they differ."""
-        keys = {key for node in graph.step_counters if (key := graph.nodes[node].value_key) in self.bundle.entries}
-        counts = {checked_count(f"checkpoint {self.path}", self.bundle.read(key)) for key in keys if key is not None}
-        return (counts.pop() or None) if len(counts) == 1 else None  # one that made no step trained no table
+        return None if self.graph is None else _GraphLayers(self, self.graph)
 
     @functools.cached_property
     def _configs(self) -> Mapping[int, dict[str, Any]]:
         return {} if self.graph is None else own_layer_configs(self.bundle, self.graph)
 
     @functools.cached_property
-    def stamps(self) -> Mapping[str, RowStamps]:
-        """See Checkpoint.stamps."""
-        return {
-            table: RowStamps(
-                self._named(table), self._tables[table].rows, history, functools.partial(self._fill_stamps, key)
-            )
-            for table, (history, key) in self._stamp_keys.items()
-        }
+    def _own_layers(self) -> Sequence[OwnLayer]:
+        return () if self.graph is None else tuple(own_layers(self.bundle, self.graph, self._configs))
 
-    @functools.cached_property
-    def _stamp_keys(self) -> Mapping[str, tuple[RowHistory, str]]:
-        return {} if self.graph is None else own_layer_stamps(self.bundle, self.graph, self._configs)
-
-    def _fill_stamps(self, key: str, start: int, out: Array) -> None:
-        """Read stamps that are compared with their checksum at the first read: a wrong one would hide a changed row."""
-        if key not in self._verified:
-            self.bundle.verify(key)
-            self._verified.add(key)
-        self.bundle.read_rows(key, start, start + len(out), out)
-
-    @functools.cached_property
-    def vocabularies(self) -> Mapping[str, SavedVocabulary]:
-        """See Checkpoint.vocabularies."""
-        return {
-            table: SavedVocabulary(
-                f"{self._shown}: the vocabulary of table {table!r}",
-                self._tables[table].rows,
-                self.bundle.entries[key].shape[0],
-                lambda size, key=key: self.bundle.read_rows(key, 0, size).tobytes(),  # type: ignore[misc]
-            )
-            for table, key in self._vocabulary_keys.items()
-        }
-
-    @functools.cached_property
-    def _vocabulary_keys(self) -> Mapping[str, str]:
-        return {} if self.graph is None else own_layer_vocabularies(self.bundle, self.graph, self._configs)
+    def _optimizer_steps(self) -> int | None:
+        nodes = [] if self.graph is None else [self.graph.nodes[number] for number in self.graph.step_counters]
+        keys = {node.value_key for node in nodes if node.value_key is not None} & self.bundle.entries.keys()
+        counts = {saved_array(self.bundle, key).count(self._shown) for key in keys}
+        return counts.pop() if len(counts) == 1 else None
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the bundle, of its index and of all its files' sizes and modification times."""
@@ -221,25 +156,22 @@ class _GraphLayers:
 
     config = None
 
-    def __init__(
-        self,
-        checkpoint: BundleCheckpoint,
-        graph: ObjectGraph,
-        keys: Mapping[str, TableKeys],
-        configs: Mapping[int, Mapping[str, Any]],
-    ) -> None:
-        self._checkpoint, self._graph, self._keys, self._configs = checkpoint, graph, keys, configs
+    def __init__(self, checkpoint: BundleCheckpoint, graph: ObjectGraph) -> None:
+        self._checkpoint, self._graph = checkpoint, graph
 
     def objects(self, tables: Collection[str]) -> Objects:
         """See SavedLayers.objects."""
-        are_known = self._configs or mid_level_nodes(self._graph)
-        held = self._keys if are_known else [name for name in tables if name in self._keys]
-        keys = {key for name in held for key in (self._keys[name].key, *self._keys[name].slots.values())}
+        found, configs = self._checkpoint._keys, self._checkpoint._configs
+        held = found if configs or mid_level_nodes(self._graph) else [name for name in tables if name in found]
+        keys = {key for name in held for key in (found[name].key, *found[name].slots.values())}
+        for layer in self._checkpoint._own_layers:
+            keys |= {array.key for array in layer.vocabularies.values()}
+            keys |= {layer.stamps(table).key for table in layer.config["tables"] if layer.history is not None}
         return objects_of_graph(
             self._checkpoint.bundle,
             self._graph,
-            keys | self._checkpoint.keys_beside,
-            {number: config["tables"] for number, config in self._configs.items()},
+            keys,
+            {number: config["tables"] for number, config in configs.items()},
             self._checkpoint.options.get("root", "").strip("/"),
         )
 
@@ -249,36 +181,38 @@ class _GraphLayers:
         return self._checkpoint.bundle.read(weight.key)
 
 
-def _below_root(graph: ObjectGraph | None, root: Any, where: str) -> ObjectGraph | None:
-    """Return the objects below the one that the option `root` names; all objects without the option."""
-    if root is None:
-        return graph
-    if not isinstance(root, str) or not root.strip("/"):
-        raise ConfigError(f"{where}: option root must be the path of an object, such as model/query, got {root!r}.")
-    if graph is None:
-        raise ConfigError(f"{where}: option root={root!r}: a checkpoint of TensorFlow 1 has no objects. Leave it out.")
-    return graph.below(find_root(graph, root, where))
+def _tables_of(
+    bundle: Bundle, graph: ObjectGraph | None, strategy: str | None
+) -> tuple[dict[str, TableKeys], dict[str, Any] | None]:
+    """Return the tables of embedding layers by name, and the config of the layers that wrote them, if there is one. If the
+    checkpoint has no such layer, return all matrices of floats.
 
-
-def _tables_of(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str | None = None) -> Found:
-    """Return the tables of embedding layers. If the checkpoint has no such layer, return all matrices of floats.
-
-    A TensorFlow 1 checkpoint has no `graph`, and may need the `partition_strategy` of its partitioned variables.
-
-    Raises:
-        ConfigError: a partition strategy is given for a checkpoint with an object graph, whose rows are in order.
-        CheckpointFormatError: there is no table, two have the same name, or a layer's format is not supported.
-        CheckpointCorruptError: graph, config and bundle contradict each other.
-        MalformedError: the graph is far too deep.
+    A TensorFlow 1 checkpoint has no `graph`, and may need the partition `strategy` of its partitioned variables.
     """
-    if graph is not None and partition_strategy is not None:
+    config = None
+    if graph is None:
+        tables = _by_name(bundle, named_variables(bundle, strategy))
+    elif strategy is not None:
         raise ConfigError(
             f"checkpoint {bundle.prefix}: partition_strategy is only for checkpoints of TensorFlow 1. This one "
             "has an object graph, which determines the order of its rows. Leave it out."
         )
-    if graph is not None:
+    else:
         _check_no_holes(bundle)
-    tables, config = _discover(bundle, graph, partition_strategy)
+        configs = own_layer_configs(bundle, graph)
+        tables = _by_name(
+            bundle,
+            [
+                *own_layer_tables(bundle, graph, configs),
+                *mid_level_tables(bundle, graph),
+                *keras_layer_tables(bundle, graph),
+                *keras_rs_tables(bundle, graph),
+            ],
+        )
+        config = merge_configs({graph.path(number): config for number, config in configs.items()})
+        if not tables and not configs and not mid_level_nodes(graph):
+            check_keras_model(bundle, graph)
+            tables = _by_name(bundle, graph_variables(bundle, graph))
     if not tables:
         _check_no_holes(bundle)
         raise CheckpointFormatError(
@@ -286,8 +220,33 @@ def _tables_of(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: st
             f"of floats, among {len(bundle.entries)} tensors. Check that the layer was built before the checkpoint was "
             "saved. (TensorFlow does not save keras_rs.layers.DistributedEmbedding: use model.save_weights.)"
         )
-    _check_all_there(bundle, graph)
+    # Without the graph or a value, the rest could be read, but would lack a table or slot.
+    for key in bundle.entries if graph is None else ():
+        if key.endswith(_OBJECT_VALUE):
+            raise CheckpointCorruptError.of(
+                f"checkpoint {bundle.prefix}: {key} is the value of an object, but the index has no object graph, "
+                "which determines the order of its rows"
+            )
+    for number, node in enumerate(graph.nodes if graph is not None else ()):
+        if graph is not None and node.value_key is not None and node.value_key not in bundle.entries:
+            raise CheckpointCorruptError.of(
+                f"checkpoint {bundle.prefix}: its object graph puts {graph.path(number)} at {node.value_key}, which "
+                "the index does not have"
+            )
     return tables, config
+
+
+def _by_name(bundle: Bundle, tables: Iterable[TableKeys]) -> dict[str, TableKeys]:
+    def refusal(one: TableKeys, other: TableKeys) -> str:
+        first, second = one.key.split("/"), other.key.split("/")
+        shared = next((index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
+        return (
+            f"checkpoint {bundle.prefix}: two embedding layers have a table {one.name!r} ({one.key} and {other.key}). Rename "
+            "one and save again, or choose with --checkpoint-option root=PATH, such as "
+            f"root={'/'.join(first[: shared + 1])}."
+        )
+
+    return by_name(tables, refusal)
 
 
 def _check_no_holes(bundle: Bundle) -> None:
@@ -295,42 +254,3 @@ def _check_no_holes(bundle: Bundle) -> None:
     for key, entry in bundle.entries.items():
         if entry.holes:
             bundle.entry(key)
-
-
-def _check_all_there(bundle: Bundle, graph: ObjectGraph | None) -> None:
-    """Raise CheckpointCorruptError if the graph or values are missing: the rest could be read, but lack a table or
-    slot.
-    """
-    if graph is None:
-        for key in bundle.entries:
-            if key.endswith(_OBJECT_VALUE):
-                raise CheckpointCorruptError.of(
-                    f"checkpoint {bundle.prefix}: {key} is the value of an object, but the index has no object graph, "
-                    "which determines the order of its rows"
-                )
-        return
-    for number, node in enumerate(graph.nodes):
-        if node.value_key is not None and node.value_key not in bundle.entries:
-            raise CheckpointCorruptError.of(
-                f"checkpoint {bundle.prefix}: its object graph puts {graph.path(number)} at {node.value_key}, which "
-                "the index does not have"
-            )
-
-
-def _discover(bundle: Bundle, graph: ObjectGraph | None, partition_strategy: str | None) -> Found:
-    if graph is None:
-        return merge_tables(bundle, named_variables(bundle, partition_strategy)), None
-    configs = own_layer_configs(bundle, graph)
-    layers = merge_tables(
-        bundle,
-        [
-            *own_layer_tables(bundle, graph, configs),
-            *mid_level_tables(bundle, graph),
-            *keras_layer_tables(bundle, graph),
-            *keras_rs_tables(bundle, graph),
-        ],
-    )
-    if layers or configs or mid_level_nodes(graph):
-        return layers, merge_configs({graph.path(number): config for number, config in configs.items()})
-    check_keras_model(bundle, graph)
-    return merge_tables(bundle, graph_variables(bundle, graph)), None

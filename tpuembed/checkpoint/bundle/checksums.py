@@ -7,12 +7,13 @@ read a second time to be verified.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from tpuembed.checkpoint.bundle.rows import ModSharded, read_mod_sharded_rows, recorded_checksum
+from tpuembed.checkpoint.bundle.rows import ModSharded, read_mod_sharded
 from tpuembed.checkpoint.bundle.table_keys import TableKeys
 from tpuembed.checkpoint.types import Array, PartialChecksum, TableInfo
 from tpuembed.formats.tensor_bundle import Bundle, Entry, crc
@@ -34,7 +35,7 @@ class BundleChecksums:
         keys = self._keys.get(table)
         if keys is None or keys.rows.mod_sharding is not None:
             return None
-        return recorded_checksum(self._bundle.entries[keys.key if slot is None else keys.slots[slot]])
+        return _recorded(self._bundle.entries[keys.key if slot is None else keys.slots[slot]])
 
     def piece_rows(self, table: str) -> int | None:
         """Return the rows of a megabyte or two, on a disk: this was a fifth faster than four."""
@@ -64,6 +65,14 @@ class BundleChecksums:
         return found
 
 
+def _recorded(entry: Entry) -> int | None:
+    """Return the CRC32C of a matrix's slices in order, if they are runs of rows; None if they also cut columns."""
+    parts = sorted(entry.parts(), key=lambda part: part.start)
+    if any(part.shape[1] != entry.shape[1] for part in parts):
+        return None
+    return reduce(lambda checksum, part: crc.combine(checksum, part.crc32c, part.size), parts, 0)
+
+
 class _ModShardedReader:
     """Reads a mod-sharded table in tensor `key`, placed as `source` describes, each row once, and adds up the checksums.
 
@@ -76,7 +85,7 @@ class _ModShardedReader:
 
     def read_into(self, start: int, out: Array) -> None:
         """Fill `out`, [n, dim], with the rows [start, start + n)."""
-        read_mod_sharded_rows(self._source, self._bundle, self._key, start, out, self._read)
+        read_mod_sharded(self._source, self._bundle, self._key, start, out, self._read)
 
     def _read(self, rows: Array, views: Sequence[memoryview]) -> None:
         self._bundle.read_runs(self._key, rows, views)
@@ -99,33 +108,25 @@ def _matches(
     `read`. Bytes beside them, which are padding and other tables of the stack, are read here.
     """
     entry = bundle.entries[key]
-    recorded = recorded_checksum(entry)
+    recorded = _recorded(entry)
     if recorded is None or not read.bytes:
         return None
-    runs = np.concatenate([_runs(source, rows) for source, rows in tables if source is not None])
+    found = []  # [parts, 2] of each table: the first stored row of each part, and the number of rows
+    for source, rows in tables:
+        if source is not None:
+            parts = np.arange(min(source.count, rows))
+            found.append(np.stack([source.first_rows(parts), (rows - parts + source.count - 1) // source.count], 1))
+    runs = np.concatenate(found)
     runs = runs[np.argsort(runs[:, 0])]
     ends = runs[:, 0] + runs[:, 1]
     if (ends[:-1] > runs[1:, 0]).any() or int(runs[:, 1].sum()) * _row_bytes(entry) != read.bytes:
         return None
-    between = zip([0, *ends.tolist()], [*runs[:, 0].tolist(), entry.shape[0]], strict=True)
-    return (read + _read_between(bundle, key, between)).checksum == recorded
-
-
-def _runs(source: ModSharded, rows: int) -> Array:
-    """Return the stored rows of a table: [parts, 2], the first row of each part and the number of rows."""
-    parts = np.arange(min(source.count, rows))
-    return np.stack([source.first_rows(parts), (rows - parts + source.count - 1) // source.count], 1)
-
-
-def _read_between(bundle: Bundle, key: str, ranges: Iterable[tuple[int, int]]) -> PartialChecksum:
-    """Return the partial checksum of ranges of stored rows."""
-    total, entry = PartialChecksum(), bundle.entries[key]
     step = max(1, DISK_PIECE_BYTES // max(1, _row_bytes(entry)))
-    for begin, end in ranges:
+    for begin, end in zip([0, *ends.tolist()], [*runs[:, 0].tolist(), entry.shape[0]], strict=True):
         for row in range(begin, end, step):
             data = bundle.read_rows(key, row, min(row + step, end)).reshape(-1).view(np.uint8)
-            total += _sum_of(entry, np.array([row]), np.array([len(data)]), np.array([crc.value(data)]))
-    return total
+            read += _sum_of(entry, np.array([row]), np.array([len(data)]), np.array([crc.value(data)]))
+    return read.checksum == recorded
 
 
 def _sum_of(entry: Entry, rows: Array, sizes: Array, checksums: Array) -> PartialChecksum:

@@ -4,69 +4,51 @@ Tables on SparseCores are in children `<stack>`, `<stack>/<slot>` instead, and a
 stacks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import numpy as np
-
-from tpuembed.checkpoint.bundle.layer_config import check_size, parse_config, slot_names
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.bundle.rows import DENSE
 from tpuembed.checkpoint.bundle.sparsecore import LAYOUTS, SparseCoreRows, sparse_core_layouts
-from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, table_info
+from tpuembed.checkpoint.own_layer import OwnLayer, SavedArray, check_size, parse_config, slot_names
+from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointCorruptError
 from tpuembed.formats.tensor_bundle import Bundle
-from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
-from tpuembed.manifest.row_history import RowHistory
 from tpuembed.vocabulary import attribute_of
 
-__all__ = [
-    "CONFIG_ATTRIBUTE",
-    "ENGINE",
-    "own_layer_configs",
-    "own_layer_stamps",
-    "own_layer_tables",
-    "own_layer_vocabularies",
-]
+__all__ = ["CONFIG_ATTRIBUTE", "ENGINE", "own_layer_configs", "own_layer_tables", "own_layers", "saved_array"]
 
 ENGINE: Final = "_engine"
 """The child that is TensorFlow's handle of an accelerator, with the same variables again."""
 
 _TABLES, _STAMPS, _HISTORY, _VOCABULARIES = "_tpu_embedding", "_row_stamps", "history", "_vocabularies"
+_UPDATES: Final = "tpuembed_iterations"
+"""The attribute with the count of updates."""
 
 CONFIG_ATTRIBUTE: Final = "tpuembed_config"
 """The attribute with the config, on the node that holds a layer's tables."""
 
 
 def own_layer_configs(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str, Any]]:
-    """Return node number -> config, for each of tpuembed's layers.
-
-    Raises:
-        CheckpointCorruptError: a config is missing or does not parse.
-    """
-    return {
-        number: _read_config(bundle, node.attributes[CONFIG_ATTRIBUTE].checkpoint_key)
-        for number, node in enumerate(graph.nodes)
-        if CONFIG_ATTRIBUTE in node.attributes
-    }
-
-
-def _read_config(bundle: Bundle, key: str) -> dict[str, Any]:
-    if key not in bundle.entries:
-        raise _corrupt(bundle, f"its object graph puts a layer's config at {key}, which the index does not have")
-    return parse_config(f"checkpoint {bundle.prefix}: the layer's config at {key}", bundle.read_string(key))
+    """Return node number -> config, for each of tpuembed's layers."""
+    configs: dict[int, dict[str, Any]] = {}
+    for number, node in enumerate(graph.nodes):
+        if CONFIG_ATTRIBUTE not in node.attributes:
+            continue
+        key = node.attributes[CONFIG_ATTRIBUTE].checkpoint_key
+        if key not in bundle.entries:
+            raise _corrupt(bundle, f"its object graph puts a layer's config at {key}, which the index does not have")
+        where = f"checkpoint {bundle.prefix}: the layer's config at {key}"
+        configs[number] = parse_config(where, bundle.read_string(key))
+    return configs
 
 
 def own_layer_tables(
     bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[TableKeys]:
-    """Yield the tables that the `configs` name, each checked against its config.
-
-    Raises:
-        CheckpointCorruptError: a table or slot is missing, has another shape, or is not in the config.
-        CheckpointFormatError: a table's optimizer is unknown.
-    """
+    """Yield the tables that the `configs` name, each checked against its config."""
     where = f"checkpoint {bundle.prefix}"
     for number, config in configs.items():
         node = graph.nodes[number]
@@ -92,63 +74,67 @@ def own_layer_tables(
         unknown = sorted(set(node.children) - roles.keys() - {ENGINE, LAYOUTS})
         if unknown:
             raise _corrupt(bundle, f"it has {unknown[0]!r}, which is not a table or slot of its layer's config")
-        _check_layouts(bundle, [rows.layout for rows in stacked.values()], config)
-
-
-def own_layer_stamps(
-    bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
-) -> dict[str, tuple[RowHistory, str]]:
-    """Return table name -> (its layer's history, key of its stamps, int32 [rows]), of the layers that track rows.
-
-    Raises:
-        CheckpointCorruptError: a history is none, or stamps are missing or of another shape.
-    """
-    found: dict[str, tuple[RowHistory, str]] = {}
-    for layer in graph.nodes:
-        number, config = layer.children.get(_STAMPS), configs.get(layer.children.get(_TABLES, -1))
-        if number is None or config is None:
+        if (repeated := config.get("layouts")) is None:
             continue
-        node = graph.nodes[number]
-        attribute = node.attributes.get(_HISTORY)
-        if attribute is None or attribute.checkpoint_key not in bundle.entries:
-            raise _corrupt(bundle, "a layer has stamps of rows without their history")
-        text = bundle.read_string(attribute.checkpoint_key)
-        history, shapes = RowHistory.from_json(text, f"checkpoint {bundle.prefix}")
-        for table in config["tables"]:
-            key = _value_key(bundle, graph, node, table)
-            entry = bundle.entry(key)
-            rows = shapes.get(table, [None])[0]
-            if numpy_dtype(entry.dtype) != np.int32 or tuple(entry.shape) != (rows,):
-                stamps = f"{numpy_dtype(entry.dtype)} {tuple(entry.shape)}"
-                raise _corrupt(bundle, f"the stamps of table {table!r} are {stamps}, not int32 ({rows},)")
-            found[table] = history, key
-    return found
+        found_layouts = {
+            name: {
+                "stack": rows.layout.stack,
+                "rows": rows.layout.shape[0],
+                "dim": rows.layout.shape[1],
+                "sparse_cores": rows.layout.num_sparse_cores,
+                "rows_per_core": rows.layout.shard_rows,
+                "offset": rows.layout.offset,
+                "rotation": rows.layout.rotation,
+            }
+            for name, rows in stacked.items()
+        }
+        for name in sorted(found_layouts.keys() | set(repeated)):
+            if found_layouts.get(name) != repeated.get(name):
+                by_config = f"table {name!r} is at {repeated.get(name)} by its layer's config"
+                raise _corrupt(bundle, f"{by_config}, but at {found_layouts.get(name)} by its {LAYOUTS}")
 
 
-def own_layer_vocabularies(
-    bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
-) -> dict[str, str]:
-    """Return table name -> key of its vocabulary, uint8 [bytes], of the tables that have one.
+def own_layers(bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]) -> Iterator[OwnLayer]:
+    """Yield what each layer saved beside its tables."""
+    verify = functools.cache(bundle.verify)
+    for number, config in configs.items():
+        holders = [node for node in graph.nodes if node.children.get(_TABLES) == number]
+        beside = {name: graph.nodes[child] for node in holders for name, child in node.children.items()}
+        history, stamps = None, beside.get(_STAMPS)
+        if stamps is not None:
+            attribute = stamps.attributes.get(_HISTORY)
+            if attribute is None or attribute.checkpoint_key not in bundle.entries:
+                raise _corrupt(bundle, "a layer has stamps of rows without their history")
+            history = functools.partial(bundle.read_string, attribute.checkpoint_key)
+        names = beside[_VOCABULARIES].attributes if _VOCABULARIES in beside else {}
+        count = (
+            graph.nodes[number].attributes[_UPDATES].checkpoint_key
+            if _UPDATES in graph.nodes[number].attributes
+            else ""
+        )
+        yield OwnLayer(
+            where=f"checkpoint {bundle.prefix}",
+            config=config,
+            updates=saved_array(bundle, count) if count in bundle.entries else None,
+            history=history,
+            stamps=lambda table, node=stamps: saved_array(bundle, _value_key(bundle, graph, node, table)),  # type: ignore[misc]
+            verify=verify,
+            vocabularies={name: saved_array(bundle, one.checkpoint_key) for name, one in names.items()},
+            stored_name=attribute_of,
+        )
 
-    Raises:
-        CheckpointCorruptError: a vocabulary is missing, is of another shape, or is of no table of the layer.
-    """
-    found: dict[str, str] = {}
-    for layer in graph.nodes:
-        number, config = layer.children.get(_VOCABULARIES), configs.get(layer.children.get(_TABLES, -1))
-        if number is None or config is None:
-            continue
-        tables = {attribute_of(table): table for table in config["tables"]}
-        for name, attribute in graph.nodes[number].attributes.items():
-            table, key = tables.get(name), attribute.checkpoint_key
-            entry = bundle.entries.get(key)
-            if table is None:
-                raise _corrupt(bundle, f"it has a vocabulary of {name!r}, which is not a table of its layer's config")
-            if entry is None or entry.dtype != "uint8" or len(entry.shape) != 1:
-                shown = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}, not uint8 [bytes]"
-                raise _corrupt(bundle, f"the vocabulary of table {table!r} ({key}) is {shown}")
-            found[table] = key
-    return found
+
+def saved_array(bundle: Bundle, key: str) -> SavedArray:
+    """Return the tensor `key`."""
+
+    def fill(start: int, out: Array) -> None:
+        if out.shape:
+            bundle.read_rows(key, start, start + len(out), out)
+        else:
+            out[()] = bundle.read(key)
+
+    entry = bundle.entries.get(key)
+    return SavedArray(key, "" if entry is None else entry.dtype, None if entry is None else tuple(entry.shape), fill)
 
 
 def _stacked_tables(
@@ -165,29 +151,6 @@ def _stacked_tables(
     if unknown:
         raise _corrupt(bundle, f"its {LAYOUTS} have {unknown[0]!r}, which is not a table of its layer's config")
     return {layout.table: SparseCoreRows(layout) for layout in layouts}
-
-
-def _check_layouts(bundle: Bundle, layouts: Iterable[TableLayout], config: Mapping[str, Any]) -> None:
-    """Raise CheckpointCorruptError unless `layouts` equal those in the layer's config, if it has them."""
-    repeated = config.get("layouts")
-    if repeated is None:
-        return
-    found = {
-        layout.table: {
-            "stack": layout.stack,
-            "rows": layout.shape[0],
-            "dim": layout.shape[1],
-            "sparse_cores": layout.num_sparse_cores,
-            "rows_per_core": layout.shard_rows,
-            "offset": layout.offset,
-            "rotation": layout.rotation,
-        }
-        for layout in layouts
-    }
-    for table in sorted(found.keys() | set(repeated)):
-        if found.get(table) != repeated.get(table):
-            by_config = f"table {table!r} is at {repeated.get(table)} by its layer's config"
-            raise _corrupt(bundle, f"{by_config}, but at {found.get(table)} by its {LAYOUTS}")
 
 
 def _value_key(bundle: Bundle, graph: ObjectGraph, node: Node, child: str) -> str:

@@ -6,16 +6,14 @@ ids to them: "mod" assigns ids round-robin, "div" gives each part a run of them.
 Source: embedding_lookup in tensorflow/python/ops/embedding_ops.py; _iter_slices in tensorflow/python/ops/variable_scope.py.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Final
 
 import numpy as np
 
 from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
-from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
+from tpuembed.checkpoint.bundle.rows import DENSE, ModSharded, RowLayout
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, is_table, optimizer_slots
-from tpuembed.checkpoint.types import Array
 from tpuembed.errors import CheckpointFormatError
 from tpuembed.formats.tensor_bundle import Bundle, Entry
 
@@ -36,13 +34,12 @@ def graph_variables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
     for number in (0, *graph.parents):
         key = graph.nodes[number].value_key
         if (
-            key is None
-            or number in graph.optimizer_variables
-            or key not in bundle.entries
-            or not is_table(bundle.entries[key])
+            key is not None
+            and key in bundle.entries
+            and number not in graph.optimizer_variables
+            and is_table(bundle.entries[key])
         ):
-            continue
-        yield TableKeys(graph.path(number), key, optimizer_slots(bundle, graph, number))
+            yield TableKeys(graph.path(number), key, optimizer_slots(bundle, graph, number))
 
 
 def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]:
@@ -52,9 +49,6 @@ def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]
     created in a variable_scope; see `Entry.holes`.
 
     `strategy`, "mod" or "div", assigned ids to the parts of partitioned variables; None if the user did not state it.
-
-    Raises:
-        CheckpointFormatError: a variable is partitioned, and no strategy was stated or its parts are uneven.
     """
     matrices = {name: entry for name, entry in bundle.entries.items() if is_table(entry) and not entry.holes}
     slots = _slots_by_name(matrices)
@@ -78,7 +72,8 @@ def _slots_by_name(matrices: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
             if not key.endswith(f"/{optimizer}"):
                 continue
             keys = [key, *(f"{key}_{number}" for number in range(1, len(slots)))]
-            variables = _named(key.removesuffix(f"/{optimizer}"), matrices)
+            parts = key.split("/")[:-1]  # VARIABLE of SCOPE/VARIABLE for any scope, or with none
+            variables = [name for start in range(len(parts)) if (name := "/".join(parts[start:])) in matrices]
             if len(variables) != 1 or f"{key}_{len(slots)}" in matrices:
                 continue
             if all(_pieces(matrices.get(one)) == _pieces(matrices[variables[0]]) for one in keys):
@@ -86,64 +81,20 @@ def _slots_by_name(matrices: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
     return {variable: of_one[0] for variable, of_one in found.items() if len(of_one) == 1}
 
 
-def _named(scoped: str, matrices: Mapping[str, Entry]) -> list[str]:
-    """Return the variables that `scoped` may mean: VARIABLE of SCOPE/VARIABLE for any scope, or `scoped` itself."""
-    parts = scoped.split("/")
-    return [name for start in range(len(parts)) if (name := "/".join(parts[start:])) in matrices]
-
-
 def _pieces(entry: Entry | None) -> object:
     """Return shape, dtype and cuts of a tensor: equal for a variable and its slots."""
     return entry and (entry.shape, entry.dtype, [(piece.start, piece.shape) for piece in entry.slices])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Partitions:
-    """Mod-sharded rows: row i is row `i // parts` of part `i % parts`; see `rows.ModSharded`.
-
-    Attributes:
-        starts: the row of the variable with which each part begins.
-        stored_dim: its columns.
-    """
-
-    starts: tuple[int, ...]
-    stored_dim: int
-
-    @property
-    def count(self) -> int:
-        return len(self.starts)
-
-    def first_rows(self, parts: Array) -> Array:
-        return np.array(self.starts)[parts]
-
-
 def _partitioned_rows(bundle: Bundle, name: str, strategy: str | None) -> RowLayout:
-    """Return the order of rows in variable `name` of a TensorFlow 1 checkpoint.
-
-    Raises:
-        CheckpointFormatError: it is partitioned and `strategy` is None, or no partitioner makes such parts.
-    """
+    """Return the order of rows in variable `name` of a TensorFlow 1 checkpoint."""
     entry = bundle.entries[name]
     if len({piece.start[0] for piece in entry.slices}) < 2:  # in one piece, or cut by columns
         return DENSE
-    starts = _even_starts(bundle, name, entry)
-    if strategy is None:
-        raise CheckpointFormatError(
-            f"checkpoint {bundle.prefix}: variable {name!r} is partitioned in {len(starts)}, and the checkpoint "
-            "does not record how ids were assigned to the parts (div or mod). Give partition_strategy, the one "
-            "that the model gave to tf.nn.embedding_lookup (its default is mod)."
-        )
-    mod_sharding = _Partitions(starts, entry.shape[1]) if strategy == "mod" else None
-    return RowLayout("partitioned", f"partitions, {strategy}", mod_sharding)
-
-
-def _even_starts(bundle: Bundle, name: str, entry: Entry) -> tuple[int, ...]:
-    """Return the first row of each part. Checks that parts have whole rows, evenly divided, with the first parts one
-    row longer.
-    """
     rows, count = entry.shape[0], len(entry.slices)
-    parts = sorted((piece.start[0], *piece.shape) for piece in entry.slices)
+    # A partitioner makes parts of whole rows, evenly divided, with the first parts one row longer.
     starts = tuple(rows // count * part + min(part, rows % count) for part in range(count))
+    parts = sorted((piece.start[0], *piece.shape) for piece in entry.slices)
     expected = [(start, stop - start, entry.shape[1]) for start, stop in zip(starts, (*starts[1:], rows), strict=True)]
     if parts != expected:
         raise CheckpointFormatError(
@@ -151,4 +102,11 @@ def _even_starts(bundle: Bundle, name: str, entry: Entry) -> tuple[int, ...]:
             f"{', '.join(str(part[1]) for part in parts[:8])} rows, which no partitioner of TensorFlow makes. "
             "Save it in one piece."
         )
-    return starts
+    if strategy is None:
+        raise CheckpointFormatError(
+            f"checkpoint {bundle.prefix}: variable {name!r} is partitioned in {count}, and the checkpoint "
+            "does not record how ids were assigned to the parts (div or mod). Give partition_strategy, the one "
+            "that the model gave to tf.nn.embedding_lookup (its default is mod)."
+        )
+    mod_sharding = ModSharded(count, entry.shape[1], np.array(starts).__getitem__) if strategy == "mod" else None
+    return RowLayout("partitioned", f"partitions, {strategy}", mod_sharding)

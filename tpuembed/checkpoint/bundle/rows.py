@@ -4,57 +4,64 @@ SparseCores and partitioned variables store rows mod-sharded. Of n parts, part m
 adjacent. So a range of rows is one run in each part.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from tpuembed.checkpoint.types import Array
 from tpuembed.files import IN_FLIGHT_BYTES
-from tpuembed.formats.tensor_bundle import Bundle, Entry, crc
+from tpuembed.formats.tensor_bundle import Bundle, Entry
 from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.formats.tensor_bundle.reader import strided_bytes
 
-__all__ = [
-    "DENSE",
-    "ModSharded",
-    "ReadRuns",
-    "RowLayout",
-    "read_mod_sharded",
-    "read_mod_sharded_rows",
-    "recorded_checksum",
-]
+__all__ = ["DENSE", "ModSharded", "RowLayout", "read_mod_sharded"]
 
 _DISK_BLOCK_BYTES: Final = 2 << 20
 """The runs of a block are long enough to make calls cheap, and the block is small enough for a processor's cache."""
 _STORE_BLOCK_BYTES: Final = 64 << 20
 """A few long requests in parallel."""
 
-ReadRuns = Callable[[Array, Sequence[memoryview]], None]
-"""Fills the bytes of every view with whole stored rows. The array (int64) has the first row of each view."""
+
+@dataclasses.dataclass(frozen=True)
+class ModSharded:
+    """A mod-sharded table. Its row i is the columns [0, dim) of stored row `first_rows(i % count) + i // count`.
+
+    Attributes:
+        count: the number of parts.
+        stored_dim: the columns of a stored row. Those after the table's are padding.
+        first_rows: returns the stored rows, int64, at which the table begins in some parts.
+    """
+
+    count: int
+    stored_dim: int
+    first_rows: Callable[[Array], Array]
+
+    def block_rows(self, bundle: Bundle, itemsize: int) -> int:
+        """Return the rows to read at a time: whole groups, each of which is one row of every part, if one fits."""
+        block_bytes = _DISK_BLOCK_BYTES if isinstance(bundle.prefix, Path) else _STORE_BLOCK_BYTES
+        rows = max(1, block_bytes // (self.stored_dim * itemsize))
+        return rows if rows < self.count else rows // self.count * self.count
 
 
-class ModSharded(Protocol):
-    """A mod-sharded table. Its row i is the columns [0, dim) of stored row `first_rows(i % count) + i // count`."""
+def read_mod_sharded(
+    source: ModSharded,
+    bundle: Bundle,
+    key: str,
+    start: int,
+    out: Array,
+    read: Callable[[Array, Sequence[memoryview]], None] | None = None,
+) -> None:
+    """Fill `out`, [n, dim] with any strides, with the existing rows [start, start + n) of a table, block by block.
 
-    @property
-    def count(self) -> int:
-        """Return the number of parts."""
-
-    @property
-    def stored_dim(self) -> int:
-        """Return the columns of a stored row. Those after the table's are padding."""
-
-    def first_rows(self, parts: Array) -> Array:
-        """Return the stored rows at which the table begins in `parts`; int64."""
-
-
-def read_mod_sharded(source: ModSharded, start: int, out: Array, read: ReadRuns, block_bytes: int) -> None:
-    """Fill `out`, [n, dim] with any strides, with the existing rows [start, start + n) of the table, block by block."""
+    `read` fills each view with whole rows of tensor `key`, given the first row of each; None is `bundle.read_runs`.
+    """
+    read = read or partial(bundle.read_runs, key)
     count, dim, row_bytes = source.count, out.shape[1], source.stored_dim * out.itemsize
-    step = _block_rows(source, out.itemsize, block_bytes)
+    step = source.block_rows(bundle, out.itemsize)
     for low in range(0, len(out), step):
         rows = out[low : low + step]
         # The first rows of a block are in different parts. Each begins the run of its part: [parts, groups].
@@ -71,18 +78,6 @@ def read_mod_sharded(source: ModSharded, start: int, out: Array, read: ReadRuns,
             rows[: whole * count].reshape(whole, count, dim)[...] = buffer[:, :whole, :dim].swapaxes(0, 1)
         if whole < groups:  # the last group lacks parts
             rows[whole * count :] = buffer[: len(rows) - whole * count, whole, :dim]
-
-
-def _buffer_bytes(source: ModSharded, rows: int, itemsize: int, block_bytes: int) -> int:
-    """Return the most bytes that reading `rows` rows of a table holds beside them. It does not decrease with more rows."""
-    held = rows if rows < source.count else -(-rows // source.count) * source.count
-    return min(_block_rows(source, itemsize, block_bytes), held) * source.stored_dim * itemsize
-
-
-def _block_rows(source: ModSharded, itemsize: int, block_bytes: int) -> int:
-    """Return the rows of a block: whole groups, each of which is one row of every part, if one fits."""
-    rows = max(1, block_bytes // (source.stored_dim * itemsize))
-    return rows if rows < source.count else rows // source.count * source.count
 
 
 class RowLayout:
@@ -111,37 +106,19 @@ class RowLayout:
         if self.mod_sharding is None:
             bundle.read_rows(key, start, start + len(out), out)
         else:
-            read_mod_sharded_rows(self.mod_sharding, bundle, key, start, out)
+            read_mod_sharded(self.mod_sharding, bundle, key, start, out)
 
     def buffer_bytes(self, bundle: Bundle, entry: Entry, rows: int) -> int:
         """Return the most bytes that reading `rows` rows holds beside them. It does not decrease with more rows."""
         held = strided_bytes(entry, rows) + (0 if isinstance(bundle.prefix, Path) else IN_FLIGHT_BYTES)
-        if self.mod_sharding is None:
+        if (source := self.mod_sharding) is None:
             return held
         itemsize = numpy_dtype(entry.dtype).itemsize
-        return held + _buffer_bytes(self.mod_sharding, rows, itemsize, _block_bytes(bundle))
+        block = min(
+            source.block_rows(bundle, itemsize),
+            rows if rows < source.count else -(-rows // source.count) * source.count,
+        )
+        return held + block * source.stored_dim * itemsize
 
 
 DENSE: Final = RowLayout("dense", "slices")
-
-
-def recorded_checksum(entry: Entry) -> int | None:
-    """Return the CRC32C of a matrix's slices in order, if they are runs of rows; None if they also cut columns."""
-    parts = sorted(entry.parts(), key=lambda part: part.start)
-    if any(part.shape[1] != entry.shape[1] for part in parts):
-        return None
-    return reduce(lambda checksum, part: crc.combine(checksum, part.crc32c, part.size), parts, 0)
-
-
-def read_mod_sharded_rows(
-    source: ModSharded, bundle: Bundle, key: str, start: int, out: Array, read: ReadRuns | None = None
-) -> None:
-    """Fill `out`, [n, dim], with the rows [start, start + n) of a table that is mod-sharded in tensor `key`.
-
-    `read` reads the tensor; None for the bundle itself.
-    """
-    read_mod_sharded(source, start, out, read or partial(bundle.read_runs, key), _block_bytes(bundle))
-
-
-def _block_bytes(bundle: Bundle) -> int:
-    return _DISK_BLOCK_BYTES if isinstance(bundle.prefix, Path) else _STORE_BLOCK_BYTES

@@ -1,7 +1,7 @@
 """The tensors of a bundle that form a table and its slots, and the checks that they can."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
@@ -15,7 +15,6 @@ from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 __all__ = [
     "TableKeys",
     "is_table",
-    "merge_tables",
     "mid_level_nodes",
     "mid_level_variables",
     "optimizer_slots",
@@ -43,38 +42,8 @@ def is_table(entry: Entry) -> bool:
     return len(entry.shape) == 2 and entry.dtype in _FLOATS
 
 
-def merge_tables(bundle: Bundle, tables: Iterable[TableKeys]) -> dict[str, TableKeys]:
-    """Return `tables` by name.
-
-    Raises:
-        CheckpointFormatError: two layers have a table of the same name.
-    """
-    merged: dict[str, TableKeys] = {}
-    for table in tables:
-        other = merged.setdefault(table.name, table)
-        if other is not table:
-            raise CheckpointFormatError(
-                f"checkpoint {bundle.prefix}: two embedding layers have a table {table.name!r} ({other.key} and "
-                f"{table.key}). Rename one and save again, or choose with --checkpoint-option root=PATH, such as "
-                f"root={_above(other, table)}."
-            )
-    return merged
-
-
-def _above(one: TableKeys, other: TableKeys) -> str:
-    """Return the path of the outermost object that contains `one` and not `other`."""
-    first, second = one.key.split("/"), other.key.split("/")
-    shared = next((index for index, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
-    return "/".join(first[: shared + 1])
-
-
 def table_info(bundle: Bundle, table: TableKeys) -> TableInfo:
-    """Return shape, dtype, slots and layout of a table.
-
-    Raises:
-        CheckpointCorruptError: the tensor is missing, is not a matrix of floats, or contradicts the layout; or a slot
-            has another shape.
-    """
+    """Return shape, dtype, slots and layout of a table."""
     entry = _entry(bundle, table, table.key)
     if not is_table(entry):
         raise CheckpointCorruptError.of(
@@ -106,11 +75,7 @@ def _entry(bundle: Bundle, table: TableKeys, key: str) -> Entry:
 
 
 def optimizer_slots(bundle: Bundle, graph: ObjectGraph, variable: int) -> dict[str, str]:
-    """Return slot name -> key of the slots that the checkpoint's optimizers keep for variable node `variable`.
-
-    Raises:
-        CheckpointFormatError: two optimizers keep a slot of the same name.
-    """
+    """Return slot name -> key of the slots that the checkpoint's optimizers keep for variable node `variable`."""
     found: dict[str, str] = {}
     for slot, nodes in graph.slots.get(variable, {}).items():
         keys = {graph.nodes[node].value_key for node in nodes}
@@ -132,11 +97,7 @@ def mid_level_nodes(graph: ObjectGraph) -> list[int]:
 
 
 def mid_level_variables(bundle: Bundle, graph: ObjectGraph, node: Node) -> Iterator[TableKeys]:
-    """Yield the tables of a mid-level object, or its stacks if it was saved from SparseCores, with their slots.
-
-    Raises:
-        CheckpointCorruptError: one has no value.
-    """
+    """Yield the tables of a mid-level object, or its stacks if it was saved from SparseCores, with their slots."""
     variables = graph.nodes[node.children["_variables"]] if "_variables" in node.children else None
     for name, child in variables.children.items() if variables is not None else ():
         roles = graph.nodes[child].children  # `parameters`, and each slot of its own optimizer

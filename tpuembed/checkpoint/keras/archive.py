@@ -15,6 +15,7 @@ from tpuembed.files import ByteStream
 
 __all__ = [
     "CONFIG_NAME",
+    "MAX_CONFIG_BYTES",
     "WEIGHTS_NAME",
     "Archive",
     "check_crc32",
@@ -31,7 +32,7 @@ _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, and the lengths o
 _SIGNATURE: Final = b"PK\x03\x04"
 _MAX_READ_BYTES: Final = 64 << 20
 """The most bytes of the archive's directory to read at a time."""
-_MAX_CONFIG_BYTES: Final = 16 << 20
+MAX_CONFIG_BYTES: Final = 16 << 20
 _MIN_ARCHIVE_BYTES: Final = 22
 """What the record at the end of every zip archive has (APPNOTE.TXT 4.3.16)."""
 _PIECE_BYTES: Final = 1 << 20
@@ -54,12 +55,7 @@ class Archive:
 
 
 def open_archive(file: Window) -> Archive:
-    """Return the parts of the `.keras` file `file`.
-
-    Raises:
-        CheckpointFormatError: the weights are compressed, or not HDF5.
-        CheckpointCorruptError: it is not a zip archive, contradicts itself, or lacks a part.
-    """
+    """Return the parts of the `.keras` file `file`."""
     with _opened(file) as archive:
         names = archive.namelist()
         if len(set(names)) != len(names):
@@ -73,7 +69,13 @@ def open_archive(file: Window) -> Archive:
                 )
             raise _corrupt(file, f"has no {WEIGHTS_NAME}, only {', '.join(sorted(names)[:5]) or 'nothing'}")
         member = archive.getinfo(WEIGHTS_NAME)
-        return Archive(_stored_member(file, member), member.CRC, _config(file, archive))
+        if CONFIG_NAME not in names:
+            raise _corrupt(file, f"has no {CONFIG_NAME}")
+        with archive.open(CONFIG_NAME) as config:
+            text = config.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise _corrupt(file, f"has a {CONFIG_NAME} of over {MAX_CONFIG_BYTES} bytes")
+        return Archive(_stored_member(file, member), member.CRC, parse_config(file.name, text))
 
 
 @contextlib.contextmanager
@@ -91,11 +93,7 @@ def _opened(file: Window) -> Iterator[zipfile.ZipFile]:
 
 
 def member_sizes(file: Window) -> dict[str, int]:
-    """Return the sizes of the files in the `.keras` file `file`.
-
-    Raises:
-        CheckpointCorruptError: it is not a zip archive.
-    """
+    """Return the sizes of the files in the `.keras` file `file`."""
     with _opened(file) as archive:
         return {member.filename: member.file_size for member in archive.infolist()}
 
@@ -112,11 +110,7 @@ def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> st
 
 
 def check_crc32(window: Window, stated: int) -> None:
-    """Read `window` through, and compare its CRC32 with `stated`.
-
-    Raises:
-        CheckpointCorruptError: it differs.
-    """
+    """Read `window` through, and compare its CRC32 with `stated`."""
     checksum, buffer = 0, memoryview(bytearray(min(_CRC_PIECE_BYTES, window.size)))
     for start in range(0, window.size, _CRC_PIECE_BYTES):
         piece = buffer[: window.size - start]
@@ -135,16 +129,6 @@ def parse_config(name: str, text: bytes) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointCorruptError.of(f"model file {name}: {CONFIG_NAME} is not an object")
     return config
-
-
-def _config(file: Window, archive: zipfile.ZipFile) -> dict[str, Any]:
-    if CONFIG_NAME not in archive.namelist():
-        raise _corrupt(file, f"has no {CONFIG_NAME}")
-    with archive.open(CONFIG_NAME) as member:
-        text = member.read(_MAX_CONFIG_BYTES + 1)
-    if len(text) > _MAX_CONFIG_BYTES:
-        raise _corrupt(file, f"has a {CONFIG_NAME} of over {_MAX_CONFIG_BYTES} bytes")
-    return parse_config(file.name, text)
 
 
 def _stored_member(file: Window, member: zipfile.ZipInfo) -> Window:

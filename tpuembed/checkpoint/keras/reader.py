@@ -9,28 +9,22 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from tpuembed.checkpoint.keras.discovery import discover, optimizer_steps
-from tpuembed.checkpoint.keras.hdf5 import READ_BYTES, Dataset
+from tpuembed.checkpoint.keras.hdf5 import READ_BYTES
 from tpuembed.checkpoint.keras.layers import config_below, objects_of_weights
-from tpuembed.checkpoint.keras.tables import Table, own_layer_stamps, own_layer_updates, own_layer_vocabularies
+from tpuembed.checkpoint.keras.tables import Table, discover, optimizer_steps, own_layer_configs, own_layers
 from tpuembed.checkpoint.keras.weights import Weights, find_weights
+from tpuembed.checkpoint.own_layer import CheckpointOfLayers, OwnLayer
 from tpuembed.checkpoint.saved_objects import Objects, Weight
-from tpuembed.checkpoint.types import Array, Checkpoint, RowStamps, SavedVocabulary, TableInfo
+from tpuembed.checkpoint.types import Array, TableInfo
 from tpuembed.errors import CheckpointError, reason
 from tpuembed.files import FilePath, versions
 
 __all__ = ["KerasCheckpoint"]
 
 
-class KerasCheckpoint(Checkpoint):
+class KerasCheckpoint(CheckpointOfLayers):
     """A checkpoint in `.weights.h5`, sharded `.weights.json` or `.keras`, with tables of keras-rs or of
-    `tpuembed.TPUEmbedding`.
-
-    Attributes:
-        format: "keras".
-        path: of the file.
-        options: as they were given.
-        layer_config: of tpuembed's layers, and of keras-rs' layers if a `.keras` file has it; None otherwise.
+    `tpuembed.TPUEmbedding`. If a `.keras` file has the config of keras-rs' layers, it is part of `layer_config`.
     """
 
     format = "keras"
@@ -48,7 +42,16 @@ class KerasCheckpoint(Checkpoint):
             for dataset in (table.dataset, *table.slots.values()):
                 dataset.check_written()
         self._is_verified = False
-        self._tables = {name: _info(table, weights) for name, table in tables.items()}
+        self._tables = {
+            name: TableInfo(
+                name,
+                *table.shape,
+                table.dtype,
+                tuple(sorted(table.slots)),
+                f"in {table.dataset.file.name.rpartition('/')[2]}" if len(weights.windows) > 1 else "",
+            )
+            for name, table in tables.items()
+        }
 
     @classmethod
     def recognises(cls, path: FilePath) -> bool:
@@ -93,40 +96,11 @@ class KerasCheckpoint(Checkpoint):
             self._is_verified = True
 
     @functools.cached_property
-    def update_counts(self) -> Mapping[str, int]:
-        """See Checkpoint.update_counts."""
-        counts = own_layer_updates(self._weights)
-        if not counts and (steps := optimizer_steps(self._weights)) is not None:
-            counts = dict.fromkeys(self.tables(), steps)
-        return counts
+    def _own_layers(self) -> Sequence[OwnLayer]:
+        return tuple(own_layers(self._weights, own_layer_configs(self._weights), self._verify))
 
-    @functools.cached_property
-    def stamps(self) -> Mapping[str, RowStamps]:
-        """See Checkpoint.stamps."""
-        return {
-            table: RowStamps(
-                self._named(table), self._tables[table].rows, history, functools.partial(self._stamps, dataset)
-            )
-            for table, (history, dataset) in own_layer_stamps(self._weights).items()
-        }
-
-    def _stamps(self, dataset: Dataset, start: int, out: Array) -> None:
-        self._verify()
-        dataset.check_written()
-        dataset.read_into(start, out)
-
-    @functools.cached_property
-    def vocabularies(self) -> Mapping[str, SavedVocabulary]:
-        """See Checkpoint.vocabularies."""
-        return {
-            table: SavedVocabulary(
-                f"{self._shown}: the vocabulary of table {table!r}",
-                self._tables[table].rows,
-                dataset.bytes,
-                lambda size, dataset=dataset: dataset.read()[:size].tobytes(),  # type: ignore[misc]
-            )
-            for table, dataset in own_layer_vocabularies(self._weights).items()
-        }
+    def _optimizer_steps(self) -> int | None:
+        return optimizer_steps(self._weights)
 
     @functools.cached_property
     def layers(self) -> "_FileLayers":
@@ -161,17 +135,7 @@ class _FileLayers:
         return objects_of_weights(self.weights, self.tables)
 
     def read(self, weight: Weight) -> Array:
-        """Return the array of a weight, once all weights are verified.
-
-        Raises:
-            CheckpointCorruptError: as `verify`, or some of it was never written.
-        """
+        """Return the array of a weight, once all weights are verified."""
         self.verify()
         group, _, name = weight.key.rpartition("/")
         return self.weights.groups[group].datasets[name].read()
-
-
-def _info(table: Table, weights: Weights) -> TableInfo:
-    rows, dim = table.shape
-    shard = f"in {table.dataset.file.name.rpartition('/')[2]}" if len(weights.windows) > 1 else ""
-    return TableInfo(table.name, rows, dim, table.dtype, tuple(sorted(table.slots)), shard)

@@ -3,19 +3,21 @@
 import dataclasses
 import json
 import math
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from tpuembed.checkpoint.bundle.rows import ModSharded
 from tpuembed.checkpoint.orbax.metadata import Leaf
-from tpuembed.checkpoint.orbax.stores import ERRORS, OPEN_SECONDS, READ_SECONDS, RETRIES, array_spec, fail, wait
 from tpuembed.checkpoint.types import Array
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, MissingExtraError
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, MissingExtraError
+from tpuembed.files import FilePath
 
-__all__ = ["ArrayStore", "Run", "StoredArray", "contiguous_run", "mod_sharded_runs"]
+__all__ = ["ArrayStore", "StoredArray"]
 
 _LIMIT_BYTES: Final = 2 << 30
 """The default limit for one chunk, decoded and as stored. TensorStore ends the process if the memory for a chunk is missing,
@@ -31,44 +33,27 @@ _MAX_ELEMENTS: Final = 1 << 58
 """The most elements of an array, so that byte and row numbers cannot overflow."""
 _ENTRY_BYTES: Final = 1 << 10
 """TensorStore's overhead for a chunk in its cache."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A copy of `rows` stored rows from `source` on to rows `target`, `target + step`, ... of the output."""
-
-    source: int
-    rows: int
-    target: int
-    step: int
-
-
-def contiguous_run(start: int, stop: int) -> Iterator[Run]:
-    """Yield the run of the rows [start, stop) of a table that is stored row by row."""
-    if start < stop:
-        yield Run(start, stop - start, 0, 1)
-
-
-def mod_sharded_runs(table: ModSharded, start: int, stop: int) -> Iterator[Run]:
-    """Yield the runs of the rows [start, stop) of a mod-sharded table: one per part that has any of them."""
-    rows = np.arange(start, min(stop, start + table.count))
-    groups, parts = np.divmod(rows, table.count)
-    for row, source in zip(rows.tolist(), (table.first_rows(parts) + groups).tolist(), strict=True):
-        yield Run(source, (stop - 1 - row) // table.count + 1, row - start, table.count)
-
-
-def _split_run(run: Run, size: int) -> Iterator[Run]:
-    """Yield `run` in pieces, cut where a stored row is a multiple of `size`."""
-    done = 0
-    while done < run.rows:
-        source = run.source + done
-        rows = min(run.rows - done, size - source % size)
-        yield Run(source, rows, run.target + done * run.step, run.step)
-        done += rows
-
-
-_Group = dict[tuple[int, int], list[Run]]
-"""Runs by their chunk: its number among the rows of chunks, and its first column."""
+OPEN_SECONDS: Final = 120
+"""How long to wait for a few kilobytes from a store."""
+READ_SECONDS: Final = 900
+"""How long to wait for a chunk, or for a few small ones."""
+RETRIES: Final = {
+    name: {"max_retries": 6, "initial_delay": "500ms", "max_delay": "16s"}
+    for name in ("gcs_request_retries", "s3_request_retries")
+}
+"""Retries of a request that a store refuses: for about half a minute. TensorStore's default of 32 takes a quarter of an
+hour.
+"""
+_ERRORS: Final = (ValueError, OSError, NotImplementedError)
+"""The exceptions that TensorStore raises; TimeoutError is an OSError."""
+_STORES: Final = {"s3": "s3", "gs": "gcs"}
+"""Schemes of URLs -> TensorStore's drivers."""
+_TRUE: Final = frozenset({"1", "on", "true", "y", "yes"})
+_SYSTEM: Final = (
+    "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED",
+    "UNAVAILABLE", "UNKNOWN"
+)  # fmt: skip
+"""TensorStore's status codes for errors of the system. Other codes mean that the files are damaged."""
 
 
 class ArrayStore:
@@ -114,19 +99,34 @@ class ArrayStore:
         """
         try:
             handle = self._open(leaf, self._context, is_complete=True)
-            _check_form(leaf, handle)
-            complete = _stores_all_chunks(leaf, handle)
+            metadata = handle.spec().to_json()["metadata"]
+            _check_form(leaf, handle, metadata)
+            # Versions of Orbax that do not record that they store all chunks left out zeros, but only if the array has a
+            # fill value: in zarr 2 it never had one (seen with orbax-checkpoint 0.5.23).
+            complete = leaf.item.complete or (not leaf.item.zarr3 and metadata.get("fill_value") is None)
             if not complete:
                 handle = self._open(leaf, self._context, is_complete=False)
-        except ERRORS as error:
-            fail(leaf, error)
+        except _ERRORS as error:
+            _fail(leaf, error)
         chunk = tuple(handle.chunk_layout.read_chunk.shape or handle.shape)
         shape, dtype = tuple(handle.shape), np.dtype(handle.dtype.numpy_dtype)
-        return StoredArray(leaf, shape, dtype, chunk, _has_codecs(handle), complete, self, handle)
+        if "codecs" in metadata:
+            is_compressed = any(codec["name"] != "bytes" for codec in metadata["codecs"])
+        else:
+            is_compressed = metadata["compressor"] is not None
+        return StoredArray(leaf, shape, dtype, chunk, is_compressed, complete, self, handle)
 
     def _open(self, leaf: Leaf, context: Any, *, is_complete: bool) -> Any:
-        spec = array_spec(leaf) | {"fill_missing_data_reads": not is_complete}
-        return wait(leaf, self.tensorstore.open(spec, context=context, read=True, open=True), OPEN_SECONDS)
+        # The files of one array are in a folder, or they are keys with a common prefix in the item's database.
+        item, path = leaf.item, f"{leaf.key}/"
+        database = {"driver": "ocdbt", "base": _folder(item.folder), "path": path, "cache_pool": "cache_pool#nodes"}
+        spec = {
+            "driver": "zarr3" if item.zarr3 else "zarr",
+            "kvstore": database if item.ocdbt else _folder(item.folder, path),
+            "recheck_cached_data": "open",
+            "fill_missing_data_reads": not is_complete,
+        }
+        return _wait(leaf, self.tensorstore.open(spec, context=context, read=True, open=True), OPEN_SECONDS)
 
     def handle(self, array: "StoredArray", chunk: tuple[int, int]) -> Any:
         """Returns the handle to read `chunk` through.
@@ -155,7 +155,7 @@ class StoredArray:
 
     Attributes:
         chunk: the shape of the unit of decoding.
-        is_compressed: whether TensorStore holds the stored bytes beside the decoded ones.
+        is_compressed: whether chunks may be stored in another form than numbers in memory. TensorStore then holds both.
         is_complete: whether a missing chunk was lost; if not, it is the fill value.
         shared: TensorStore's handle, which uses the cache of the store.
     """
@@ -196,20 +196,20 @@ class StoredArray:
         """
         if not math.prod(self.shape):
             return
+        problem = None
         try:
             last = self.shared[self.shape[0] - 1 :].storage_statistics(query_fully_stored=True)
-            if self.is_complete and not wait(self.leaf, last, OPEN_SECONDS).fully_stored:
-                self._fail_shape("its last chunk is missing")
+            if self.is_complete and not _wait(self.leaf, last, OPEN_SECONDS).fully_stored:
+                problem = "its last chunk is missing"
             for key in _keys_beyond(self.shared):
-                if wait(self.leaf, self.shared.kvstore.read(key), OPEN_SECONDS).state != "missing":
-                    self._fail_shape(f"there is a chunk {key!r}, beyond its end")
-        except ERRORS as error:
-            fail(self.leaf, error)
-
-    def _fail_shape(self, problem: str) -> NoReturn:
-        raise CheckpointCorruptError.of(
-            f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown} should be {list(self.shape)}, but {problem}"
-        )
+                if _wait(self.leaf, self.shared.kvstore.read(key), OPEN_SECONDS).state != "missing":
+                    problem = problem or f"there is a chunk {key!r}, beyond its end"
+        except _ERRORS as error:
+            _fail(self.leaf, error)
+        if problem:
+            raise CheckpointCorruptError.of(
+                f"checkpoint {self.leaf.item.folder}: array {self.leaf.shown} should be {list(self.shape)}, but {problem}"
+            )
 
     def buffer_bytes(self) -> int:
         """Returns the most bytes that reading in pieces holds beside the pieces: cached chunks, the chunks that are being
@@ -232,50 +232,54 @@ class StoredArray:
                 "smaller chunks with orbax.checkpoint.SaveArgs(chunk_byte_size=...)."
             )
 
-    def read_runs(self, runs: Iterable[Run], out: Array) -> None:
-        """Fill `out` [n, dim] with the first dim columns of `runs`, which cover its rows.
+    def read_into(self, place: ModSharded, start: int, out: Array) -> None:
+        """Fill `out` [n, dim] with the first dim columns of the rows from `start` on, which are at `place`.
 
         Raises:
             CheckpointCorruptError: a chunk is missing or damaged.
         """
+        size = self.chunk[0]
+        # Band of chunks -> (stored rows, rows of `out`). Each part of the table that has any of the rows has one run of them.
+        bands: defaultdict[int, list[tuple[slice, slice]]] = defaultdict(list)
+        groups, parts = np.divmod(np.arange(start, start + min(len(out), place.count)), place.count)
+        for target, source in enumerate((place.first_rows(parts) + groups).tolist()):
+            end = source + (len(out) - 1 - target) // place.count + 1
+            while source < end:
+                stop = min(end, source - source % size + size)
+                rows = slice(target, target + (stop - source) * place.count, place.count)
+                bands[source // size].append((slice(source, stop), rows))
+                source, target = stop, rows.stop
+        # Everything in one chunk is read together, and further chunks while they are small.
+        together: list[tuple[int, int]] = []
         try:
-            for group in self._groups(runs, out.shape[1]):
-                self._read_group(group, out)
-        except ERRORS as error:
-            fail(self.leaf, error)
+            for band in sorted(bands):
+                for column in range(0, out.shape[1], self.chunk[1]):
+                    if together and (len(together) + 1) * self.chunk_bytes > _IN_FLIGHT_BYTES:
+                        self._read(together, bands, out)
+                        together = []
+                    together.append((band, column))
+            if together:
+                self._read(together, bands, out)
+        except _ERRORS as error:
+            _fail(self.leaf, error)
 
-    def _groups(self, runs: Iterable[Run], dim: int) -> Iterator[_Group]:
-        """Yields groups to read together: everything in one chunk, and further chunks while they are small."""
-        bands: defaultdict[int, list[Run]] = defaultdict(list)
-        for run in runs:
-            for piece in _split_run(run, self.chunk[0]):
-                bands[piece.source // self.chunk[0]].append(piece)
-        group: _Group = {}
-        for band in sorted(bands):
-            for first in range(0, dim, self.chunk[1]):
-                if group and (len(group) + 1) * self.chunk_bytes > _IN_FLIGHT_BYTES:
-                    yield group
-                    group = {}
-                group[band, first] = bands[band]
-        if group:
-            yield group
-
-    def _read_group(self, group: _Group, out: Array) -> None:
+    def _read(
+        self, chunks: Sequence[tuple[int, int]], bands: Mapping[int, Sequence[tuple[slice, slice]]], out: Array
+    ) -> None:
         tensorstore = self.store.tensorstore
-        handle = self.store.handle(self, next(iter(group)))
+        handle = self.store.handle(self, chunks[0])
         copies = []
         with tensorstore.Batch() as batch:  # decodes a chunk once for all runs
-            for (_, first), runs in group.items():
+            for band, first in chunks:
                 columns = slice(first, min(first + self.chunk[1], out.shape[1]))
-                for run in runs:
-                    part = out[run.target : run.target + run.rows * run.step : run.step, columns]
-                    target = tensorstore.array(part, copy=False, write=True)
-                    copies.append(target.write(handle[run.source : run.source + run.rows, columns], batch=batch))
+                for stored, rows in bands[band]:
+                    target = tensorstore.array(out[rows, columns], copy=False, write=True)
+                    copies.append(target.write(handle[stored, columns], batch=batch))
         for copy in copies:
-            wait(self.leaf, copy, READ_SECONDS)
+            _wait(self.leaf, copy, READ_SECONDS)
 
 
-def _check_form(leaf: Leaf, handle: Any) -> None:
+def _check_form(leaf: Leaf, handle: Any, metadata: Mapping[str, Any]) -> None:
     """Raise an error unless the opened array has a form that Orbax writes, and the shape in its tree.
 
     Raises:
@@ -286,52 +290,24 @@ def _check_form(leaf: Leaf, handle: Any) -> None:
     where = f"checkpoint {leaf.item.folder}: array {leaf.shown}"
     if math.prod(shape) > _MAX_ELEMENTS:
         raise CheckpointCorruptError.of(f"{where}: its shape {list(shape)} is far too large")
-    if order != tuple(range(len(shape))) or _is_big_endian(handle):
+    is_big_endian = str(metadata.get("dtype")).startswith(">") or '"endian": "big"' in json.dumps(
+        metadata.get("codecs")
+    )
+    if order != tuple(range(len(shape))) or is_big_endian:
         raise CheckpointFormatError(
             f"{where}: its metadata has column-major (Fortran) or big-endian chunks, which Orbax never writes. "
             "Restore it from another copy, or save it with Orbax."
         )
-    if leaf.write_shape is not None and not _is_made_of(shape, leaf.write_shape):
+    # JAX shards arrays in equal parts, and `write_shape` is the shape of one shard.
+    # Source: ParamInfo in orbax/checkpoint/_src/serialization/types.py.
+    part = shape if leaf.write_shape is None else leaf.write_shape
+    if len(part) != len(shape) or any(
+        whole % size if size > 0 else whole != size for whole, size in zip(shape, part, strict=True)
+    ):
         raise CheckpointCorruptError.of(
-            f"{where}: is {list(shape)}, but by its tree it was written in parts of {list(leaf.write_shape)}, which do "
+            f"{where}: is {list(shape)}, but by its tree it was written in parts of {list(part)}, which do "
             "not add up to it"
         )
-
-
-def _is_big_endian(handle: Any) -> bool:
-    metadata = handle.spec().to_json()["metadata"]
-    return str(metadata.get("dtype")).startswith(">") or '"endian": "big"' in json.dumps(metadata.get("codecs"))
-
-
-def _is_made_of(shape: Sequence[int], part: Sequence[int]) -> bool:
-    """Returns True if equal parts make up the whole, as JAX shards arrays.
-
-    Source: `write_shape` is the shape of one shard (orbax/checkpoint/_src/serialization/types.py, ParamInfo).
-    """
-    if len(shape) != len(part):
-        return False
-    return all(whole % size == 0 if size > 0 else whole == size for whole, size in zip(shape, part, strict=True))
-
-
-def _stores_all_chunks(leaf: Leaf, handle: Any) -> bool:
-    """Returns True if every chunk was written, so that a missing one was lost. Otherwise a missing chunk is the fill
-    value.
-
-    Versions of Orbax that do not record that they store all chunks left out zeros, but only if the array has a fill
-    value:
-    in zarr 2 it never had one (seen with orbax-checkpoint 0.5.23).
-    """
-    if leaf.item.complete:
-        return True
-    return not leaf.item.zarr3 and handle.spec().to_json()["metadata"].get("fill_value") is None
-
-
-def _has_codecs(handle: Any) -> bool:
-    """Returns True if its chunks may be stored in another form than numbers in memory."""
-    metadata = handle.spec().to_json()["metadata"]
-    if "codecs" in metadata:
-        return any(codec["name"] != "bytes" for codec in metadata["codecs"])
-    return metadata["compressor"] is not None
 
 
 def _keys_beyond(handle: Any) -> Iterator[str]:
@@ -348,3 +324,49 @@ def _keys_beyond(handle: Any) -> Iterator[str]:
         place = ["0"] * len(chunks)
         place[axis] = str(-(-size // chunks[axis]))
         yield prefix + separator.join(place)
+
+
+def _folder(folder: FilePath, key: str = "") -> dict[str, Any]:
+    """Return the place of a folder, on a disk or in a store, for TensorStore."""
+    if isinstance(folder, Path):
+        return {"driver": "file", "path": f"{folder.absolute()}/{key}"}
+    if folder.scheme not in _STORES:
+        raise CheckpointFormatError(
+            f"checkpoint {folder}: Orbax checkpoints can be read only from disks, s3:// and gs://."
+        )
+    if folder.scheme == "gs" and os.environ.get("GOOGLE_BASE_URL") and not os.environ.get("TENSORSTORE_GCS_HTTP_URL"):
+        raise CheckpointError(
+            f"checkpoint {folder}: GOOGLE_BASE_URL names a server, but TensorStore, which reads the arrays, uses "
+            "Google's. Set TENSORSTORE_GCS_HTTP_URL to a server with the JSON API, or unset GOOGLE_BASE_URL."
+        )
+    options: dict[str, Any] = {}
+    if folder.scheme == "s3":
+        # Stated, because TensorStore otherwise logs a complaint for every credentials file it lacks.
+        servers = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
+        if endpoint := next(filter(None, servers), None):
+            options["endpoint"] = endpoint
+        if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in _TRUE:
+            options["aws_credentials"] = {"type": "anonymous"}
+        elif os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
+            options["aws_credentials"] = {"type": "environment"}
+    return {"driver": _STORES[folder.scheme], "bucket": folder.bucket, "path": f"{folder.key}/{key}", **options}
+
+
+def _wait(leaf: Leaf, future: Any, seconds: int) -> Any:
+    """Return the result of `future`. For a store, wait at most `seconds`."""
+    return future.result() if isinstance(leaf.item.folder, Path) else future.result(timeout=seconds)
+
+
+def _fail(leaf: Leaf, error: Exception) -> NoReturn:
+    """Raise TensorStore's error as one line: its code and its message."""
+    where = f"checkpoint {leaf.item.folder}: array {leaf.shown}"
+    if isinstance(error, TimeoutError):
+        raise CheckpointError(
+            f"{where}: the store did not answer in time. It must be reachable from here, with credentials that "
+            "TensorStore finds."
+        ) from None
+    text = " ".join(str(error).split(" [tensorstore_spec=")[0].split(" [source locations=")[0].split())
+    message = f"{where}: {text[:500]}"
+    if text.startswith(_SYSTEM):
+        raise CheckpointError(message) from None
+    raise CheckpointCorruptError.of(f"{message}") from None

@@ -1,22 +1,151 @@
 """Finds the arrays of an Orbax checkpoint that are tables and slots, opens them, and checks their shapes and layouts.
 
-Source of the names: keras.Model.get_state_tree, keras/src/optimizers/base_optimizer.py (add_variable_from_reference).
+Source of the names: keras.Model.get_state_tree, keras/src/optimizers/base_optimizer.py (add_variable_from_reference);
+keras_rs/src/layers/embedding/jax/distributed_embedding.py (`var:{stack}:table[:slot:{slot}]`);
+jax_tpu_embedding/sparsecore/lib/nn/embedding.py (EmbeddingVariables: `table`, `slot`).
 """
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from tpuembed.checkpoint.bundle.sparsecore_layouts import TableLayout
-from tpuembed.checkpoint.orbax.arrays import ArrayStore, Run, StoredArray, contiguous_run, mod_sharded_runs
+from tpuembed.checkpoint.bundle.rows import ModSharded
+from tpuembed.checkpoint.bundle.sparsecore import TableLayout, check_stack
+from tpuembed.checkpoint.orbax.arrays import ArrayStore, StoredArray
 from tpuembed.checkpoint.orbax.metadata import Leaf
-from tpuembed.checkpoint.orbax.stack_specs import StackSpec
-from tpuembed.checkpoint.orbax.stacks import Stack, find_stacks, match_specs, place_tables
-from tpuembed.checkpoint.types import TableInfo
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMismatchError
+from tpuembed.checkpoint.orbax.stack_specs import HOW_TO_SAY, StackSpec, short_stack_name
+from tpuembed.checkpoint.types import TableInfo, by_name
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMismatchError, first_few
+from tpuembed.formats.protobuf import MalformedError
 
 __all__ = ["StoredTable", "open_tables"]
+
+_PREFIX, _TABLE, _SLOT = "var:", ":table", ":table:slot:"
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLeaves:
+    """The leaves of a table or of a stack: its rows, and its slots by name."""
+
+    name: str
+    table: Leaf
+    slots: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
+
+
+def find_stacks(leaves: Sequence[Leaf], names: Iterable[str] = ()) -> list[TableLeaves]:
+    """Return the stacks of keras-rs and of jax-tpu-embedding, and other leaves with one of `names`, which a spec has."""
+    found: defaultdict[str, defaultdict[str | None, list[Leaf]]] = defaultdict(lambda: defaultdict(list))
+    known = frozenset(names)
+    children: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
+    for leaf in leaves:
+        for depth in range(1, len(leaf.path)):
+            children[leaf.path[:depth]].add(leaf.path[depth])
+    # The paths that have exactly `table` and, of any form, `slot` under them.
+    nodes = {path for path, below in children.items() if below == {"table", "slot"}}
+    for leaf in leaves:
+        role = _role(leaf, nodes, known)
+        if role is not None and leaf.is_array:
+            found[role[0]][role[1]].append(leaf)
+    return [
+        TableLeaves(
+            name,
+            _only(f"stack {name!r}", kept[None]),
+            {
+                slot: _only(f"slot {slot!r} of stack {name!r}", of_slot)
+                for slot, of_slot in kept.items()
+                if slot is not None
+            },
+        )
+        for name, kept in sorted(found.items())
+        if None in kept
+    ]
+
+
+def _only(what: str, found: Sequence[Leaf]) -> Leaf:
+    if len(found) > 1:
+        shown = " and ".join(leaf.shown for leaf in found[:3])
+        raise CheckpointFormatError(
+            f"checkpoint {found[0].item.folder}: {shown} are both {what}. Give the path of the item with the "
+            "tables, or save them without the other."
+        )
+    return found[0]
+
+
+def _role(leaf: Leaf, nodes: Collection[tuple[str, ...]], known: Collection[str]) -> tuple[str, str | None] | None:
+    """Return the stack that a leaf belongs to, and the slot that it is; None for its rows."""
+    path, name = leaf.path, leaf.path[-1]
+    if name.startswith(_PREFIX) and name.endswith(_TABLE):  # keras-rs
+        return name[len(_PREFIX) : -len(_TABLE)], None
+    if name.startswith(_PREFIX) and _SLOT in name[len(_PREFIX) :]:
+        stack, _, slot = name[len(_PREFIX) :].rpartition(_SLOT)
+        return stack, slot
+    if path[:-1] in nodes and name == "table":  # jax-tpu-embedding
+        return path[-2], None
+    for depth in range(1, len(path) - 1):
+        if path[:depth] in nodes and path[depth] == "slot":
+            return path[depth - 1], "/".join(path[depth + 1 :])
+    if name in known:
+        return name, None
+    return (path[-2], None) if path[-2:-1] and path[-2] in known and name == "table" else None
+
+
+def match_specs(where: str, stacks: Iterable[TableLeaves], specs: Sequence[StackSpec]) -> dict[str, StackSpec]:
+    """Return the spec of each stack."""
+    found = [stack.name for stack in stacks]
+    if found and not specs:
+        raise CheckpointFormatError(
+            f"checkpoint {where}: its tables are stacked on SparseCores ({_shown(found)}), and it does not record "
+            f"how. {HOW_TO_SAY}."
+        )
+    by_name = {spec.name if spec.name in found else short_stack_name(spec.name): spec for spec in specs}
+    missing = sorted(set(found) ^ set(by_name))
+    if missing:
+        raise CheckpointMismatchError(
+            f"checkpoint {where}: its stacks are {_shown(found)}, but those of the embedding spec are {_shown(by_name)}. "
+            f"{missing[0]!r} is in only one of them. Give the spec that the model was trained with."
+        )
+    return by_name
+
+
+def _shown(names: Iterable[str]) -> str:
+    return first_few(sorted(names)) or "none"
+
+
+def place_tables(where: str, spec: StackSpec, shape: tuple[int, int]) -> list[TableLayout]:
+    """Return the places of the tables of a stack [rows, dim], checked against its shape."""
+    rows, dim = shape
+    cores = spec.num_sparsecores
+    said = (spec.stack_vocab_size or rows, spec.stack_embedding_dim or dim)
+    layouts = []
+    try:
+        if said != shape or rows % cores:
+            raise MalformedError(f"its stack of {list(said)} does not fit {cores} SparseCores")
+        for table in spec.tables:
+            # A table takes the rows in its spec, or else the fewest possible; the rest is the stack's padding.
+            padded_rows = table.padded_vocab_size or -(-table.vocab_size // cores) * cores
+            layout = TableLayout(
+                table=table.name,
+                stack=spec.name,
+                num_sparse_cores=cores,
+                num_partitions=1,
+                shard_rows=rows // cores,
+                shape=(table.vocab_size, table.embedding_dim),
+                padded_shape=(padded_rows, table.padded_embedding_dim or dim),
+                offset=table.row_offset_in_shard,
+                rotation=table.shard_rotation,
+            )
+            if layout.stack_shape != shape:
+                raise MalformedError(f"the layout of table {table.name!r} has {layout.padded_shape[1]} columns")
+            layouts.append(layout)
+        check_stack(spec.name, layouts)
+    except MalformedError as error:
+        raise CheckpointMismatchError(
+            f"checkpoint {where}: stack {spec.name!r} is {list(shape)}, which does not match the embedding spec: "
+            f"{error}. Give the spec that the model was trained with."
+        ) from None
+    return layouts
+
 
 _FLOATS: Final = frozenset({"float32", "float64", "float16", "bfloat16"})
 _VARIABLES: Final = frozenset({"trainable_variables", "non_trainable_variables"})
@@ -31,19 +160,8 @@ _SLOTS: Final = {
     "velocity": "velocities",
 }
 """Slot names of Keras 3 and jax-tpu-embedding -> those of `tf.tpu.experimental.embedding`; others stay unchanged."""
-KNOWN_SLOTS: Final = frozenset(_SLOTS.values())
-"""These slots have a value per element of the table. Other slots may have any shape."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TableLeaves:
-    """A table that is stored row by row, and its slots by their names."""
-
-    name: str
-    table: Leaf
-    slots: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
-
-
+_IN_ORDER: Final = ModSharded(1, 0, lambda parts: parts)
+"""The place of rows that are stored in the order of their ids: all in one part."""
 _OF_KERAS: Final[Mapping[str, frozenset[str]]] = {
     "adagrad": frozenset({"accumulator"}),
     "adam": frozenset({"momentum", "velocity"}),
@@ -57,17 +175,8 @@ for other quantities: RMSprop's velocity, Lion's momentum.
 """
 
 
-def slot_name(name: str) -> str:
-    """Return TensorFlow's name of the slot that Keras or JAX calls `name`."""
-    return _SLOTS.get(name, name)
-
-
-def keras_tables(leaves: Sequence[Leaf]) -> Iterator[TableLeaves]:
-    """Yield the embedding layers of keras-rs and Keras, by their table's name, with their slots in optimizers.
-
-    Raises:
-        CheckpointFormatError: a table is more than its `embeddings`.
-    """
+def _keras_tables(leaves: Sequence[Leaf]) -> Iterator[TableLeaves]:
+    """Yield the embedding layers of keras-rs and Keras, by their table's name, with their slots in optimizers."""
     variables = [leaf for leaf in leaves if leaf.path[0] in _VARIABLES]
     paths = {leaf.path for leaf in variables}
     kept = _optimizer_slots([leaf for leaf in leaves if leaf.path[0] == _OPTIMIZERS], variables)
@@ -90,62 +199,27 @@ def _optimizer_slots(leaves: Iterable[Leaf], variables: Iterable[Leaf]) -> dict[
         prefixes["_".join(variable.path[1:])].append(variable)
     kept: defaultdict[tuple[str, ...], dict[str, Leaf]] = defaultdict(dict)
     for leaf in leaves:
-        prefix = _longest_prefix(leaf.path[-1], prefixes)
-        if prefix is not None:
-            optimizer, name = leaf.path[1].rstrip("0123456789").removesuffix("_"), leaf.path[-1][len(prefix) + 1 :]
-            name = slot_name(name) if name in _OF_KERAS.get(optimizer, ()) else name
-            _refuse_ambiguous(leaf, name, prefixes[prefix], kept[prefixes[prefix][0].path].get(name))
-            kept[prefixes[prefix][0].path][name] = leaf
-    return kept
-
-
-def _refuse_ambiguous(leaf: Leaf, name: str, variables: Sequence[Leaf], other: Leaf | None) -> None:
-    """Raise CheckpointFormatError for one slot of two variables, or two slots of one name for one variable."""
-    if len(variables) > 1:
-        raise CheckpointFormatError(
-            f"checkpoint {leaf.item.folder}: {leaf.shown} may be {name!r} of {variables[0].shown} or of "
-            f"{variables[1].shown}. Rename one and save again."
-        )
-    if other is not None:
-        raise CheckpointFormatError(
-            f"checkpoint {leaf.item.folder}: {other.shown} and {leaf.shown} are both {name!r} of "
-            f"{variables[0].shown}. Save again with one optimizer."
-        )
-
-
-def _longest_prefix(name: str, prefixes: Container[str]) -> str | None:
-    """Return the longest of `prefixes` that `name` has before a "_"."""
-    end = name.rfind("_")
-    while end > 0:
-        if name[:end] in prefixes:
-            return name[:end]
-        end = name.rfind("_", 0, end)
-    return None
-
-
-def matrices(leaves: Iterable[Leaf], several_items: bool) -> Iterator[TableLeaves]:
-    """Yield arrays that may be matrices, by path, which starts with the item's name if there are several items."""
-    for leaf in leaves:
-        if leaf.is_array and leaf.rank in {None, 2}:
-            path = (leaf.item.folder.name, *leaf.path) if several_items else leaf.path
-            yield TableLeaves("/".join(path), leaf)
-
-
-def merge(tables: Iterable[TableLeaves]) -> dict[str, TableLeaves]:
-    """Return `tables` by name.
-
-    Raises:
-        CheckpointFormatError: two have the same name.
-    """
-    merged: dict[str, TableLeaves] = {}
-    for table in tables:
-        other = merged.setdefault(table.name, table)
-        if other is not table:
+        words = leaf.path[-1].split("_")
+        # The longest name of a variable before a "_".
+        ends = range(len(words) - 1, 0, -1)
+        prefix = next((start for end in ends if (start := "_".join(words[:end])) in prefixes), None)
+        if prefix is None:
+            continue
+        optimizer, name = leaf.path[1].rstrip("0123456789").removesuffix("_"), leaf.path[-1][len(prefix) + 1 :]
+        name = _SLOTS.get(name, name) if name in _OF_KERAS.get(optimizer, ()) else name
+        if len(prefixes[prefix]) > 1:
+            one, other = prefixes[prefix][:2]
             raise CheckpointFormatError(
-                f"checkpoint {table.table.item.folder}: arrays {other.table.shown} and {table.table.shown} are both "
-                f"table {table.name!r}. Rename one and save again."
+                f"checkpoint {leaf.item.folder}: {leaf.shown} may be {name!r} of {one.shown} or of {other.shown}. Rename one "
+                "and save again."
             )
-    return merged
+        variable = prefixes[prefix][0]
+        if (other := kept[variable.path].setdefault(name, leaf)) is not leaf:
+            raise CheckpointFormatError(
+                f"checkpoint {leaf.item.folder}: {other.shown} and {leaf.shown} are both {name!r} of "
+                f"{variable.shown}. Save again with one optimizer."
+            )
+    return kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +228,12 @@ class StoredTable:
 
     info: TableInfo
     arrays: Mapping[str | None, StoredArray]
-    layout: TableLayout | None = None
+    place: ModSharded = _IN_ORDER
 
-    def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """Return the runs of the rows [start, stop)."""
-        if self.layout is None:
-            return contiguous_run(start, stop)
-        return mod_sharded_runs(self.layout, start, stop)
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return self.info.name
 
 
 def open_tables(
@@ -169,69 +242,69 @@ def open_tables(
     """Return all tables by name: stacks and embedding layers, or else all matrices of floats.
 
     `specs` say how tables are stacked; () if that is not known.
-
-    Raises:
-        CheckpointFormatError: there is no table, or two have the same name.
-        CheckpointMismatchError, CheckpointCorruptError: specs or metadata contradict the arrays.
     """
     stacks = find_stacks(leaves, [spec.name for spec in specs])
-    by_name = match_specs(where, stacks, specs)
-    found = [table for stack in stacks for table in _stacked_tables(where, stack, by_name[stack.name], store)]
-    layers = merge(keras_tables(leaves)).values()
-    found.extend(_dense_table(layer, store) for layer in layers)
+    specs_by_name = match_specs(where, stacks, specs)
+    found = [table for stack in stacks for table in _stacked_tables(where, stack, specs_by_name[stack.name], store)]
+    found += [_dense_table(layer, store) for layer in _by_name(_keras_tables(leaves))]
     if not found:
-        plain = merge(matrices(leaves, len({leaf.item for leaf in leaves}) > 1)).values()
-        found.extend(table for leaf in plain if (table := _plain_table(leaf, store)) is not None)
+        several_items = len({leaf.item for leaf in leaves}) > 1
+        plain = [
+            TableLeaves("/".join((leaf.item.folder.name, *leaf.path) if several_items else leaf.path), leaf)
+            for leaf in leaves
+            if leaf.is_array and leaf.rank in {None, 2}
+        ]
+        for table in _by_name(plain):
+            if _is_matrix(array := store.open(table.table)):
+                array.check_stored()
+                found.append(_row_by_row(table.name, {None: array}))
     if not found:
         raise CheckpointFormatError(
             f"checkpoint {where}: has no table, neither an embedding layer's nor an array that is a matrix of "
             f"floats, among {len(leaves)} leaves. Check that the layer was built before the checkpoint was saved."
         )
-    return _by_name(where, found)
+    return by_name(
+        found,
+        lambda one, _: (
+            f"checkpoint {where}: has two tables {one.name!r}, one of them stacked. Rename one and save again."
+        ),
+    )
 
 
-def _by_name(where: str, found: Iterable[StoredTable]) -> dict[str, StoredTable]:
-    tables: dict[str, StoredTable] = {}
-    for table in sorted(found, key=lambda table: table.info.name):
-        if tables.setdefault(table.info.name, table) is not table:
-            raise CheckpointFormatError(
-                f"checkpoint {where}: has two tables {table.info.name!r}, one of them stacked. Rename one and "
-                "save again."
-            )
-    return tables
+def _by_name(tables: Iterable[TableLeaves]) -> Iterable[TableLeaves]:
+    return by_name(
+        tables,
+        lambda one, other: (
+            f"checkpoint {other.table.item.folder}: arrays {one.table.shown} and {other.table.shown} are both "
+            f"table {one.name!r}. Rename one and save again."
+        ),
+    ).values()
 
 
-def _stacked_tables(where: str, stack: Stack, spec: StackSpec, store: ArrayStore) -> Iterator[StoredTable]:
+def _stacked_tables(where: str, stack: TableLeaves, spec: StackSpec, store: ArrayStore) -> Iterator[StoredTable]:
     arrays: dict[str | None, StoredArray] = {None: _open_matrix(stack.table, store)}
-    shape = arrays[None].shape
+    rows, dim = arrays[None].shape
     for name, leaf in stack.slots.items():
-        if slot_name(name) in arrays:
+        slot = _SLOTS.get(name, name)
+        if slot in arrays:
             raise CheckpointFormatError(
-                f"checkpoint {where}: stack {stack.name!r} has two slots {slot_name(name)!r}, one of them called "
+                f"checkpoint {where}: stack {stack.name!r} has two slots {slot!r}, one of them called "
                 f"{name!r}. Save it without the other."
             )
-        arrays[slot_name(name)] = _open_slot(stack.table, shape, leaf, store)
-    for layout in place_tables(where, spec, (shape[0], shape[1])):
+        arrays[slot] = _open_slot(stack.table, (rows, dim), leaf, store)
+    for layout in place_tables(where, spec, (rows, dim)):
         info = TableInfo(layout.table, *layout.shape, arrays[None].dtype, _names(arrays), layout.words)
-        yield StoredTable(info, arrays, layout)
+        yield StoredTable(info, arrays, layout.rows)
 
 
 def _dense_table(layer: TableLeaves, store: ArrayStore) -> StoredTable:
     arrays: dict[str | None, StoredArray] = {None: _open_matrix(layer.table, store)}
     for name, leaf in layer.slots.items():
-        if name in KNOWN_SLOTS:
+        if name in _SLOTS.values():  # these have a value per element of the table; others may have any shape
             arrays[name] = _open_slot(layer.table, arrays[None].shape, leaf, store)
         elif leaf.rank in {None, 2} and (slot := store.open(leaf)).shape == arrays[None].shape and _is_matrix(slot):
             arrays[name] = slot
     return _row_by_row(layer.name, arrays)
-
-
-def _plain_table(leaf: TableLeaves, store: ArrayStore) -> StoredTable | None:
-    array = store.open(leaf.table)
-    if not _is_matrix(array):
-        return None
-    array.check_stored()
-    return _row_by_row(leaf.name, {None: array})
 
 
 def _row_by_row(name: str, arrays: Mapping[str | None, StoredArray]) -> StoredTable:

@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
 
-from tpuembed.checkpoint.tools.exports import ReadableTables, open_tables
-from tpuembed.checkpoint.types import Array, TableInfo
+from tpuembed.checkpoint.tools.exports import open_tables
+from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.files import FilePath
 
 __all__ = ["CheckpointDiff", "LargestChange", "TableDiff", "diff_checkpoints"]
@@ -99,7 +99,6 @@ def diff_checkpoints(
 
     Args:
         first, second: as for `open_checkpoint`; or versions of exports, or MODEL_DIRs, whose highest version is read.
-            If an export has only some rows of a table, the rows that both sides have are compared.
         slots: also compare the rows of slots.
         checkpoint_options: further arguments of `open_checkpoint`.
         second_options: the same for the second; by default those of the first.
@@ -111,107 +110,74 @@ def diff_checkpoints(
     options = checkpoint_options or {}
     others = options if second_options is None else second_options
     with open_tables(first, options) as a, open_tables(second, others) as b:
-        tables = a.tables(), b.tables()
-        common = [name for name in tables[0] if name in tables[1]]
+        mine, its = a.tables(), b.tables()
+        common = [name for name in mine if name in its]
         pairs = [
-            _Pair(a, b, tables[0][name], tables[1][name], slot)
+            (mine[name], its[name], slot)
             for name in common
-            for slot in (None, *(_common_slots(tables[0][name], tables[1][name]) if slots else ()))
+            for slot in (None, *(slot for slot in mine[name].slots if slots and slot in its[name].slots))
         ]
+        total = sum(_common_rows(one, other) * one.dim * one.dtype.itemsize for one, other, _ in pairs)
+        done = 0
+
+        def on_read(size: int) -> None:
+            nonlocal done
+            done += size
+            if on_progress:
+                on_progress(done, total)
+
         return CheckpointDiff(
             paths=(a.path, b.path),
-            added=tuple(sorted(tables[1].keys() - tables[0].keys())),
-            removed=tuple(sorted(tables[0].keys() - tables[1].keys())),
-            slots_added=_extra_slots(tables[1], tables[0], common),
-            slots_removed=_extra_slots(tables[0], tables[1], common),
-            tables=tuple(_compare_all(pairs, on_progress)),
+            added=tuple(sorted(its.keys() - mine.keys())),
+            removed=tuple(sorted(mine.keys() - its.keys())),
+            slots_added=_extra_slots(its, mine, common),
+            slots_removed=_extra_slots(mine, its, common),
+            tables=tuple(_compare(a, b, one, other, slot, on_read) for one, other, slot in pairs),
         )
 
 
-def _common_slots(a: TableInfo, b: TableInfo) -> list[str]:
-    return [slot for slot in a.slots if slot in b.slots]
-
-
-def _extra_slots(of: dict[str, TableInfo], over: dict[str, TableInfo], names: list[str]) -> tuple[str, ...]:
+def _extra_slots(of: Mapping[str, TableInfo], over: Mapping[str, TableInfo], names: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{name}/{slot}" for name in names for slot in of[name].slots if slot not in over[name].slots)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    """The same table, or slot, of two checkpoints."""
-
-    a: ReadableTables
-    b: ReadableTables
-    info_a: TableInfo
-    info_b: TableInfo
-    slot: str | None
-
-    @property
-    def rows(self) -> int:
-        """Return the number of rows that both have; 0 if the widths differ."""
-        return min(self.info_a.rows, self.info_b.rows) if self.info_a.dim == self.info_b.dim else 0
-
-    def pieces(self) -> Iterator[tuple[int, Array, Array]]:
-        """Yield (first row, rows of a, rows of b) as float64, one piece at a time."""
-        step = max(1, _PIECE_BYTES // max(1, 8 * self.info_a.dim))
-        for start in range(0, self.rows, step):
-            stop = min(start + step, self.rows)
-            a, b = (tables.read(self.info_a.name, start, stop, self.slot) for tables in (self.a, self.b))
-            yield start, a.astype(np.float64), b.astype(np.float64)
+def _common_rows(one: TableInfo, other: TableInfo) -> int:
+    """Return the number of rows that both have; 0 if the widths differ."""
+    return min(one.rows, other.rows) if one.dim == other.dim else 0
 
 
-def _compare_all(pairs: list[_Pair], on_progress: Progress | None) -> Iterator[TableDiff]:
-    total, done = sum(pair.rows * pair.info_a.dim * pair.info_a.dtype.itemsize for pair in pairs), 0
-    for pair in pairs:
-        comparison = _Comparison()
-        for start, a, b in pair.pieces():
-            comparison.add(start, a, b)
-            done += a.size * pair.info_a.dtype.itemsize
-            if on_progress:
-                on_progress(done, total)
-        yield comparison.of(pair)
-
-
-class _Comparison:
-    """Counts and largest changes of the pieces so far."""
-
-    def __init__(self) -> None:
-        self._changed = self._nan = 0
-        self._l2: LargestChange | None = None
-        self._abs: LargestChange | None = None
-
-    def add(self, start: int, a: Array, b: Array) -> None:
-        """Compare rows `a` and `b`, [n, dim], from row `start` on."""
-        equal = (a == b) | (np.isnan(a) & np.isnan(b))
+def _compare(
+    a: Checkpoint, b: Checkpoint, one: TableInfo, other: TableInfo, slot: str | None, on_read: Callable[[int], None]
+) -> TableDiff:
+    """Compare the same table, or slot, of two checkpoints, a piece at a time."""
+    count, changed, nan = _common_rows(one, other), 0, 0
+    largest_l2: LargestChange | None = None
+    largest_abs: LargestChange | None = None
+    step = max(1, _PIECE_BYTES // max(1, 8 * one.dim))
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        before, after = (tables.read(one.name, start, stop, slot).astype(np.float64) for tables in (a, b))
+        on_read(before.size * one.dtype.itemsize)
+        equal = (before == after) | (np.isnan(before) & np.isnan(after))
         rows = np.flatnonzero(~equal.all(axis=1))
-        if not len(rows):
-            return
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # infinities of the same sign are equal; others are infinite changes
-            change = np.where(equal[rows], 0.0, np.abs(b[rows] - a[rows]))
+        with np.errstate(over="ignore", invalid="ignore"):  # equal infinities are equal; others are infinite changes
+            change = np.where(equal[rows], 0.0, np.abs(after[rows] - before[rows]))
         sized = ~np.isnan(change).any(axis=1)
-        self._changed += len(rows)
-        self._nan += len(rows) - int(sized.sum())
+        changed, nan = changed + len(rows), nan + len(rows) - int(sized.sum())
         rows, change = start + rows[sized], change[sized]
         if len(rows):
-            self._abs = _larger(self._abs, rows, change.max(axis=1))
-            self._l2 = _larger(self._l2, rows, _norms(change))
-
-    def of(self, pair: _Pair) -> TableDiff:
-        """Return the result for `pair`."""
-        a, b = pair.info_a, pair.info_b
-        return TableDiff(
-            name=a.name,
-            slot=pair.slot,
-            shapes=((a.rows, a.dim), (b.rows, b.dim)),
-            dtypes=(str(a.dtype), str(b.dtype)),
-            rows_compared=pair.rows,
-            rows_changed=self._changed,
-            rows_nan=self._nan,
-            largest_l2=self._l2,
-            largest_abs=self._abs,
-        )
+            largest_abs = _larger(largest_abs, rows, change.max(axis=1))
+            largest_l2 = _larger(largest_l2, rows, _norms(change))
+    return TableDiff(
+        name=one.name,
+        slot=slot,
+        shapes=((one.rows, one.dim), (other.rows, other.dim)),
+        dtypes=(str(one.dtype), str(other.dtype)),
+        rows_compared=count,
+        rows_changed=changed,
+        rows_nan=nan,
+        largest_l2=largest_l2,
+        largest_abs=largest_abs,
+    )
 
 
 def _norms(change: Array) -> Array:

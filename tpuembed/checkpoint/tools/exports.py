@@ -1,36 +1,20 @@
 """Finds exports among the paths that the tools are given, and reads the tables in them."""
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
-from tpuembed.config.checks import did_you_mean
-from tpuembed.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    ConfigError,
-    RowRangeError,
-    UnknownTableError,
-    reason,
-)
-from tpuembed.files import FilePath, as_path
+from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError, reason
+from tpuembed.files import FilePath, as_path, versions
 from tpuembed.formats.saved_model.stack_rows import StackRows, decode_int8
 from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
-from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
+from tpuembed.manifest import MANIFEST_PATH, Manifest
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = [
-    "ReadableTables",
-    "find_export",
-    "open_tables",
-    "read_numbers",
-    "require_export",
-    "vocabulary_of",
-]
+__all__ = ["find_export", "open_tables", "read_numbers", "require_export", "vocabulary_of"]
 
 _GAP_BYTES: Final = 16 << 10
 """Reading this many bytes takes about the time of a read."""
@@ -46,13 +30,21 @@ def find_export(path: str | FilePath) -> tuple[FilePath, Manifest] | None:
     """
     place = as_path(path)
     try:
-        version = _version_of(place)
+        if not _is_version(place):
+            children = [child for child in place.iterdir() if child.name.isdecimal()] if place.is_dir() else []
+            found = [child for child in children if _is_version(child)]
+            if not found:
+                return None
+            place = max(found, key=lambda child: int(child.name))
     except OSError:  # opening it as a checkpoint raises the same error, and reports it
         return None
-    if version is None:
-        return None
-    manifest = Manifest.read(version)
-    return (version, manifest) if manifest else None
+    manifest = Manifest.read(place)
+    return (place, manifest) if manifest else None
+
+
+def _is_version(path: FilePath) -> bool:
+    """Returns True also for a version that has lost its graph, so that the caller can report it."""
+    return (path / "saved_model.pb").is_file() or (path / MANIFEST_PATH).is_file()
 
 
 def require_export(path: str | FilePath) -> tuple[FilePath, Manifest]:
@@ -69,8 +61,7 @@ def require_export(path: str | FilePath) -> tuple[FilePath, Manifest]:
     return found
 
 
-@contextlib.contextmanager
-def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> "Iterator[ReadableTables]":
+def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> Checkpoint:
     """Open the export, or else the checkpoint, at `path`.
 
     Args:
@@ -83,18 +74,16 @@ def open_tables(path: str | FilePath, options: Mapping[str, Any]) -> "Iterator[R
     """
     export = find_export(path)
     if export is None:
-        with open_checkpoint(path, **options) as checkpoint:
-            yield checkpoint
-        return
+        return open_checkpoint(path, **options)
     if options:
         raise ConfigError(
             f"export {export[0]}: {', '.join(sorted(options))} is an option of checkpoints. The manifest of an "
             "export replaces it. Leave the option out."
         )
-    yield _ExportTables(*export)
+    return _ExportTables(*export)
 
 
-def vocabulary_of(tables: "ReadableTables", table: str) -> Vocabulary:
+def vocabulary_of(tables: Checkpoint, table: str) -> Vocabulary:
     """Return the vocabulary of `table`.
 
     Raises:
@@ -102,11 +91,6 @@ def vocabulary_of(tables: "ReadableTables", table: str) -> Vocabulary:
         ConfigError: it has none.
     """
     found = tables.vocabulary(table)
-    if isinstance(tables, _ExportTables):
-        raise ConfigError(
-            f"export {tables.path}: exports have hashes that find names, and not the names. Leave the names out, or read the "
-            "checkpoint."
-        )
     if found is None:
         raise ConfigError(
             f"{tables.path}: table {table!r} has no vocabulary, so its rows have no names. Leave the names out."
@@ -114,7 +98,7 @@ def vocabulary_of(tables: "ReadableTables", table: str) -> Vocabulary:
     return found
 
 
-def read_numbers(tables: "ReadableTables", table: str, numbers: Array, slot: str | None = None) -> Array:
+def read_numbers(tables: Checkpoint, table: str, numbers: Array, slot: str | None = None) -> Array:
     """Return the rows `numbers`, int64 [n], of a table or slot, [n, dim].
 
     Rows that are near each other are read at once, together with the few rows between them.
@@ -136,73 +120,55 @@ def read_numbers(tables: "ReadableTables", table: str, numbers: Array, slot: str
     return out
 
 
-class _ExportTables:
+class _ExportTables(Checkpoint):
     """The tables of an export by its manifest. Rows are numbered as in training; int8 rows are decoded to float32."""
 
+    format = "export"
+
     def __init__(self, version: FilePath, manifest: Manifest) -> None:
-        self.path = str(version)
-        self._tables = {table.name: table for table in manifest.tables}
-        self._stacks = {stack.name: stack for stack in manifest.stacks}
         if manifest.row_store is not None:
             raise ConfigError(f"export {version}: its rows are in Redis. Name the version that it was published from.")
+        self.path, self._version = str(version), version
+        self._entries = {table.name: table for table in manifest.tables}
+        self._stacks = {stack.name: stack for stack in manifest.stacks}
         self._rows = {stack.name: StackRows(version, stack) for stack in manifest.stacks}
+        self._tables = {}
+        for table in manifest.tables:
+            stored = self._stacks[table.stack].storage
+            dtype = numpy_dtype("float32" if stored == "int8" else stored)
+            self._tables[table.name] = TableInfo(table.name, table.rows, table.dim, dtype, layout=f"stored as {stored}")
 
-    def tables(self) -> dict[str, TableInfo]:
-        """Return the tables by name."""
-        return {name: self._info(table) for name, table in self._tables.items()}
+    def _dtype(self, table: str, slot: str | None) -> np.dtype[Any]:  # noqa: ARG002 - exports have no slots
+        return self._tables[table].dtype
 
-    def read(self, table: str, start: int = 0, stop: int | None = None, slot: str | None = None) -> Array:
-        """Return rows [start, stop) of a table, [stop - start, dim]; as Checkpoint.read."""
-        if table not in self._tables:
-            raise UnknownTableError(f"export {self.path}: has no table {table!r}; {did_you_mean(table, self._tables)}")
-        if slot is not None:
-            raise UnknownTableError(
-                f"export {self.path}: has no slot {slot!r}. Exports have tables only. Read a checkpoint."
-            )
-        entry = self._tables[table]
-        stop = entry.rows if stop is None else stop
-        if not 0 <= start <= stop <= entry.rows:
-            raise RowRangeError(
-                f"export {self.path}: table {table!r}: rows [{start}, {stop}) are not inside its rows [0, {entry.rows}). Give "
-                "rows inside them."
-            )
-        return self._read(entry, self._stacks[entry.stack], start, stop - start)
-
-    def vocabulary(self, table: str) -> Vocabulary | None:  # noqa: ARG002 - as of Checkpoint
-        """Return None: the names in exports are not read."""
-        return None
-
-    def _info(self, table: TableEntry) -> TableInfo:
-        stored = self._stacks[table.stack].storage
-        dtype = numpy_dtype("float32" if stored == "int8" else stored)
-        return TableInfo(table.name, table.rows, table.dim, dtype, layout=f"stored as {stored}")
-
-    def _read(self, table: TableEntry, stack: StackEntry, start: int, count: int) -> Array:
-        """Return `count` rows from row `start` of those that the stack holds of `table`."""
+    def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:  # noqa: ARG002
+        entry = self._entries[table]
+        stack = self._stacks[entry.stack]
         try:
-            stored = self._rows[stack.name].read(table.row_offset + start, count)
+            stored = self._rows[stack.name].read(entry.row_offset + start, len(out)).view(numpy_dtype(stack.storage))
         except EOFError as error:
             raise CheckpointCorruptError(
                 f"export {self.path}: data file {error}. Copy the version again, or export it again."
             ) from None
         except OSError as error:
             raise CheckpointError(f"export {self.path}: {stack.file} cannot be read: {reason(error)}.") from None
-        rows: Array = stored.view(numpy_dtype(stack.storage))
-        return decode_int8(rows) if stack.storage == "int8" else rows
+        out[...] = decode_int8(stored) if stack.storage == "int8" else stored
 
+    def vocabulary(self, table: str) -> Vocabulary | None:
+        """Raise ConfigError: the names in exports are not read."""
+        self._check(table, None)
+        raise ConfigError(
+            f"export {self.path}: exports have hashes that find names, and not the names. Leave the names out, or read the "
+            "checkpoint."
+        )
 
-ReadableTables = Checkpoint | _ExportTables
-"""What `head` and `diff` read."""
+    def fingerprint(self) -> str:
+        """Return the version of the manifest, which has the checksums of all files."""
+        return str(versions([self._version / MANIFEST_PATH]))
 
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
 
-def _version_of(path: FilePath) -> FilePath | None:
-    if _is_version(path):
-        return path
-    children: Iterable[FilePath] = path.iterdir() if path.is_dir() else ()
-    versions = [child for child in children if child.name.isdecimal()]
-    return max(filter(_is_version, versions), key=lambda child: int(child.name), default=None)
-
-
-def _is_version(path: FilePath) -> bool:
-    """Returns True also for a version that has lost its graph, so that the caller can report it."""
-    return (path / "saved_model.pb").is_file() or (path / MANIFEST_PATH).is_file()
+    @property
+    def _shown(self) -> str:
+        return f"export {self.path}"

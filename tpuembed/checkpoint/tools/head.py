@@ -59,7 +59,7 @@ def read_rows(
     Args:
         path: as for `open_checkpoint`; or a version of an export, or a MODEL_DIR, whose highest version is read.
         table: its name.
-        start: None is the first existing row, which is above 0 if an export has only some rows of the table.
+        start: None is the first row.
         stop: None is five rows after `start`, or the table's end.
         slot: one of the table's slots instead.
         names: return the names of the rows too.
@@ -92,13 +92,13 @@ def stream_rows(
         UnknownTableError, RowRangeError, ConfigError, TpuEmbedError: as `read_rows`, and before the first piece.
     """
     with open_tables(path, checkpoint_options or {}) as checkpoint:
-        info = checkpoint.tables().get(table)
+        checkpoint.read(table, 0, 0, slot)  # raises for an unknown table or slot
+        info = checkpoint.tables()[table]
         start = start or 0
-        rows = 0 if info is None else info.rows
-        stop = max(start, min(start + _DEFAULT_ROWS, rows)) if stop is None else stop
-        if info is None or not 0 <= start <= stop <= rows:
+        stop = max(start, min(start + _DEFAULT_ROWS, info.rows)) if stop is None else stop
+        if not 0 <= start <= stop <= info.rows:
             checkpoint.read(table, start, stop, slot)  # raises the error
-        step = max(1, _PIECE_BYTES // (info.dim * info.dtype.itemsize)) if info and info.dim else _MAX_ROWS
+        step = max(1, _PIECE_BYTES // (info.dim * info.dtype.itemsize)) if info.dim else _MAX_ROWS
         vocabulary = vocabulary_of(checkpoint, table) if names else None
         for first in range(start, max(stop, start + 1), step):
             last = min(first + step, stop)
@@ -126,8 +126,16 @@ def stream_named_rows(
     """
     with open_tables(path, checkpoint_options or {}) as checkpoint:
         vocabulary = vocabulary_of(checkpoint, table)
-        numbers = _numbers_of(checkpoint.path, table, vocabulary, names)
-        info = checkpoint.tables()[table]
+        where, info = f"{checkpoint.path}: table {table!r}", checkpoint.tables()[table]
+        if vocabulary.dtype == "int64":
+            try:
+                names = [int(name) for name in names]
+            except ValueError:
+                raise ConfigError(f"{where}: its names are integers, got {list(names)!r}.") from None
+        numbers = vocabulary.lookup(names)
+        for name, number in zip(names, numbers.tolist(), strict=True):
+            if number < vocabulary.oov_buckets:
+                raise ConfigError(f"{where} has no row of the name {name!r}. Print names with head --names.")
         step = max(1, _PIECE_BYTES // max(1, info.dim * info.dtype.itemsize))
         for first in range(0, len(numbers), step):
             chosen = numbers[first : first + step]
@@ -142,17 +150,3 @@ def _names_of(vocabulary: Vocabulary | None, numbers: Array) -> tuple[Name, ...]
     named = numbers[numbers < vocabulary.rows]
     found = dict(zip(named.tolist(), vocabulary.names(named), strict=True))
     return tuple(found.get(number) for number in numbers.tolist())
-
-
-def _numbers_of(path: str, table: str, vocabulary: Vocabulary, names: Sequence[str | bytes | int]) -> Array:
-    where = f"{path}: table {table!r}"
-    if vocabulary.dtype == "int64":
-        try:
-            names = [int(name) for name in names]
-        except ValueError:
-            raise ConfigError(f"{where}: its names are integers, got {list(names)!r}.") from None
-    numbers = vocabulary.lookup(names)
-    for name, number in zip(names, numbers.tolist(), strict=True):
-        if number < vocabulary.oov_buckets:
-            raise ConfigError(f"{where} has no row of the name {name!r}. Print names with head --names.")
-    return numbers

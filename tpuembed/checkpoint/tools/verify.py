@@ -1,5 +1,6 @@
 """Verifies every checksum of a checkpoint or export, in bounded memory."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,13 +15,13 @@ from tpuembed.checkpoint.keras.archive import member_damage, member_sizes
 from tpuembed.checkpoint.keras.weights import open_window
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools.exports import find_export
-from tpuembed.checkpoint.types import Checkpoint, TableInfo
+from tpuembed.checkpoint.types import Checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from tpuembed.files import FilePath, as_path, names_below, versions
 from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, mapped_folders, relative_graph, size_faults
 from tpuembed.formats.tensor_bundle import Bundle
 from tpuembed.formats.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
-from tpuembed.manifest import MANIFEST_PATH, ArrayEntry, FileEntry, Manifest
+from tpuembed.manifest import MANIFEST_PATH, Manifest
 
 __all__ = ["VerifyReport", "verify_files"]
 
@@ -83,24 +84,37 @@ def verify_files(
     if export:
         counter.total = _total_bytes(export[1])
         return _verify_export(*export, counter)
-    prefix = _bundle_of(as_path(path))
+    try:
+        # What `open_checkpoint` would read, even if it has no tables.
+        prefix = find_bundle(as_path(path)) if find_format(as_path(path)) is BundleCheckpoint else None
+    except (OSError, ValueError):  # no permission, or a name too long: `open_checkpoint` raises the same error
+        prefix = None
     if prefix is not None:
         with Bundle.open(prefix) as bundle:
-            return _verify_bundle(bundle, counter)
+            unchecked = unchecked_keys(bundle)
+            entries = [entry for key, entry in bundle.entries.items() if key not in unchecked]
+            counter.total = sum(part.size for entry in entries for part in entry.parts())
+            return VerifyReport(
+                path=str(prefix),
+                entries=len(bundle.entries),
+                bytes=counter.total,
+                damaged=tuple(damaged_parts(bundle, counter)),
+                unchecked=tuple(
+                    f"tensor {key!r}: has dtype variant, whose checksum is not supported" for key in unchecked
+                ),
+            )
     with open_checkpoint(path, **(checkpoint_options or {})) as checkpoint:
         if checkpoint.path.endswith(".keras"):
             report = _verify_archive(checkpoint.path, counter)
         else:
             report = _read_through(checkpoint, counter)
-        return dataclasses.replace(report, damaged=(*report.damaged, *_damaged_vocabularies(checkpoint)))
-
-
-def _bundle_of(path: FilePath) -> FilePath | None:
-    """Return the prefix of the bundle that `open_checkpoint` would read, even if it has no tables."""
-    try:
-        return find_bundle(path) if find_format(path) is BundleCheckpoint else None
-    except (OSError, ValueError):  # no permission, or a name too long: `open_checkpoint` raises the same error
-        return None
+        damaged = list(report.damaged)
+        for table in checkpoint.tables():
+            try:
+                checkpoint.vocabulary(table)
+            except CheckpointCorruptError as error:
+                damaged.append(Damage(f"vocabulary of table {table!r}", checkpoint.path, str(error)))
+        return dataclasses.replace(report, damaged=tuple(damaged))
 
 
 class _Counter:
@@ -115,75 +129,43 @@ class _Counter:
             self._on_progress(self.done, self.total)
 
 
-def _verify_bundle(bundle: Bundle, counter: _Counter) -> VerifyReport:
-    unchecked = unchecked_keys(bundle)
-    parts = [part for key, entry in bundle.entries.items() if key not in unchecked for part in entry.parts()]
-    counter.total += sum(part.size for part in parts)
-    return VerifyReport(
-        path=str(bundle.prefix),
-        entries=len(bundle.entries),
-        bytes=sum(part.size for part in parts),
-        damaged=tuple(damaged_parts(bundle, counter)),
-        unchecked=(*(f"tensor {key!r}: has dtype variant, whose checksum is not supported" for key in unchecked),),
-    )
-
-
-def _damaged_vocabularies(checkpoint: Checkpoint) -> Iterator[Damage]:
-    for table in checkpoint.tables():
-        try:
-            checkpoint.vocabulary(table)
-        except CheckpointCorruptError as error:
-            yield Damage(f"vocabulary of table {table!r}", checkpoint.path, str(error))
-
-
 def _verify_archive(path: str, counter: _Counter) -> VerifyReport:
     """Verify a `.keras` file: a zip archive has a CRC32 of every file in it."""
     window = open_window(as_path(path))
-    try:
+    with contextlib.closing(window.file):
         sizes = member_sizes(window)
         counter.total = sum(sizes.values())
         found = ((name, member_damage(window, name, counter)) for name in sizes)
         damaged = tuple(Damage(name, path, reason) for name, reason in found if reason is not None)
-    finally:
-        window.file.close()
     return VerifyReport(path=path, entries=len(sizes), bytes=counter.done, damaged=damaged)
 
 
 def _read_through(checkpoint: Checkpoint, counter: _Counter) -> VerifyReport:
     """Read every row of a format without checksums."""
-    tables = checkpoint.tables()
-    counter.total = sum(info.rows * _row_bytes(info) * (1 + len(info.slots)) for info in tables.values())
+    arrays = [(info, slot) for info in checkpoint.tables().values() for slot in (None, *info.slots)]
+    counter.total = sum(info.rows * info.dim * info.dtype.itemsize for info, _ in arrays)
     damaged = []
-    for info in tables.values():
-        for slot in (None, *info.slots):
-            try:
-                _read_table(checkpoint, info, slot, counter)
-            except CheckpointError as error:
-                name = info.name if slot is None else f"{info.name}/{slot}"
-                damaged.append(Damage(name, checkpoint.path, str(error)))
+    for info, slot in arrays:
+        step = max(1, _PIECE_BYTES // max(1, info.dim * info.dtype.itemsize))
+        buffer = np.empty((min(step, info.rows), info.dim), info.dtype)
+        try:
+            for start in range(0, info.rows, step):
+                piece = buffer[: info.rows - start]
+                checkpoint.read_into(info.name, start, piece, slot)
+                counter(piece.nbytes)
+        except CheckpointError as error:
+            name = info.name if slot is None else f"{info.name}/{slot}"
+            damaged.append(Damage(name, checkpoint.path, str(error)))
     unchecked = (
         f"format {checkpoint.format} has no checksums of rows: they were read, but damage to them is not noticed"
     )
     return VerifyReport(
         path=checkpoint.path,
-        entries=sum(1 + len(info.slots) for info in tables.values()),
+        entries=len(arrays),
         bytes=counter.done,
         damaged=tuple(damaged),
         unchecked=(unchecked,),
     )
-
-
-def _row_bytes(info: TableInfo) -> int:
-    return info.dim * info.dtype.itemsize
-
-
-def _read_table(checkpoint: Checkpoint, info: TableInfo, slot: str | None, counter: _Counter) -> None:
-    step = max(1, _PIECE_BYTES // max(1, _row_bytes(info)))
-    buffer = np.empty((min(step, info.rows), info.dim), info.dtype)
-    for start in range(0, info.rows, step):
-        piece = buffer[: info.rows - start]
-        checkpoint.read_into(info.name, start, piece, slot)
-        counter(piece.nbytes)
 
 
 def _verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> VerifyReport:
@@ -191,7 +173,8 @@ def _verify_export(version: FilePath, manifest: Manifest, on_read: OnRead) -> Ve
     stacks = list(_damaged_stacks(version, manifest, on_read))
     files = list(_damaged_files(version, manifest, on_read))
     tensors = [] if stacks or files else list(_damaged_tensors(version, manifest))
-    unlisted = sorted(_unlisted_files(version, manifest))
+    known = {MANIFEST_PATH.as_posix(), *manifest.files, *manifest.table_files()}
+    unlisted = sorted(name for name in names_below(version) if name not in known)
     free = [name for name in unlisted if name.startswith(f"{_FREE}/")]
     extra = [Damage(name, str(version / name), "is not part of the export") for name in unlisted if name not in free]
     return VerifyReport(
@@ -216,46 +199,40 @@ def _total_bytes(manifest: Manifest) -> int:
 def _damaged_stacks(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
     faults = dict(size_faults(version, manifest))
     for array in manifest.arrays:
-        if reason := faults.get(array.file) or _array_fault(version / array.file, array, on_read):
+        reason = faults.get(array.file)
+        try:
+            actual = array.crc32c if reason else file_crc32c(version / array.file, on_read, array.offset, array.size)
+        except (OSError, EOFError) as error:
+            reason, actual = f"cannot be read: {error}", array.crc32c
+        if actual != array.crc32c:
+            place = f"bytes [{array.offset}, {array.offset + array.size})"
+            reason = f"{place} have CRC32C {actual:#010x}, but the manifest has {array.crc32c:#010x}"
+        if reason:
             yield Damage(array.name, str(version / array.file), reason)
-
-
-def _array_fault(path: FilePath, array: ArrayEntry, on_read: OnRead) -> str | None:
-    try:
-        actual = file_crc32c(path, on_read, array.offset, array.size)
-    except (OSError, EOFError) as error:
-        return f"cannot be read: {error}"
-    if actual == array.crc32c:
-        return None
-    place = f"bytes [{array.offset}, {array.offset + array.size})"
-    return f"{place} have CRC32C {actual:#010x}, but the manifest has {array.crc32c:#010x}"
 
 
 def _damaged_files(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
     for name, entry in manifest.files.items():
+        path, reason, actual = version / name, "", entry.crc32c
         try:
-            reason = _file_fault(version, name, entry, manifest, on_read)
+            if name == GRAPH_FILE.as_posix():
+                graph = path.read_bytes()
+                on_read(entry.size)
+                actual = int(google_crc32c.value(relative_graph(graph, manifest)))
+                if manifest.layout == "mmap" and len(folders := mapped_folders(graph, manifest)) > 1:
+                    reason = f"maps its tables from several folders: {', '.join(map(repr, sorted(folders)))}"
+            elif (size := versions([path])[0].size) != entry.size:
+                reason = f"has {size} bytes, but the manifest has {entry.size}"
+            else:
+                actual = file_crc32c(path, on_read)
         except FileNotFoundError:
             reason = "is missing"
         except (OSError, ConfigError) as error:
             reason = f"cannot be read: {error}"
+        if not reason and actual != entry.crc32c:
+            reason = f"has CRC32C {actual:#010x}, but the manifest has {entry.crc32c:#010x}"
         if reason:
-            yield Damage(name, str(version / name), reason)
-
-
-def _file_fault(version: FilePath, name: str, entry: FileEntry, manifest: Manifest, on_read: OnRead) -> str | None:
-    path = version / name
-    if name == GRAPH_FILE.as_posix():
-        graph = path.read_bytes()
-        on_read(entry.size)
-        actual = int(google_crc32c.value(relative_graph(graph, manifest)))
-        if manifest.layout == "mmap" and len(folders := mapped_folders(graph, manifest)) > 1:
-            return f"maps its tables from several folders: {', '.join(map(repr, sorted(folders)))}"
-    elif (size := versions([path])[0].size) != entry.size:
-        return f"has {size} bytes, but the manifest has {entry.size}"
-    else:
-        actual = file_crc32c(path, on_read)
-    return None if actual == entry.crc32c else f"has CRC32C {actual:#010x}, but the manifest has {entry.crc32c:#010x}"
+            yield Damage(name, str(path), reason)
 
 
 def _other_folder(version: FilePath, manifest: Manifest) -> Iterator[str]:
@@ -275,20 +252,16 @@ def _damaged_tensors(version: FilePath, manifest: Manifest) -> Iterator[Damage]:
     try:
         with Bundle.open(version / _VARIABLES) as bundle:
             for array in in_bundle:
-                if reason := _disagreement(bundle, version, array):
+                entry = bundle.entries.get(array.key)
+                parts = entry.parts() if entry else []
+                found = [(bundle.data_path(part.shard), part.offset, part.size, part.crc32c) for part in parts]
+                wanted = [(version / array.file, array.offset, array.size, array.crc32c)]
+                if found != wanted:
+                    reason = f"the index has {_shown(found)}, but the manifest has {_shown(wanted)}"
                     yield Damage(array.name, f"{bundle.prefix}.index", reason)
             yield from damaged_parts(bundle, lambda _: None, without=arrays)
     except CheckpointError as error:
         yield Damage("variables", f"{version / _VARIABLES}.index", str(error))
-
-
-def _disagreement(bundle: Bundle, version: FilePath, array: ArrayEntry) -> str | None:
-    entry = bundle.entries.get(array.key)
-    found = (
-        [(bundle.data_path(part.shard), part.offset, part.size, part.crc32c) for part in entry.parts()] if entry else []
-    )
-    wanted = [(version / array.file, array.offset, array.size, array.crc32c)]
-    return None if found == wanted else f"the index has {_shown(found)}, but the manifest has {_shown(wanted)}"
 
 
 def _shown(parts: Sequence[tuple[object, int, int, int]]) -> str:
@@ -296,9 +269,3 @@ def _shown(parts: Sequence[tuple[object, int, int, int]]) -> str:
         ", ".join(f"bytes [{o}, {o + size}) of {path} with CRC32C {crc:#010x}" for path, o, size, crc in parts)
         or "none"
     )
-
-
-def _unlisted_files(version: FilePath, manifest: Manifest) -> Iterator[str]:
-    """Return the files that the manifest does not name."""
-    known: set[str] = {MANIFEST_PATH.as_posix(), *manifest.files, *manifest.table_files()}
-    return (name for name in names_below(version) if name not in known)
