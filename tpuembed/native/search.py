@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import STORAGE_TYPES, Manifest
-from tpuembed.native.lookup import VARIANTS, load_library, mapped_array, variant
+from tpuembed.native.lookup import VARIANTS, fields, load_library, mapped_array, variant
 
 __all__ = ["EXCLUDE", "REQUIRE", "NativeSearch", "SearchIndex", "search_ranges", "search_refusal"]
 
@@ -29,10 +29,7 @@ _ROWS: Final = 256
 class SearchIndex(ctypes.Structure):
     """`struct index` of search.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("rows", "ids", "tags")),
-        *((name, ctypes.c_int64) for name in ("storage", "dim", "row_bytes")),
-    ]
+    _fields_ = fields("rows ids tags", "storage dim row_bytes")
 
 
 def search_ranges(

@@ -43,8 +43,7 @@ struct feature {
     int64_t overlay_rows;
     int64_t storage, dim, row_bytes;
     int64_t ids; /* the ids [0, ids) are rows */
-    int64_t row_offset; /* the first one is this row of the stack */
-    int64_t base_row_offset, base_rows; /* rows [0, base_rows) of the table are at this row of the file */
+    int64_t row_offset; /* the first one is this row of the stack, and of its file */
     int64_t kind, combiner, length; /* length: of a sequence */
     int64_t policy, policy_row; /* of ids outside; policy_row counts from the table's first row */
     int64_t divides_weights; /* of lists with weights: each weight is divided, and not the sum of the rows */
@@ -134,12 +133,8 @@ INLINE const unsigned char *find_row(const struct feature *feature, int64_t id, 
             *is_damaged = 1;
             return NOTHING;
         }
-        if (row >= (uint64_t)feature->base_rows) {
-            *is_damaged = 1;
-            return NOTHING;
-        }
     }
-    return feature->rows + ((uint64_t)feature->base_row_offset + row) * (uint64_t)feature->row_bytes;
+    return feature->rows + ((uint64_t)feature->row_offset + row) * (uint64_t)feature->row_bytes;
 }
 
 INLINE void next_feature(struct cursor *cursor, int64_t begin) {
@@ -340,9 +335,9 @@ INLINE int look_up(
 /* ---- pages of rows that are not in memory */
 
 struct pages {
-    uint64_t page_bytes; /* a power of two */
     uint64_t *recent;    /* pages that were advised not long ago, each at a place that its number decides; 0 is none */
     int64_t recent_bits; /* recent has 2^recent_bits places */
+    uint64_t page_bytes; /* a power of two */
 };
 
 /* Let the kernel start to read the pages of some bytes, if they were not advised not long ago. A failure changes
