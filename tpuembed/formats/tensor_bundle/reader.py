@@ -1,11 +1,12 @@
 """A bundle opened for reading."""
 
+import dataclasses
 import functools
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Self
 
@@ -30,12 +31,14 @@ from tpuembed.formats.tensor_bundle.entries import Entry, Slice
 from tpuembed.formats.tensor_bundle.index import index_path, read_index
 from tpuembed.formats.tensor_bundle.strings import decode_strings, strings_crc
 
-__all__ = ["Bundle"]
+__all__ = ["Bundle", "Damage", "damaged_parts", "strided_bytes", "unchecked_keys"]
 
 Array = np.ndarray[Any, Any]
 
 _PIECE_BYTES: Final = 1 << 22
 """The bytes to hold at a time of a slice that is narrower than its tensor."""
+_CHECKED_BYTES: Final = 16 << 20
+_VARIANT: Final = "variant"
 _Ranges = Iterable[tuple[int, memoryview]]
 """(offset in a data file, the bytes to fill)."""
 
@@ -70,25 +73,19 @@ class _RowParts:
             raise IndexError(f"{len(rows)} runs from row {rows.min()} on are not all inside its {self._rows} rows")
         parts = np.searchsorted(self._starts, rows, "right") - 1
         offsets = self._offsets[parts] + (rows - self._starts[parts]) * self._row_bytes
-        if (offsets + sizes > self._ends[parts]).any():
-            runs = zip(parts.tolist(), offsets.tolist(), views, strict=True)
-            return (place for run in runs for place in self._split(*run))
-        return _by_file(self._shards[parts], offsets.tolist(), views)
-
-    def _split(self, part: int, offset: int, view: memoryview) -> Iterator[tuple[int, _Ranges]]:
-        """Yield the places of a run that may continue in the next parts."""
-        while len(view):
-            room = int(self._ends[part]) - offset
-            yield int(self._shards[part]), [(offset, view[:room])]
-            view, part = view[room:], part + 1
-            offset = int(self._offsets[part]) if len(view) else 0
-
-
-def _by_file(shards: Array, offsets: list[int], views: Sequence[memoryview]) -> Iterator[tuple[int, _Ranges]]:
-    """Group neighbours in one data file."""
-    changes = (np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist()
-    for begin, end in itertools.pairwise((0, *changes, len(views)) if views else ()):
-        yield int(shards[begin]), zip(offsets[begin:end], views[begin:end], strict=True)
+        places = offsets.tolist()
+        if not (offsets + sizes > self._ends[parts]).any():  # neighbours in one data file are one request
+            shards = self._shards[parts]
+            changes = (np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist()
+            for begin, end in itertools.pairwise((0, *changes, len(views)) if views else ()):
+                yield int(shards[begin]), zip(places[begin:end], views[begin:end], strict=True)
+            return
+        for part, offset, view in zip(parts.tolist(), places, views, strict=True):
+            while len(view):  # a run may continue in the next parts
+                room = int(self._ends[part]) - offset
+                yield int(self._shards[part]), [(offset, view[:room])]
+                view, part = view[room:], part + 1
+                offset = int(self._offsets[part]) if len(view) else 0
 
 
 def strided_bytes(entry: Entry, rows: int) -> int:
@@ -207,11 +204,24 @@ class Bundle:
             out = np.empty(shape, dtype)
         elif out.shape != shape or out.dtype != dtype:
             raise ConfigError(f"tensor {key!r}: out must be {dtype} {shape}, got {out.dtype} {out.shape}.")
-        targets = list(_targets(entry, start, out))
+        targets = []
+        for part in entry.parts():
+            first, last = max(start, part.start[0]), min(stop, part.start[0] + part.shape[0])
+            if first < last and 0 not in part.shape:
+                columns = (slice(low, low + size) for low, size in zip(part.start[1:], part.shape[1:], strict=True))
+                offset = part.offset + (first - part.start[0]) * (part.size // part.shape[0])
+                targets.append((part.shard, offset, out[(slice(first - start, last - start), *columns)]))
         self._files.read_ranges(target for target in targets if target[2].flags.c_contiguous)
         for shard, offset, target in targets:
-            if not target.flags.c_contiguous:
-                self._read_strided(shard, offset, target)
+            if target.flags.c_contiguous:
+                continue
+            row_bytes = target[0].nbytes  # its rows are not contiguous: read them through a small buffer
+            step = min(len(target), max(1, _PIECE_BYTES // row_bytes))
+            buffer = np.empty((step, *target.shape[1:]), target.dtype)
+            for row in range(0, len(target), step):
+                piece = buffer[: len(target) - row]
+                self._files.read_into(shard, offset + row * row_bytes, piece)
+                target[row : row + step] = piece
         return out
 
     def read_runs(self, key: str, rows: Array, views: Sequence[memoryview]) -> None:
@@ -238,16 +248,6 @@ class Bundle:
             self._files.read_views(parts.locate(rows, views))
         except IndexError as error:
             raise RowRangeError(f"tensor {key!r}: {error}.") from None
-
-    def _read_strided(self, shard: int, offset: int, target: Array) -> None:
-        """Fill `target`, whose rows are not contiguous, through a small buffer."""
-        row_bytes = target[0].nbytes
-        step = min(len(target), max(1, _PIECE_BYTES // row_bytes))
-        buffer = np.empty((step, *target.shape[1:]), target.dtype)
-        for row in range(0, len(target), step):
-            piece = buffer[: len(target) - row]
-            self._files.read_into(shard, offset + row * row_bytes, piece)
-            target[row : row + step] = piece
 
     def read_string(self, key: str) -> bytes:
         """Return the string of a scalar string tensor.
@@ -338,15 +338,41 @@ class Bundle:
         return CheckpointCorruptError.of(f"data file {self.data_path(shard)}: tensor {key!r}: {what}")
 
 
-def _targets(entry: Entry, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:
-    """Yield, for each part of a tensor, its data file, offset, and place in `out`, which has the tensor's rows from
-    `start` on.
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """A tensor, or one of its slices, whose bytes do not match their checksum.
+
+    Attributes:
+        name: of the tensor.
+        file: its data file.
+        reason: the fault, in one line.
     """
-    for part in entry.parts():
-        first = max(start, part.start[0])
-        last = min(start + len(out), part.start[0] + part.shape[0])
-        if first >= last or not math.prod(part.shape):
-            continue
-        columns = tuple(slice(low, low + size) for low, size in zip(part.start[1:], part.shape[1:], strict=True))
-        offset = part.offset + (first - part.start[0]) * (part.size // part.shape[0])
-        yield part.shard, offset, out[(slice(first - start, last - start), *columns)]
+
+    name: str
+    file: str
+    reason: str
+
+
+def unchecked_keys(bundle: Bundle) -> list[str]:
+    """Return the tensors whose kind of checksum is not supported."""
+    return sorted(key for key, entry in bundle.entries.items() if entry.dtype == _VARIANT)
+
+
+def damaged_parts(bundle: Bundle, on_read: Callable[[int], None], without: Container[str] = ()) -> Iterator[Damage]:
+    """Read every data file, except for the tensors `without`, and yield what does not match its checksum.
+
+    `on_read` is called with the number of bytes just read.
+    """
+    parts = [
+        (part.shard, part.offset, key, part)
+        for key, entry in bundle.entries.items()
+        if entry.dtype != _VARIANT and key not in without
+        for part in entry.parts()
+    ]
+    for shard, _, key, part in sorted(parts, key=lambda item: item[:3]):
+        try:
+            fault = bundle.fault(key, part, _CHECKED_BYTES, on_read)
+        except CheckpointError as error:
+            fault = str(error)
+        if fault is not None:
+            yield Damage(key, str(bundle.data_path(shard)), fault)
