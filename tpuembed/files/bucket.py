@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import MissingExtraError, one_line
-from tpuembed.files.store_errors import NOT_ALLOWED, refusal
-from tpuembed.files.types import MissingBucketError
+from tpuembed.files.store_errors import MissingBucketError, refusal, store_error
 
 __all__ = ["Bucket", "Head", "content_md5", "md5"]
 
@@ -32,7 +31,7 @@ _SIGNED_SECONDS: Final = 6 * 3600
 _MAX_PUT_BYTES: Final = 5 << 30
 _TOKEN: Final = "tpuembed-write"
 """The metadata by which a writer knows an object as its own."""
-_DENIED: Final = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "403", "401")
+_DENIED: Final = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken")
 _NO_CREDENTIALS: Final = "no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true"
 
 
@@ -171,7 +170,12 @@ class Bucket:
         try:
             yield
         except ClientError as error:
-            raise self._meaning(error, key) from None
+            said, url = error.response.get("Error", {}), self._url(key)
+            code, status = said.get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
+            if code == "NoSuchBucket" or (status == 404 and not key):
+                raise MissingBucketError(errno.ENOENT, f"the bucket {self.name!r} does not exist", url) from None
+            line = refusal(status, code=code, message=said.get("Message", ""))
+            raise store_error(403 if code in _DENIED else status, line, url) from None
         except (NoCredentialsError, PartialCredentialsError):
             raise PermissionError(errno.EACCES, _NO_CREDENTIALS, self._url(key)) from None
         except BotoCoreError as error:
@@ -180,20 +184,6 @@ class Bucket:
                 f"{one_line(error).partition(': ')[2]}. Check the network and AWS_ENDPOINT_URL",
                 self._url(key),
             ) from None
-
-    def _meaning(self, error: Any, key: str) -> OSError:
-        said = error.response.get("Error", {})
-        code, status = said.get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
-        line, url = refusal(status, code=code, message=said.get("Message", "")), self._url(key)
-        if code == "NoSuchBucket" or (status == 404 and not key):
-            return MissingBucketError(errno.ENOENT, f"the bucket {self.name!r} does not exist", url)
-        if status == 404:
-            return FileNotFoundError(errno.ENOENT, line, url)
-        if status in (409, 412):
-            return FileExistsError(errno.EEXIST, line, url)
-        if status in NOT_ALLOWED or code in _DENIED:
-            return PermissionError(errno.EACCES, line, url)
-        return OSError(errno.EIO, line, url)
 
 
 def md5(data: bytes = b"") -> Any:

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, Final
 
-from tpuembed.files.store_errors import NOT_ALLOWED, refusal
+from tpuembed.files.store_errors import refusal, store_error
 
 __all__ = ["put_file"]
 
@@ -89,11 +89,7 @@ def _meaning(error: urllib.error.HTTPError) -> str:
         return line
     if any(code in body for code in _EXPIRED):
         raise TimeoutError(errno.ETIMEDOUT, line)  # a newly signed URL may work
-    if error.code in NOT_ALLOWED:
-        raise PermissionError(errno.EACCES, line)
-    if error.code == 404:
-        raise FileNotFoundError(errno.ENOENT, line)
-    raise OSError(errno.EINVAL, line)
+    raise store_error(error.code, line)
 
 
 def _reason(error: Exception) -> str:
