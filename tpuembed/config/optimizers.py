@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from tpuembed.config.checks import check_choice, check_keys, check_number
+from tpuembed.config.checks import check_choice, check_number, from_mapping
 from tpuembed.errors import ConfigError
 
 __all__ = ["FTRL", "OPTIMIZERS", "SGD", "Adagrad", "AdagradMomentum", "Adam", "Optimizer", "optimizer_from"]
@@ -49,8 +49,14 @@ class Optimizer:
             object.__setattr__(self, field.name, _as_float(getattr(self, field.name)))
         if not callable(self.learning_rate):
             check_number(f"{self.kind}: learning_rate", self.learning_rate, 0.0)
-        object.__setattr__(self, "clipvalue", self._bounds())
-        _check_order(self.kind, "clipvalue", *(self.clipvalue or (None, None)))  # type: ignore[misc]
+        clip: Any = self.clipvalue  # as (min, max)
+        if isinstance(clip, Sequence) and len(clip) == 2:
+            clip = _as_float(clip[0]), _as_float(clip[1])
+        elif clip is not None:
+            check_number(f"{self.kind}: clipvalue", clip, 0.0, above=True)
+            clip = -clip, clip
+        object.__setattr__(self, "clipvalue", clip)
+        _check_order(self.kind, "clipvalue", *(clip or (None, None)))
         _check_order(self.kind, "clip_weight", self.clip_weight_min, self.clip_weight_max)
         if self.weight_decay_factor is not None:
             check_number(f"{self.kind}: weight_decay_factor", self.weight_decay_factor, 0.0)
@@ -62,16 +68,6 @@ class Optimizer:
             raise ConfigError(
                 f"{self.kind}: clipvalue needs use_gradient_accumulation=True, as on the TPU. Leave one out."
             )
-
-    def _bounds(self) -> tuple[float | None, float | None] | None:
-        """Return `clipvalue` as (min, max)."""
-        value = self.clipvalue
-        if value is None:
-            return None
-        if isinstance(value, Sequence) and len(value) == 2:
-            return _as_float(value[0]), _as_float(value[1])
-        check_number(f"{self.kind}: clipvalue", value, 0.0, above=True)
-        return -value, value
 
     def slot_initial_value(self, slot: str) -> float:
         """Return the initial value of every element of `slot`."""
@@ -244,7 +240,5 @@ def optimizer_from(value: str | Mapping[str, Any] | Optimizer) -> Optimizer:
     if not isinstance(value, Mapping):
         raise ConfigError(f"optimizer: expected a name, a mapping or a tpuembed optimizer, got {value!r}")
     check_choice("optimizer: kind", value.get("kind"), OPTIMIZERS)
-    cls = OPTIMIZERS[value["kind"]]
     fields = {name: given for name, given in value.items() if name != "kind"}
-    check_keys(f"optimizer {cls.kind}", fields, (field.name for field in dataclasses.fields(cls)))
-    return cls(**fields)
+    return from_mapping(OPTIMIZERS[value["kind"]], f"optimizer {value['kind']}", fields)
