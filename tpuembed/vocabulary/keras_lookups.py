@@ -59,16 +59,12 @@ def read_lookup(source: Any, layer: str, oov_buckets: int | None) -> Lookup:
             f"vocabulary: a {type(source).__name__} is no StringLookup or IntegerLookup. Pass one, or the path of a .keras file or "
             "SavedModel."
         )
-    return _of_layer(source)
-
-
-def _of_layer(layer: Any) -> Lookup:
-    where = f"layer {layer.name!r}"
-    empty = _without_names(where, vars(layer), layer.vocabulary_dtype)
-    if not int(layer.lookup_table.size()):
+    where = f"layer {source.name!r}"
+    empty = _without_names(where, vars(source), source.vocabulary_dtype)
+    if not int(source.lookup_table.size()):
         raise ConfigError(f"{where}: has no vocabulary. Adapt it, or set its vocabulary, first.")
-    keys, values = (tensor.numpy() for tensor in layer.lookup_table.export())
-    return _with_pairs(empty, *((values, keys) if layer.invert else (keys, values)))
+    keys, values = (tensor.numpy() for tensor in source.lookup_table.export())
+    return _with_pairs(empty, *((values, keys) if source.invert else (keys, values)))
 
 
 def _with_pairs(empty: Lookup, names: Any, numbers: Any) -> Lookup:

@@ -106,7 +106,14 @@ def parse(content: bytes) -> tuple[dict[str, Any], Names]:
     Raises:
         ValueError: it is damaged.
     """
-    fields, body = _header(content)
+    fields, size = _fields(content)
+    if len(content) < size + 4:
+        raise ValueError(f"it ends after {len(content)} bytes")
+    view = memoryview(content)
+    (checksum,) = struct.unpack("<I", content[-4:])
+    if google_crc32c.value(np.frombuffer(view[:-4], np.uint8)) != checksum:
+        raise ValueError("its checksum is wrong")
+    body = view[size:-4]
     names, is_text = fields["names"], fields["dtype"] == "string"
     options = {option: fields[option] for option in OPTIONS}
     expected = 4 * names + fields["bytes"] if is_text else 8 * names
@@ -122,18 +129,6 @@ def parse(content: bytes) -> tuple[dict[str, Any], Names]:
     found = np.empty(names, object)
     found[:] = [bytes(texts[start:end]) for start, end in itertools.pairwise([0, *ends])]
     return options, found
-
-
-def _header(content: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Return the fields of the header, and what follows it but for the checksum."""
-    fields, size = _fields(content)
-    if len(content) < size + 4:
-        raise ValueError(f"it ends after {len(content)} bytes")
-    view = memoryview(content)
-    (checksum,) = struct.unpack("<I", content[-4:])
-    if google_crc32c.value(np.frombuffer(view[:-4], np.uint8)) != checksum:
-        raise ValueError("its checksum is wrong")
-    return fields, view[size:-4]
 
 
 def _fields(content: bytes) -> tuple[dict[str, Any], int]:
