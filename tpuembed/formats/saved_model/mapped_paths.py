@@ -3,6 +3,8 @@
 The path is a static attribute of the node. So a graph that moves to another folder is rewritten: on the disk at deploy
 time, or in memory while it is loaded. Everything else in the file stays byte for byte the same.
 
+Bytes that are no SavedModel raise a MalformedError, and graphs that do not map the stacks of a manifest a ConfigError.
+
 Source of the field numbers: saved_model, meta_graph, graph, function, node_def, attr_value and tensor_shape .proto in
 tensorflow/core/protobuf and tensorflow/core/framework.
 """
@@ -59,11 +61,7 @@ class MappedTensor:
 
 
 def mapped_tensors(graph: bytes) -> set[MappedTensor]:
-    """Return every tensor that saved_model.pb, whose bytes are `graph`, maps from a file.
-
-    Raises:
-        MalformedError: the bytes are not a SavedModel.
-    """
+    """Return every tensor that saved_model.pb, whose bytes are `graph`, maps from a file."""
     found: set[MappedTensor] = set()
 
     def note(node: bytes) -> bytes:
@@ -77,11 +75,7 @@ def mapped_tensors(graph: bytes) -> set[MappedTensor]:
 
 
 def replace_paths(graph: bytes, paths: Mapping[str, str]) -> bytes:
-    """Return saved_model.pb with the mapped paths that `paths` names replaced, and all others unchanged.
-
-    Raises:
-        MalformedError: the bytes are not a SavedModel.
-    """
+    """Return saved_model.pb with the mapped paths that `paths` names replaced, and all others unchanged."""
 
     def replace(node: bytes) -> bytes:
         tensor = _tensor_of(node)
@@ -95,11 +89,7 @@ def replace_paths(graph: bytes, paths: Mapping[str, str]) -> bytes:
 
 
 def without_rows(graph: bytes, arrays: Collection[ArrayEntry]) -> bytes:
-    """Return saved_model.pb in which the mapped tensors of `arrays` have no rows, and no files. A gather of them always fails.
-
-    Raises:
-        MalformedError: the bytes are not a SavedModel.
-    """
+    """Return saved_model.pb in which the mapped tensors of `arrays` have no rows, and no files. A gather of them always fails."""
     names = {array.name.encode() for array in arrays}
 
     def replace(node: bytes) -> bytes:
@@ -135,11 +125,7 @@ def without_rows(graph: bytes, arrays: Collection[ArrayEntry]) -> bytes:
 
 
 def mapped_from(graph: bytes, manifest: Manifest, folder: PurePath) -> bytes:
-    """Return saved_model.pb with every table of `manifest` mapped from its file below `folder`.
-
-    Raises:
-        ConfigError: the graph does not map exactly the stacks of the manifest.
-    """
+    """Return saved_model.pb with every table of `manifest` mapped from its file below `folder`."""
     try:
         paths = {path: str(folder / array.file) for path, array in _places(graph, manifest)}
         return graph if all(old == new for old, new in paths.items()) else replace_paths(graph, paths)
@@ -148,22 +134,13 @@ def mapped_from(graph: bytes, manifest: Manifest, folder: PurePath) -> bytes:
 
 
 def graph_crc32c(graph: bytes, manifest: Manifest) -> int:
-    """Return the CRC32C of saved_model.pb with its paths relative to the version, so that relocation does not change
-    it.
-
-    Raises:
-        ConfigError: the graph does not map the stacks of the manifest.
-    """
+    """Return the CRC32C of saved_model.pb with paths relative to the version: relocation does not change it."""
     mapped = manifest.layout == "mmap"
     return int(google_crc32c.value(mapped_from(graph, manifest, PurePosixPath()) if mapped else graph))
 
 
 def mapped_folders(graph: bytes, manifest: Manifest) -> set[str]:
-    """Return the folders that the stacks of `manifest` are mapped from: one, for a graph as it was written.
-
-    Raises:
-        ConfigError: the graph does not map the stacks of the manifest.
-    """
+    """Return the folders that the stacks of `manifest` are mapped from: one, for a graph as it was written."""
     return {path.removesuffix(f"/{array.file}") for path, array in _places(graph, manifest)}
 
 

@@ -141,11 +141,7 @@ def check_root(root: str) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` to the file `path` by one rename, so that a reader sees either the old bytes or the new ones.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write `content` to the file `path` by one rename, so that a reader sees either the old bytes or the new ones."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb") as file:

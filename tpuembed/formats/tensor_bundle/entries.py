@@ -114,9 +114,7 @@ def slice_key(name: bytes, starts: Sequence[int], lengths: Sequence[int]) -> byt
 
 
 def encode_signed(value: int) -> bytes:
-    """Encode an int64. n bytes have 7n - 1 bits; the leading n - 1 bits after the sign bit encode n, inverted for
-    negatives.
-    """
+    """Encode an int64. n bytes have 7n - 1 bits; the n - 1 bits after the sign encode n, inverted for negatives."""
     magnitude = ~value if value < 0 else value
     size = magnitude.bit_length() // 7 + 1
     header = ((1 << size) - 1) << (7 * size)  # n ones in front of 7n bits: the sign bit, flipped, and the length
