@@ -36,9 +36,7 @@ _REQUESTS: Final = 16
 _CHUNK_BYTES: Final = 1 << 18
 """The chunk size of a response."""
 IN_FLIGHT_BYTES: Final = _REQUESTS * 4 * _CHUNK_BYTES
-"""Most bytes of responses that have arrived and are not in their buffers yet: some chunks per request, in Python and
-the client.
-"""
+"""Most bytes of responses that are not in their buffers yet: some chunks per request, in Python and the client."""
 _MAX_MESSAGE: Final = 300
 
 _NO_BUCKET: Final = "status code: 404 Not Found"
@@ -148,11 +146,7 @@ FilePath = Path | UrlPath
 
 
 def as_path(text: str | FilePath) -> FilePath:
-    """Return the path or URL for `text`. `file://` gives a path.
-
-    Raises:
-        ConfigError: the text is empty, or a URL of another scheme, or without a bucket.
-    """
+    """Return the path or URL for `text`. Raises ConfigError if it is empty, or a URL of another scheme or without a bucket."""
     if not isinstance(text, str):
         return text
     if not text:

@@ -17,9 +17,7 @@ class MissingBucketError(FileNotFoundError):
 
 
 def refusal(status: int, body: str = "", code: str = "", message: str = "") -> str:
-    """Return the line for an answer of `status`. `body` is S3's XML, a proxy's HTML, or anything; or `code` and
-    `message` are given.
-    """
+    """Return the line for an answer of `status` with a `body` of S3's XML, a proxy's HTML, or anything; or with its parts."""
     code, message = code or _field("Code", body), message or _field("Message", body)
     if not code or code == str(status):
         return f"the store answers {status} {http.client.responses.get(status, '')}".rstrip()
