@@ -86,8 +86,14 @@ class HostOps:
         rows, columns, gains = _merged(rows[order], columns[order], gains[order])
         counts = np.bincount(columns % owners, minlength=owners)
         unique = np.bincount(np.unique(columns) % owners, minlength=owners)
-        _check_limit(table_name, "ids", counts, max_ids_per_sparse_core)
-        _check_limit(table_name, "unique ids", unique, max_unique_ids_per_sparse_core)
+        limits = max_ids_per_sparse_core, max_unique_ids_per_sparse_core
+        for what, numbers, limit in zip(("ids", "unique ids"), (counts, unique), limits, strict=True):
+            worst = int(numbers.argmax())
+            check(
+                int(numbers[worst]) <= limit,
+                f"Sparse core {worst} gets {numbers[worst]} {what} while the max {what} per sparse core is set to be {limit} for "
+                f"table {table_name}. Raise the limit in the TableConfigs or in SparseCoreEmbeddingConfig.",
+            )
         ends = np.concatenate([[0], np.cumsum(counts)])
         return rows % sum(sample_count_list), columns // owners, gains, ends
 
@@ -160,15 +166,6 @@ def check(holds: bool, message: str) -> None:
     """Raise InvalidArgumentError, as a kernel does, unless `holds`."""
     if not holds:
         raise tf.errors.InvalidArgumentError(None, None, message)
-
-
-def _check_limit(table: str, what: str, counts: Array, limit: int) -> None:
-    worst = int(counts.argmax())
-    check(
-        int(counts[worst]) <= limit,
-        f"Sparse core {worst} gets {counts[worst]} {what} while the max {what} per sparse core is set to be {limit} for table "
-        f"{table}. Raise the limit in the TableConfigs or in SparseCoreEmbeddingConfig.",
-    )
 
 
 def _samples(indices_or_row_splits: Array, ids: int, sample_count: int) -> Array:
