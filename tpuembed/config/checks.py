@@ -88,10 +88,20 @@ def check_choice(where: str, value: object, choices: Iterable[str]) -> None:
         raise ConfigError(f"{where} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def check_number(where: str, value: object, minimum: float = -math.inf, *, above: bool = False) -> None:
-    """Raise ConfigError unless `value` is a finite number, at least (or above) `minimum`."""
+def check_number(
+    where: str,
+    value: object,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    *,
+    above: bool = False,
+    below: bool = False,
+) -> None:
+    """Raise ConfigError unless `value` is a finite number from (or above) `minimum` to (or below) `maximum`."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number:
         raise ConfigError(f"{where} must be a finite number, got {value!r}")
     if value < minimum or (above and value == minimum):  # type: ignore[operator]
         raise ConfigError(f"{where} must be {'above' if above else 'at least'} {minimum:g}, got {value!r}")
+    if value > maximum or (below and value == maximum):  # type: ignore[operator]
+        raise ConfigError(f"{where} must be {'below' if below else 'at most'} {maximum:g}, got {value!r}")

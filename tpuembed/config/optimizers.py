@@ -104,12 +104,6 @@ def _check_order(kind: str, what: str, low: float | None, high: float | None) ->
         raise ConfigError(f"{kind}: {what}: the lower bound {low!r} is above the upper one {high!r}")
 
 
-def _check_fraction(where: str, value: float) -> None:
-    check_number(where, value, 0.0)
-    if value >= 1.0:
-        raise ConfigError(f"{where} must be below 1, got {value!r}")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
     """Gradient descent: `w -= learning_rate * g`. No slots."""
@@ -154,11 +148,9 @@ class AdagradMomentum(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_fraction("adagrad_momentum: momentum", self.momentum)
+        check_number("adagrad_momentum: momentum", self.momentum, 0.0, 1.0, below=True)
         check_number("adagrad_momentum: exponent", self.exponent, 0.0, above=True)
-        check_number("adagrad_momentum: beta2", self.beta2, 0.0)
-        if self.beta2 > 1.0:
-            raise ConfigError(f"adagrad_momentum: beta2 must be at most 1, got {self.beta2!r}")
+        check_number("adagrad_momentum: beta2", self.beta2, 0.0, 1.0)
         check_number("adagrad_momentum: epsilon", self.epsilon, 0.0, above=True)
 
 
@@ -183,8 +175,8 @@ class Adam(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_fraction("adam: beta_1", self.beta_1)
-        _check_fraction("adam: beta_2", self.beta_2)
+        check_number("adam: beta_1", self.beta_1, 0.0, 1.0, below=True)
+        check_number("adam: beta_2", self.beta_2, 0.0, 1.0, below=True)
         check_number("adam: epsilon", self.epsilon, 0.0, above=True)
 
 
@@ -218,9 +210,7 @@ class FTRL(Optimizer):
         super().__post_init__()
         for field in ("l1_regularization_strength", "l2_regularization_strength", "beta", "initial_accumulator_value"):
             check_number(f"ftrl: {field}", getattr(self, field), 0.0)
-        check_number("ftrl: learning_rate_power", self.learning_rate_power)
-        if self.learning_rate_power > 0.0:
-            raise ConfigError(f"ftrl: learning_rate_power must be at most 0, got {self.learning_rate_power!r}")
+        check_number("ftrl: learning_rate_power", self.learning_rate_power, maximum=0.0)
         if self.initial_accumulator_value == 0.0 and not self.allow_zero_accumulator:
             raise ConfigError(
                 "ftrl: initial_accumulator_value is 0. Give a positive one, or allow_zero_accumulator=True."

@@ -92,16 +92,13 @@ def feature_config_from_dict(value: str | Path | Mapping[str, Any]) -> Any:
     check_keys("feature config", mapping, ("tables", "features"))
     if not isinstance(mapping.get("tables"), Mapping) or "features" not in mapping:
         raise ConfigError("feature config: needs a mapping `tables` and a structure `features`")
-    tables = {name: _table_from_dict(name, fields) for name, fields in mapping["tables"].items()}
-    return _features_from(mapping["features"], tables, "features", {})
-
-
-def _table_from_dict(name: str, fields: Any) -> TableConfig:
-    if isinstance(fields, Mapping):
-        fields = {"name": name, **fields}
-        if fields["name"] != name:
+    tables = dict[str, TableConfig]()
+    for name, fields in mapping["tables"].items():
+        if isinstance(fields, Mapping) and fields.get("name", name) != name:
             raise ConfigError(f"table {name!r}: its field name is {fields['name']!r}. Make them equal.")
-    return from_mapping(TableConfig, f"table {name!r}", fields)
+        given = {"name": name, **fields} if isinstance(fields, Mapping) else fields
+        tables[name] = from_mapping(TableConfig, f"table {name!r}", given)
+    return _features_from(mapping["features"], tables, "features", {})
 
 
 def _features_from(

@@ -176,11 +176,7 @@ class ServingConfig:
         return ServingConfig(features=features, tables={k: v for k, v in self.tables.items() if k in keep})
 
     def only_features(self, names: Iterable[str]) -> "ServingConfig":
-        """Return the part of this config with the features `names`.
-
-        Raises:
-            ConfigError: there is no feature of that name.
-        """
+        """Return the part of this config with the features `names`. Raises ConfigError if there is no such feature."""
         names = list(names)
         for name in names:
             if name not in self.features:

@@ -145,9 +145,15 @@ class _Counts(NamedTuple):
 
 def _count(lookups: Sequence[_Lookup], topology: Topology, steps: int) -> _Counts:
     """Return the counts of the lookups of one stack (or of one table of it) over the first `steps` batches of the sample."""
-    parts = [_of_lookup(lookup, topology, steps) for lookup in lookups]
-    where = np.concatenate([part for part, _ in parts])
-    rows = np.concatenate([row for _, row in parts])
+    parts, of_rows = list[Array](), list[Array]()
+    for lookup in lookups:
+        kept = lookup.ids.examples < steps * topology.batch_size
+        examples, one = _distinct(lookup.ids.examples[kept], lookup.ids.ids[kept])
+        sources = examples // (topology.batch_size // topology.cores)
+        # The number of a partition is (step * cores + source) * cores + destination.
+        parts.append(sources * topology.cores + (one + lookup.rotation) % topology.cores)
+        of_rows.append(one + lookup.first_row)
+    where, rows = np.concatenate(parts), np.concatenate(of_rows)
     if not len(where):
         return _Counts(0, 0, 0)
     names, ids = np.unique(where, return_counts=True)
@@ -158,15 +164,6 @@ def _count(lookups: Sequence[_Lookup], topology: Topology, steps: int) -> _Count
     )  # the chip of each partition: step * chips + chip
     _, positions = np.unique(chips, return_inverse=True)
     return _Counts(int(ids.max()), int(unique_ids.max()), int(np.bincount(positions, padded).max()))
-
-
-def _of_lookup(lookup: _Lookup, topology: Topology, steps: int) -> tuple[Array, Array]:
-    """Return (partition, row) of every id. The number of a partition is (step * cores + source) * cores + destination."""
-    kept = lookup.ids.examples < steps * topology.batch_size
-    examples, ids = _distinct(lookup.ids.examples[kept], lookup.ids.ids[kept])
-    per_core = topology.batch_size // topology.cores
-    destinations = (ids + lookup.rotation) % topology.cores
-    return examples // per_core * topology.cores + destinations, ids + lookup.first_row
 
 
 def _distinct(first: Array, second: Array) -> tuple[Array, Array]:
@@ -288,7 +285,11 @@ def estimate(
         raise ConfigError(f"margin must be at most {_MOST_MARGIN}, got {margin!r}. A margin of 0.25 adds a quarter.")
     steps = _check(features, sample, topology)
     default = None if optimizer is None else resolve_optimizer(optimizer)
-    trained = [_trained(config, default, topology) for config in features.values()]
+    trained, of_chip = list[FeatureConfig](), (topology.batch_size // topology.chips,)
+    for config in features.values():
+        own = default if config.table.optimizer is None else config.table.optimizer
+        table = dataclasses.replace(config.table, optimizer=own)
+        trained.append(dataclasses.replace(config, table=table, output_shape=of_chip))
     configs = {config.table.name: config.table for config in trained}
     optimizers = {name: table.optimizer and resolve_optimizer(table.optimizer) for name, table in configs.items()}
     layouts = stack_tables(features_to_tf(trained), topology.chips, topology.sparse_cores_per_chip, stacking)
@@ -381,18 +382,9 @@ def _check(features: Mapping[str, FeatureConfig], sample: Mapping[str, FeatureId
 
 
 def _limit(given: Iterable[int | None]) -> int:
-    """Return the limit of a stack as the layer sets it: the sum of its tables' limits, or TensorFlow's default if no table
-    has one.
-    """
+    """Return the limit of a stack as the layer sets it: the sum of its tables', or TensorFlow's default if none has one."""
     limits = list(given)
     return sum(limit or _DEFAULT_LIMIT for limit in limits) if any(limits) else _DEFAULT_LIMIT
-
-
-def _trained(config: FeatureConfig, default: Any, topology: Topology) -> FeatureConfig:
-    """Return `config` with its table's optimizer filled in, and the output_shape of one chip."""
-    optimizer = default if config.table.optimizer is None else config.table.optimizer
-    table = dataclasses.replace(config.table, optimizer=optimizer)
-    return dataclasses.replace(config, table=table, output_shape=(topology.batch_size // topology.chips,))
 
 
 def _warnings(stack: StackSize, tables: Mapping[str, TableSize]) -> Iterator[str]:

@@ -268,7 +268,17 @@ class _Table:
 
     def __init__(self, tables: ReadableTables, info: TableInfo) -> None:
         self._tables, self._info = tables, info
-        self._initial, self._unknown = _initial_values(tables, info)
+        # The initial value of each slot, or why they are not known.
+        self._initial, self._unknown = dict[str, Any](), ""
+        if not isinstance(tables, Checkpoint):
+            self._unknown = "exports have no slots"
+        elif not info.slots:
+            self._unknown = "the checkpoint has no slots of this table"
+        elif given := ((tables.layer_config or {}).get("tables", {}).get(info.name, {})).get("optimizer"):
+            optimizer = optimizer_from(given)
+            self._initial = {slot: np.float32(optimizer.slot_initial_value(slot)) for slot in info.slots}
+        else:
+            self._unknown = f"the checkpoint does not say which values {', '.join(info.slots)} had at first"
         self._row_bytes = info.dim * info.dtype.itemsize
         self.bytes = info.rows * self._row_bytes * (1 + len(self._initial))
 
@@ -354,19 +364,6 @@ class _Table:
                 untouched &= (slots == value.astype(slots.dtype)).all(1)
             counts.rows["untouched"] = int(untouched.sum())
         return counts
-
-
-def _initial_values(tables: ReadableTables, info: TableInfo) -> tuple[dict[str, Any], str]:
-    """Return the initial value of each slot, or why they are not known."""
-    if not isinstance(tables, Checkpoint):
-        return {}, "exports have no slots"
-    if not info.slots:
-        return {}, "the checkpoint has no slots of this table"
-    config = (tables.layer_config or {}).get("tables", {}).get(info.name, {})
-    if not config.get("optimizer"):
-        return {}, f"the checkpoint does not say which values {', '.join(info.slots)} had at first"
-    optimizer = optimizer_from(config["optimizer"])
-    return {slot: np.float32(optimizer.slot_initial_value(slot)) for slot in info.slots}, ""
 
 
 def _largest(numbers: npt.NDArray[np.int64], norms: npt.NDArray[np.float64]) -> list[LargeRow]:

@@ -70,9 +70,7 @@ class LayerVocabulary:
 
     @property
     def number(self) -> int | None:
-        """Return the number in a generated Keras name: 0 for string_lookup, 3 for string_lookup_3; None for a user's
-        name.
-        """
+        """Return the number in a generated Keras name, 3 for string_lookup_3, 0 for string_lookup; else None."""
         match = re.fullmatch(rf"{re.escape(self.kind)}(?:_(\d+))?", self.layer) if self.kind else None
         return int(match[1] or 0) if match else None
 

@@ -17,11 +17,7 @@ _MARK: Final = b"\xef\xbb\xbf"
 
 
 def array_of(names: Any, dtype: DType) -> Names:
-    """Return the names of an array, or of nested lists, in an array of their shape. str is encoded in UTF-8.
-
-    Raises:
-        ConfigError: a name has another type, or has no UTF-8.
-    """
+    """Return names in an array of their shape, str in UTF-8. Raises ConfigError for another type, or no UTF-8."""
     if dtype == "string":
         array = names if isinstance(names, np.ndarray) else np.array(names, object)
         found = np.empty(array.size, object)

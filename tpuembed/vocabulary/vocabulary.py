@@ -208,6 +208,11 @@ class Vocabulary:
         rows[self.oov_buckets :] = other._rows_of(self.all_names)
         return rows
 
+    def moved_in(self, other: "Vocabulary") -> _Integers:
+        """Return the rows, int64 [n], whose name has another row in `other`, or none. See `rows_in`."""
+        rows = self.rows_in(other)
+        return np.flatnonzero(rows != np.arange(len(rows)))
+
     def same_names(self, other: "Vocabulary") -> bool:
         """Return True if both have the same names at the same rows."""
         return not self.unlike(other) and np.array_equal(self.all_names, other.all_names)
@@ -297,8 +302,9 @@ class Vocabulary:
         """
         check_version(content, where)
         try:
-            options, names = parse(content)
-            return cls.from_options(options, "vocabulary")._with(names)
+            header, names = parse(content)
+            dtype: Any = header.dtype
+            return cls(dtype=dtype, oov_buckets=header.oov_buckets)._with(names)
         except (ValueError, TypeError) as error:
             why = str(error).removeprefix("vocabulary: ").partition(". ")[0].removesuffix(".")
             raise CheckpointCorruptError(f"{where}: cannot be read: {why}. Restore it from a copy.") from None
