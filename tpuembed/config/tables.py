@@ -223,9 +223,8 @@ class FeatureConfig:
             raise ConfigError(f"FeatureConfig: table must be a tpuembed.TableConfig, got {self.table!r}")
         if self.out_of_vocabulary is None:
             object.__setattr__(self, "out_of_vocabulary", self.table.out_of_vocabulary)
-        check_out_of_vocabulary(
-            f"feature of table {self.table.name!r}", self.out_of_vocabulary, self.table.vocabulary_size
-        )
+        where = f"feature of table {self.table.name!r}"
+        check_out_of_vocabulary(where, self.out_of_vocabulary, self.table.vocabulary_size)
         if self.name is not None:
             check_name("FeatureConfig", self.name)
         check_count("FeatureConfig: max_sequence_length", self.max_sequence_length, 0, 2**31 - 1)
@@ -244,7 +243,6 @@ class FeatureConfig:
                 if size is not None:
                     check_count("FeatureConfig: output_shape", size, 1)
             object.__setattr__(self, "output_shape", shape)
-        where = f"feature of table {self.table.name!r}"
         vocabulary = checked_vocabulary(where, self.vocabulary, self.oov_buckets)
         object.__setattr__(self, "vocabulary", vocabulary)
         object.__setattr__(self, "oov_buckets", None if vocabulary is None else vocabulary.oov_buckets)

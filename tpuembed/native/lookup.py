@@ -163,6 +163,9 @@ def refusal(manifest: Manifest) -> str:
 class NativeLookups:
     """The lookups of one export. Its methods may be called by many threads at once.
 
+    They raise ConfigError for an id outside its table, with the message of the export's graph, for an unknown name, and for an
+    input that does not fit; and TpuEmbedError for a damaged overlay.
+
     Attributes:
         features: in the order in which a graph checks their ids: groups of one kind, stack, combiner and policy.
         reads_ahead: whether the kernel is told all pages of a call before the first row is read. It is for tables that are
@@ -242,20 +245,11 @@ class NativeLookups:
 
         Args:
             inputs: int64, or names of rows: int64, or arrays of dtype object with bytes.
-
-        Raises:
-            ConfigError: an id is outside its table, with the message of the export's graph; a name is unknown; or an input does
-                not fit.
-            TpuEmbedError: an overlay is damaged.
         """
         return self.pooled(self.rows_of(inputs), inputs)
 
     def rows_of(self, inputs: Mapping[str, Array]) -> list[Array]:
-        """Return the ids of each feature, in the order of `features`: int64 [batch] or [batch, hot], those of names included.
-
-        Raises:
-            ConfigError: a name is unknown, or an input does not fit.
-        """
+        """Return the ids of each feature, in the order of `features`: int64 [batch] or [batch, hot], those of names included."""
         pages, rows = self._pages_to_read() if self.reads_ahead else None, []
         for one, names in zip(self.features, self._names, strict=True):
             given, rank, content = inputs[one.name], 1 if one.input == "id" else 2, None
@@ -327,10 +321,6 @@ class NativeLookups:
         Args:
             ids: int64 [batch, columns].
             out: where to write the activations. None for a new array.
-
-        Raises:
-            ConfigError: an id is outside its table, with the message of the export's graph; or the matrix does not fit.
-            TpuEmbedError: an overlay is damaged.
         """
         if not self._has_packed:
             raise ConfigError("the export has no signature packed. Use its named inputs.")

@@ -73,14 +73,10 @@ def search_refusal(manifest: Manifest) -> str:
 
 
 class NativeSearch:
-    """The index of an export, mapped. Its methods may be called from several threads."""
+    """The index of an export, mapped. Any thread may call its methods, which raise ConfigError for another shape or dtype."""
 
     def __init__(self, manifest: Manifest, version_dir: Path) -> None:
-        """Map the index of the export at `version_dir`, whose `search_refusal` is empty.
-
-        Raises:
-            ConfigError: a file cannot be mapped, or has another size than in the manifest.
-        """
+        """Map the index of the export at `version_dir`, whose `search_refusal` is empty. Raises ConfigError if it cannot."""
         assert manifest.retrieval is not None
         self.entry = entry = manifest.retrieval
         (stack,) = [
@@ -118,9 +114,6 @@ class NativeSearch:
             queries: float32 [batch, dim], finite: the vectors that the signature `query` returns.
             k: how many.
             wanted: uint64 [batch], the tags that a candidate needs; None if no query needs one.
-
-        Raises:
-            ConfigError: the queries have another shape.
         """
         queries = np.ascontiguousarray(queries, np.float32)
         if queries.ndim != 2 or queries.shape[1] != self.dim:
@@ -160,9 +153,6 @@ class NativeSearch:
             queries: as for `search`.
             exclude: ids [batch, n] that are no answer, int64 or objects.
             wanted: uint64 [batch], see `search`.
-
-        Raises:
-            ConfigError: an argument has another shape or dtype.
         """
         k, dtype = self.entry.k, np.dtype(np.int64 if self.entry.ids == "int64" else object)
         if exclude.ndim != 2 or not exclude.shape[:1] == wanted.shape == queries.shape[:1]:

@@ -62,26 +62,9 @@ class FakeCluster:
             devices=devices,
         )
 
-    def master(self) -> str:
-        """Return the address of this process."""
-        return ""
-
-    get_master = master
-
     def cluster_spec(self) -> Any:
         """Return an empty cluster: there is no other machine."""
         return tf.train.ClusterSpec({})
-
-    def get_job_name(self) -> str:
-        """Return the job in the devices' names."""
-        return "localhost"
-
-    def num_accelerators(self, *_: Any, **__: Any) -> dict[str, int]:
-        """Return the number of TPUs."""
-        return {"TPU": self._replicas}
-
-    def connect(self, *_: Any, **__: Any) -> None:
-        """Do nothing: there is no cluster to connect to."""
 
 
 class SimulatedTPUStrategy(tf.distribute.TPUStrategy):

@@ -285,7 +285,9 @@ class Bundle:
         try:
             values = decode_strings(payload.tobytes(), math.prod(entry.shape), entry.crc32c)
         except MalformedError as error:
-            raise self._corrupt(key, entry.shard, str(error)) from None
+            raise CheckpointCorruptError.of(
+                f"data file {self.data_path(entry.shard)}: tensor {key!r}: {error}"
+            ) from None
         out = np.empty(len(values), object)
         out[:] = values
         return out.reshape(entry.shape)
@@ -299,7 +301,7 @@ class Bundle:
         self._dtype(key, entry)
         for part in entry.parts():
             if fault := self.fault(key, part, chunk_bytes):
-                raise self._corrupt(key, part.shard, fault)
+                raise CheckpointCorruptError.of(f"data file {self.data_path(part.shard)}: tensor {key!r}: {fault}")
 
     def fault(
         self, key: str, part: Slice, chunk_bytes: int, on_read: Callable[[int], None] = lambda _: None
@@ -366,9 +368,6 @@ class Bundle:
                 f"bundle {self.prefix}: tensor {key!r} has dtype {entry.dtype}. It should be numeric. Choose another tensor."
             )
         return numpy_dtype(entry.dtype)
-
-    def _corrupt(self, key: str, shard: int, what: str) -> CheckpointCorruptError:
-        return CheckpointCorruptError.of(f"data file {self.data_path(shard)}: tensor {key!r}: {what}")
 
 
 def _unreadable(error: OSError) -> CheckpointError:
