@@ -180,7 +180,7 @@ class _BoundCall(_NativeCall):
     def __init__(self, version: str, threads: int, feeds: list[Mapping[str, Array]]) -> None:
         super().__init__(version, threads, feeds)
         structs = self._lookups._structs
-        places = [one.rows + one.base_row_offset * one.row_bytes for one in structs]
+        places = [one.rows + one.row_offset * one.row_bytes for one in structs]
         self._tables = (ctypes.c_void_p * len(places))(*places)
         self._count, self._width = len(places), sum(one.dim for one in structs)
         self._loop = _bound()

@@ -80,6 +80,21 @@ def test_lists_are_combined_as_numpy_combines_them(
             np.testing.assert_allclose(found[combiner], truth, atol=1e-6, err_msg=combiner)
 
 
+def test_sparse_ids_of_rank_three_are_combined_over_their_last_axis(combining: tuple[TPUEmbedding, Any]) -> None:
+    ids = tf.SparseTensor([[0, 0, 0], [0, 0, 4], [0, 2, 1], [1, 1, 0]], tf.constant([3, 5, 7, 9], tf.int64), [3, 3, 5])
+    for combiner, found in combining[0](dict.fromkeys(COMBINERS, ids)).items():
+        assert found.shape == (3, 3, 4)
+        truth = tf.nn.safe_embedding_lookup_sparse(ROWS, ids, combiner=combiner)
+        np.testing.assert_allclose(found, truth, atol=1e-6, err_msg=combiner)
+
+
+def test_weights_that_stand_elsewhere_fail() -> None:
+    moved = [[0.5, 2.0], [1.0], [3.0], [1.0, 0.25], []]
+    for make in KINDS.values():
+        with pytest.raises(tf.errors.InvalidArgumentError, match="have different positions"):
+            one_feature()({"x": make(LISTS)}, {"x": make(moved, tf.float32)})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_are_cut_and_padded(kind: str) -> None:
     shared = table()
@@ -302,6 +317,9 @@ def test_inputs_that_have_no_meaning_are_refused_by_name() -> None:
         (look_up(tf.ragged.constant([[[1]]])), "'x': ragged ids must have rank 2"),
         (look_up(np.array([1]), np.array([1.0])), "'x': weights were given for dense ids"),
         (look_up(ragged([[1]]), sparse([[1.0]], tf.float32)), "'x'.*Make both ragged"),
+        (look_up(sparse([[1]]), ragged([[1.0]], tf.float32)), "'x'.*Make both sparse"),
+        (lambda: one_feature(output_shape=(3,))({"x": ragged(LISTS)}), r"output_shape \(3,\): the ids give .*\(5,\)"),
+        (lambda: one_feature(output_shape=(5, 2))({"x": sparse(LISTS)}), r"output_shape \(5, 2\): the ids give"),
     ]
     assert_each_is_refused(ConfigError, cases)
     assert_each_is_refused(ValueError, cases)

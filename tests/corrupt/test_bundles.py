@@ -19,7 +19,7 @@ from tpuembed.checkpoint import open_checkpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, UnknownTableError
 from tpuembed.formats.sstable import read_table, write_table
 from tpuembed.formats.tensor_bundle import Bundle, crc, shard_path
-from tpuembed.formats.tensor_bundle.ordered_code import slice_key
+from tpuembed.formats.tensor_bundle.entries import slice_key
 
 EntryProto = tensor_bundle_pb2.BundleEntryProto
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"

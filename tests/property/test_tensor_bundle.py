@@ -1,4 +1,4 @@
-"""Ordered code sorts as what it encodes, and bundles survive the trip to TensorFlow and back, whatever they hold."""
+"""Keys of slices sort as what they encode, and bundles survive the trip to TensorFlow and back, whatever they hold."""
 
 import tempfile
 from pathlib import Path
@@ -13,27 +13,16 @@ from hypothesis.extra import numpy as hnp
 from tests.support.checkpoint.bundles import restore, save, write
 from tpuembed.formats.protobuf import read_varint, varint
 from tpuembed.formats.tensor_bundle import Bundle, Entry, Slice, crc, shard_path, write_index
-from tpuembed.formats.tensor_bundle.ordered_code import encode_signed, encode_string, encode_unsigned
+from tpuembed.formats.tensor_bundle.entries import slice_key
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 Array = np.ndarray[Any, Any]
 
 
-@given(INT64, INT64)
-def test_signed_codes_sort_as_integers(a: int, b: int) -> None:
-    assert (encode_signed(a) < encode_signed(b)) == (a < b)
-    assert (encode_signed(a) == encode_signed(b)) == (a == b)
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-def test_unsigned_codes_sort_as_integers(a: int, b: int) -> None:
-    assert (encode_unsigned(a) < encode_unsigned(b)) == (a < b)
-
-
-@given(st.binary(), st.binary(), st.binary(), st.binary())
-def test_string_codes_sort_as_strings_whatever_follows(a: bytes, b: bytes, after_a: bytes, after_b: bytes) -> None:
-    if a != b:
-        assert (encode_string(a) + after_a < encode_string(b) + after_b) == (a < b)
+@given(st.tuples(st.binary(), INT64, INT64), st.tuples(st.binary(), INT64, INT64))
+def test_keys_of_slices_sort_as_what_they_encode(a: tuple[bytes, int, int], b: tuple[bytes, int, int]) -> None:
+    one, other = (slice_key(name, (start,), (length,)) for name, start, length in (a, b))
+    assert ((one < other), (one == other)) == ((a < b), (a == b))
 
 
 @given(st.integers(0, 2**64 - 1), st.binary(max_size=3))

@@ -11,7 +11,7 @@ from unittest import mock
 import tensorflow as tf
 from tensorflow.python.tpu import tpu_embedding_v2
 
-from tpuembed.testing.topology import FakeCluster
+from tpuembed.testing.simulation import FakeCluster
 
 __all__ = ["fake_tpu"]
 

@@ -1,14 +1,25 @@
 """Checks that the config classes share. Each error names the object, the value and the remedy."""
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["check_choice", "check_count", "check_keys", "check_name", "check_number", "did_you_mean", "differing"]
+__all__ = [
+    "check_choice",
+    "check_count",
+    "check_keys",
+    "check_name",
+    "check_number",
+    "did_you_mean",
+    "differing",
+    "from_mapping",
+]
 
+T = TypeVar("T")
 _SHOWN: Final = 30
 
 
@@ -34,6 +45,26 @@ def check_keys(where: str, given: Mapping[str, Any], known: Iterable[str]) -> No
             raise ConfigError(f"{where}: unknown key {key!r}; {did_you_mean(str(key), known)}")
 
 
+def from_mapping(cls: type[T], where: str, given: Any, *, begins_all: bool = False) -> T:
+    """Return the dataclass `cls` of a mapping of its fields.
+
+    Raises:
+        ConfigError: `given` is no mapping, has an unknown key, or lacks a field without a default. `where` begins the message,
+            and with `begins_all` those of `cls` too.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where}: expected a mapping, got {given!r}")
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    check_keys(where, given, (field.name for field in fields))
+    required = [one.name for one in fields if one.default is one.default_factory is dataclasses.MISSING]
+    if missing := [name for name in required if name not in given]:
+        raise ConfigError(f"{where}: {' and '.join(missing)} is missing. Give it.")
+    try:
+        return cls(**given)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}" if begins_all else str(error)) from None
+
+
 def check_name(where: str, value: object) -> None:
     """Raise ConfigError unless `value` is a non-empty string without control characters."""
     if not isinstance(value, str) or not value or not value.isprintable():
@@ -57,10 +88,20 @@ def check_choice(where: str, value: object, choices: Iterable[str]) -> None:
         raise ConfigError(f"{where} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def check_number(where: str, value: object, minimum: float = -math.inf, *, above: bool = False) -> None:
-    """Raise ConfigError unless `value` is a finite number, at least (or above) `minimum`."""
+def check_number(
+    where: str,
+    value: object,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    *,
+    above: bool = False,
+    below: bool = False,
+) -> None:
+    """Raise ConfigError unless `value` is a finite number from (or above) `minimum` to (or below) `maximum`."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number:
         raise ConfigError(f"{where} must be a finite number, got {value!r}")
     if value < minimum or (above and value == minimum):  # type: ignore[operator]
         raise ConfigError(f"{where} must be {'above' if above else 'at least'} {minimum:g}, got {value!r}")
+    if value > maximum or (below and value == maximum):  # type: ignore[operator]
+        raise ConfigError(f"{where} must be {'below' if below else 'at most'} {maximum:g}, got {value!r}")

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuembed.config.checks import check_keys, did_you_mean
+from tpuembed.config.checks import check_keys, did_you_mean, from_mapping
 from tpuembed.config.structure import flatten, map_leaves
-from tpuembed.config.tables import FeatureConfig, QuantizationConfig, TableConfig, checked_vocabulary
+from tpuembed.config.tables import FeatureConfig, TableConfig, checked_vocabulary
 from tpuembed.errors import ConfigError, reason
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["feature_config_from_dict", "feature_config_to_dict", "load_mapping"]
 
-_TABLE_KEYS = tuple(field.name for field in dataclasses.fields(TableConfig))
 _FEATURE_KEYS = tuple(field.name for field in dataclasses.fields(FeatureConfig))
 
 
@@ -32,13 +31,7 @@ def load_mapping(source: str | Path | Mapping[str, Any], what: str) -> Mapping[s
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {path}: cannot be read: {reason(error)}") from None
     try:
-        if path.suffix == ".json":
-            parsed = json.loads(text, object_pairs_hook=_unique_pairs)
-        else:
-            # It costs as much as the other config modules, and most programs write configs in Python.
-            from tpuembed.config.yaml_files import load_unique
-
-            parsed = load_unique(text)
+        parsed = json.loads(text, object_pairs_hook=_unique_pairs) if path.suffix == ".json" else _of_yaml(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{what} {path}: cannot be parsed: {' '.join(reason(error).split())}") from None
     if not isinstance(parsed, Mapping):
@@ -53,6 +46,28 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if keys.count(key) > 1:
             raise ValueError(f"key {key!r} is given twice")
     return dict(pairs)
+
+
+def _of_yaml(text: str) -> Any:
+    """Return the value of `text`. Raises ValueError if it cannot be parsed, or a mapping has a key twice."""
+    import yaml  # here, because it costs as much as the config modules, and most programs write configs in Python
+
+    class UniqueKeyLoader(yaml.SafeLoader):
+        """Refuses a key given twice, because the second one would silently win."""
+
+    def unique_mapping(loader: UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        given = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # "<<" adds only missing keys
+        keys = [loader.construct_object(key, deep=True) for key in given]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+        return yaml.SafeLoader.construct_mapping(loader, node, deep)
+
+    UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, unique_mapping)
+    try:
+        return yaml.load(text, UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
 
 
 def feature_config_to_dict(features: Any) -> dict[str, Any]:
@@ -77,27 +92,13 @@ def feature_config_from_dict(value: str | Path | Mapping[str, Any]) -> Any:
     check_keys("feature config", mapping, ("tables", "features"))
     if not isinstance(mapping.get("tables"), Mapping) or "features" not in mapping:
         raise ConfigError("feature config: needs a mapping `tables` and a structure `features`")
-    tables = {name: _table_from_dict(name, fields) for name, fields in mapping["tables"].items()}
+    tables = dict[str, TableConfig]()
+    for name, fields in mapping["tables"].items():
+        if isinstance(fields, Mapping) and fields.get("name", name) != name:
+            raise ConfigError(f"table {name!r}: its field name is {fields['name']!r}. Make them equal.")
+        given = {"name": name, **fields} if isinstance(fields, Mapping) else fields
+        tables[name] = from_mapping(TableConfig, f"table {name!r}", given)
     return _features_from(mapping["features"], tables, "features", {})
-
-
-def _table_from_dict(name: str, fields: Any) -> TableConfig:
-    where = f"table {name!r}"
-    if not isinstance(fields, Mapping):
-        raise ConfigError(f"{where}: expected a mapping, got {fields!r}")
-    check_keys(where, fields, _TABLE_KEYS)
-    missing = [key for key in ("vocabulary_size", "dim") if key not in fields]
-    if missing:
-        raise ConfigError(f"{where}: {' and '.join(missing)} is missing. Give it.")
-    if fields.get("name", name) != name:
-        raise ConfigError(f"{where}: its field name is {fields['name']!r}. Make them equal.")
-    quantization = fields.get("quantization_config")
-    if isinstance(quantization, Mapping):
-        try:
-            quantization = QuantizationConfig.parse(quantization)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-    return TableConfig(**{**fields, "name": name, "quantization_config": quantization})
 
 
 def _features_from(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuembed.config.checks import check_choice, check_count, check_keys, check_name, did_you_mean
+from tpuembed.config.checks import check_choice, check_count, check_keys, check_name, did_you_mean, from_mapping
 from tpuembed.config.serialization import load_mapping
 from tpuembed.config.structure import flatten
 from tpuembed.config.tables import (
@@ -176,11 +176,7 @@ class ServingConfig:
         return ServingConfig(features=features, tables={k: v for k, v in self.tables.items() if k in keep})
 
     def only_features(self, names: Iterable[str]) -> "ServingConfig":
-        """Return the part of this config with the features `names`.
-
-        Raises:
-            ConfigError: there is no feature of that name.
-        """
+        """Return the part of this config with the features `names`. Raises ConfigError if there is no such feature."""
         names = list(names)
         for name in names:
             if name not in self.features:
@@ -197,18 +193,5 @@ def _section(mapping: Mapping[str, Any], key: str, cls: Any) -> dict[str, Any]:
     for name in section:
         if not isinstance(name, str):  # YAML reads 1, on and null as other types than text
             raise ConfigError(f"serving_config: {key}: {name!r} is not text. Put the name in quotes.")
-    return {name: _entry(f"serving_config: {key}: {name}", fields, cls) for name, fields in section.items()}
-
-
-def _entry(where: str, fields: Any, cls: Any) -> Any:
-    if not isinstance(fields, Mapping):
-        raise ConfigError(f"{where}: expected a mapping, got {fields!r}")
-    known = dataclasses.fields(cls)
-    check_keys(where, fields, (field.name for field in known))
-    required = {field.name for field in known if field.default is dataclasses.MISSING}
-    if required - set(fields):
-        raise ConfigError(f"{where}: {' and '.join(sorted(required - set(fields)))} is missing. Give it.")
-    try:
-        return cls(**fields)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    where = f"serving_config: {key}"
+    return {name: from_mapping(cls, f"{where}: {name}", fields, begins_all=True) for name, fields in section.items()}

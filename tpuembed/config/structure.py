@@ -45,24 +45,14 @@ def flatten_up_to(
         yield path, shallow, deep
         return
     found, end = _children(deep), f". {remedy}." if remedy else ""
+    where, wanted = f"{what} at {path!r}" if path else what, ", ".join(key for key, _ in children)
     if found is None:
-        raise ConfigError(
-            f"{_place(what, path)} must be a structure with the keys {_keys(children)}, got {type(deep).__name__}{end}"
-        )
+        raise ConfigError(f"{where} must be a structure with the keys [{wanted}], got {type(deep).__name__}{end}")
+    given = ", ".join(key for key, _ in found)
     if [key for key, _ in children] != [key for key, _ in found]:
-        raise ConfigError(
-            f"{_place(what, path)} must have the keys of the layer's config, {_keys(children)}, got {_keys(found)}{end}"
-        )
+        raise ConfigError(f"{where} must have the keys of the layer's config, [{wanted}], got [{given}]{end}")
     for (key, child), (_, other) in zip(children, found, strict=True):
         yield from flatten_up_to(child, other, what, remedy, f"{path}/{key}" if path else key)
-
-
-def _place(what: str, path: str) -> str:
-    return f"{what} at {path!r}" if path else what
-
-
-def _keys(children: list[tuple[str, Any]]) -> str:
-    return "[" + ", ".join(key for key, _ in children) + "]"
 
 
 def check_plain(structure: Any) -> None:

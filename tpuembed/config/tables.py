@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tpuembed.config.checks import check_choice, check_count, check_keys, check_name, check_number
+from tpuembed.config.checks import check_choice, check_count, check_name, check_number, from_mapping
 from tpuembed.config.optimizers import Optimizer, optimizer_from
 from tpuembed.errors import ConfigError
 from tpuembed.vocabulary import Vocabulary
@@ -91,15 +91,7 @@ class QuantizationConfig:
     @classmethod
     def parse(cls, value: Any) -> "QuantizationConfig":
         """Return the config for a mapping of its fields, or `value` itself if it is one."""
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"quantization_config must be a mapping or a QuantizationConfig, got {value!r}")
-        fields = [field.name for field in dataclasses.fields(cls)]
-        check_keys("quantization_config", value, fields)
-        if missing := [field for field in fields if field not in value]:
-            raise ConfigError(f"quantization_config: {' and '.join(missing)} is missing. Give it.")
-        return cls(**value)
+        return value if isinstance(value, cls) else from_mapping(cls, "quantization_config", value)
 
     @property
     def quantum(self) -> float:
@@ -120,7 +112,7 @@ class TableConfig:
             initializer, its name or its serialized dict, or a callable of `(shape, dtype=...)`.
         optimizer: overrides the layer's for this table. A name, a tpuembed spec, a `tf.tpu.experimental.embedding`
             optimizer or a Keras 3 optimizer.
-        quantization_config: simulated quantization of the activations during training.
+        quantization_config: simulated quantization of the activations during training, or a mapping of its fields.
         max_ids_per_partition: on SparseCores, the ids of one step that one SparseCore takes from another one's samples
             for this table. None takes TensorFlow's default, 256. A stack of tables takes the sum of its tables' limits.
         max_unique_ids_per_partition: the same, each id counted once.
@@ -160,11 +152,11 @@ class TableConfig:
         value = self.initializer
         if value is not None and not isinstance(value, str | Mapping) and not callable(value):
             raise ConfigError(f"table {self.name!r}: initializer must be a name, a dict or a callable, got {value!r}")
-        quantization = self.quantization_config
-        if quantization is not None and not isinstance(quantization, QuantizationConfig):
-            raise ConfigError(
-                f"table {self.name!r}: quantization_config must be a QuantizationConfig, got {quantization!r}"
-            )
+        if self.quantization_config is not None:
+            try:
+                object.__setattr__(self, "quantization_config", QuantizationConfig.parse(self.quantization_config))
+            except ConfigError as error:
+                raise ConfigError(f"table {self.name!r}: {error}") from None
 
     def __hash__(self) -> int:
         """Hash the fields that are always hashable. Equality compares all fields."""
@@ -174,22 +166,16 @@ class TableConfig:
         """Return the fields that differ from their defaults, as JSON values. The layer writes initializers as Keras dicts."""
         out: dict[str, Any] = {"vocabulary_size": int(self.vocabulary_size), "dim": int(self.dim), "name": self.name}
         out["combiner"] = self.combiner
-        if self.initializer is not None:
-            if not isinstance(self.initializer, str | Mapping):
+        for field in ("initializer", "optimizer"):
+            value = getattr(self, field)
+            value = value.to_dict() if isinstance(value, Optimizer) else value
+            if value is None:
+                continue
+            if not isinstance(value, str | Mapping):
                 raise ConfigError(
-                    f"table {self.name!r}: initializer of type {type(self.initializer).__name__} cannot be saved. Give a name "
-                    "or a dict."
+                    f"table {self.name!r}: {field} of type {type(value).__name__} cannot be saved. Give a name or a dict."
                 )
-            out["initializer"] = self.initializer
-        if isinstance(self.optimizer, Optimizer):
-            out["optimizer"] = self.optimizer.to_dict()
-        elif self.optimizer is not None:
-            if not isinstance(self.optimizer, str | Mapping):
-                raise ConfigError(
-                    f"table {self.name!r}: optimizer of type {type(self.optimizer).__name__} cannot be saved. Give a name "
-                    "or a dict."
-                )
-            out["optimizer"] = self.optimizer
+            out[field] = value
         if self.quantization_config is not None:
             out["quantization_config"] = dataclasses.asdict(self.quantization_config)
         if self.out_of_vocabulary != "error":
@@ -237,9 +223,8 @@ class FeatureConfig:
             raise ConfigError(f"FeatureConfig: table must be a tpuembed.TableConfig, got {self.table!r}")
         if self.out_of_vocabulary is None:
             object.__setattr__(self, "out_of_vocabulary", self.table.out_of_vocabulary)
-        check_out_of_vocabulary(
-            f"feature of table {self.table.name!r}", self.out_of_vocabulary, self.table.vocabulary_size
-        )
+        where = f"feature of table {self.table.name!r}"
+        check_out_of_vocabulary(where, self.out_of_vocabulary, self.table.vocabulary_size)
         if self.name is not None:
             check_name("FeatureConfig", self.name)
         check_count("FeatureConfig: max_sequence_length", self.max_sequence_length, 0, 2**31 - 1)
@@ -248,8 +233,16 @@ class FeatureConfig:
                 f"FeatureConfig: validate_weights_and_indices must be a bool, got {self.validate_weights_and_indices!r}"
             )
         if self.output_shape is not None:
-            object.__setattr__(self, "output_shape", self._checked_output_shape())
-        where = f"feature of table {self.table.name!r}"
+            try:
+                shape = tuple(self.output_shape)
+            except TypeError:
+                raise ConfigError(
+                    f"FeatureConfig: output_shape must be a sequence, got {self.output_shape!r}"
+                ) from None
+            for size in shape:
+                if size is not None:
+                    check_count("FeatureConfig: output_shape", size, 1)
+            object.__setattr__(self, "output_shape", shape)
         vocabulary = checked_vocabulary(where, self.vocabulary, self.oov_buckets)
         object.__setattr__(self, "vocabulary", vocabulary)
         object.__setattr__(self, "oov_buckets", None if vocabulary is None else vocabulary.oov_buckets)
@@ -258,16 +251,6 @@ class FeatureConfig:
                 f"{where}: its vocabulary needs {vocabulary.rows} rows, {vocabulary.oov_buckets} of them for unknown names. "
                 f"The table has {self.table.vocabulary_size}. Make vocabulary_size larger."
             )
-
-    def _checked_output_shape(self) -> tuple[int | None, ...]:
-        try:
-            shape = tuple(self.output_shape or ())
-        except TypeError:
-            raise ConfigError(f"FeatureConfig: output_shape must be a sequence, got {self.output_shape!r}") from None
-        for size in shape:
-            if size is not None:
-                check_count("FeatureConfig: output_shape", size, 1)
-        return shape
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON values. The table is given by its name."""

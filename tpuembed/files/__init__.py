@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from tpuembed.files.local import LocalFile, flush
+from tpuembed.files.local import FileVersion, LocalFile, finish, flush
 from tpuembed.files.remote import (
     IN_FLIGHT_BYTES,
     FilePath,
@@ -20,7 +20,7 @@ from tpuembed.files.remote import (
     listing,
     subfolders,
 )
-from tpuembed.files.types import ByteFile, FileVersion, MissingBucketError, finish
+from tpuembed.files.store_errors import MissingBucketError
 
 __all__ = [
     "IN_FLIGHT_BYTES",
@@ -43,6 +43,9 @@ __all__ = [
 ]
 
 _STREAM_BUFFER_BYTES = 1 << 20
+
+ByteFile = LocalFile | RemoteFile
+"""A file opened for reads of exact ranges. Any thread may read. A failure raises OSError, an early end EOFError."""
 
 
 def open_bytes(path: FilePath) -> ByteFile:

@@ -7,7 +7,6 @@ Every failure raises an OSError with one line as its `strerror`.
 
 import base64
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import os
@@ -17,10 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from tpuembed.errors import MissingExtraError, one_line
-from tpuembed.files.store_errors import NOT_ALLOWED, refusal
-from tpuembed.files.types import MissingBucketError
+from tpuembed.files.local import FileVersion
+from tpuembed.files.store_errors import MissingBucketError, refusal, store_error
 
-__all__ = ["Bucket", "Head", "content_md5", "md5"]
+__all__ = ["Bucket", "content_md5", "md5"]
 
 _TRIES: Final = 8
 """Tries of a request whose failure may be temporary: 500, 503, time-outs, broken connections."""
@@ -32,16 +31,8 @@ _SIGNED_SECONDS: Final = 6 * 3600
 _MAX_PUT_BYTES: Final = 5 << 30
 _TOKEN: Final = "tpuembed-write"
 """The metadata by which a writer knows an object as its own."""
-_DENIED: Final = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "403", "401")
+_DENIED: Final = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken")
 _NO_CREDENTIALS: Final = "no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true"
-
-
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """An object without its bytes."""
-
-    tag: str
-    size: int
 
 
 class Bucket:
@@ -55,22 +46,19 @@ class Bucket:
     def __init__(self, name: str) -> None:
         self.name = name
         self._client = _client(None)
-        with self._failing(""):
-            region = self._region()
-            if region and region != self._client.meta.region_name:
-                self._client = _client(region)
-
-    def _region(self) -> str:
-        """Return the region of the bucket, which the store reveals even if it refuses other requests."""
         from botocore.exceptions import ClientError
 
-        try:
-            answer = self._client.head_bucket(Bucket=self.name)
-        except ClientError as error:
-            answer = error.response
-            if answer["ResponseMetadata"]["HTTPStatusCode"] not in (301, 400):
-                raise
-        return str(answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", ""))
+        with self._failing(""):
+            try:
+                answer = self._client.head_bucket(Bucket=name)
+            except ClientError as error:
+                answer = error.response
+                if answer["ResponseMetadata"]["HTTPStatusCode"] not in (301, 400):
+                    raise
+            # The store reveals the region even if it refuses other requests.
+            region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", "")
+            if region and region != self._client.meta.region_name:
+                self._client = _client(region)
 
     def create(self, key: str, data: bytes) -> str:
         """Write a new object and return its ETag. Raises FileExistsError if the object exists."""
@@ -100,11 +88,11 @@ class Bucket:
                     return str(found["ETag"])
             raise
 
-    def head(self, key: str) -> Head | None:
+    def head(self, key: str) -> FileVersion | None:
         """Return ETag and size of the object, or None if there is none."""
         with contextlib.suppress(FileNotFoundError), self._failing(key):
             answer = self._client.head_object(Bucket=self.name, Key=key)
-            return Head(str(answer["ETag"]), int(answer["ContentLength"]))
+            return FileVersion(int(answer["ContentLength"]), str(answer["ETag"]))
         return None
 
     def children(self, prefix: str) -> list[str]:
@@ -129,9 +117,7 @@ class Bucket:
                 self._client.delete_object(Bucket=self.name, Key=key)
 
     def begin_upload(self, key: str) -> str:
-        """Start the upload of an object in parts, and return the upload's id. The object is visible once it is
-        completed.
-        """
+        """Start the upload of an object in parts, which is visible once it is completed, and return its id."""
         with self._failing(key):
             return str(self._client.create_multipart_upload(Bucket=self.name, Key=key)["UploadId"])
 
@@ -171,7 +157,12 @@ class Bucket:
         try:
             yield
         except ClientError as error:
-            raise self._meaning(error, key) from None
+            said, url = error.response.get("Error", {}), self._url(key)
+            code, status = said.get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
+            if code == "NoSuchBucket" or (status == 404 and not key):
+                raise MissingBucketError(errno.ENOENT, f"the bucket {self.name!r} does not exist", url) from None
+            line = refusal(status, code=code, message=said.get("Message", ""))
+            raise store_error(403 if code in _DENIED else status, line, url) from None
         except (NoCredentialsError, PartialCredentialsError):
             raise PermissionError(errno.EACCES, _NO_CREDENTIALS, self._url(key)) from None
         except BotoCoreError as error:
@@ -181,25 +172,9 @@ class Bucket:
                 self._url(key),
             ) from None
 
-    def _meaning(self, error: Any, key: str) -> OSError:
-        said = error.response.get("Error", {})
-        code, status = said.get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
-        line, url = refusal(status, code=code, message=said.get("Message", "")), self._url(key)
-        if code == "NoSuchBucket" or (status == 404 and not key):
-            return MissingBucketError(errno.ENOENT, f"the bucket {self.name!r} does not exist", url)
-        if status == 404:
-            return FileNotFoundError(errno.ENOENT, line, url)
-        if status in (409, 412):
-            return FileExistsError(errno.EEXIST, line, url)
-        if status in NOT_ALLOWED or code in _DENIED:
-            return PermissionError(errno.EACCES, line, url)
-        return OSError(errno.EIO, line, url)
-
 
 def md5(data: bytes = b"") -> Any:
-    """Return the hash with which S3's API checks bodies. It also works on machines whose policies forbid MD5 for
-    security.
-    """
+    """Return the hash with which S3's API checks bodies, also on machines that forbid MD5 for security."""
     return hashlib.md5(data, usedforsecurity=False)
 
 
@@ -215,8 +190,15 @@ def _client(region: str | None) -> Any:
         from botocore.config import Config
     except ModuleNotFoundError as error:
         raise MissingExtraError("writing to s3://", str(error.name), "cloud") from None
+
+    def is_set(variable: str) -> bool:
+        return os.environ.get(variable, "").lower() in ("1", "true", "yes")
+
+    # Stores other than Amazon's have buckets in the path.
+    other = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    style = "path" if other and not is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") else "auto"
     config = Config(
-        signature_version=UNSIGNED if _is_set("AWS_SKIP_SIGNATURE") else "s3v4",
+        signature_version=UNSIGNED if is_set("AWS_SKIP_SIGNATURE") else "s3v4",
         retries={"mode": "standard", "max_attempts": _TRIES},
         connect_timeout=_CONNECT_SECONDS,
         read_timeout=_READ_SECONDS,
@@ -225,17 +207,7 @@ def _client(region: str | None) -> Any:
         # does not send.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        s3={"addressing_style": _addressing()},
+        s3={"addressing_style": style},
     )
     named = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return boto3.session.Session().client("s3", region_name=named or "us-east-1", config=config)
-
-
-def _addressing() -> str:
-    """Return the addressing style of buckets: stores other than Amazon's have them in the path."""
-    other = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    return "path" if other and not _is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") else "auto"
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "yes")

@@ -1,16 +1,54 @@
-"""Files of the operating system, read with `preadv` straight into their buffers."""
+"""Files of the operating system, read with `preadv` straight into their buffers; and what they share with objects in stores."""
 
+import concurrent.futures
+import contextlib
+import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from tpuembed.files.types import FileVersion, Pending
+__all__ = ["FileVersion", "LocalFile", "Pending", "finish", "flush"]
 
-__all__ = ["LocalFile", "flush"]
-
+Pending = Sequence[concurrent.futures.Future[None]]
+"""Reads that have been started."""
 _MAX_READ_BYTES: Final = 1 << 30
 """Linux reads at most 2 GiB - 4 KiB at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FileVersion:
+    """The size of a file, and a tag that changes with its content.
+
+    Attributes:
+        size: in bytes.
+        tag: the modification time in nanoseconds on a disk, the ETag in a store.
+    """
+
+    size: int
+    tag: str
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "FileVersion":
+        """Return the version of a file on a disk."""
+        return cls(status.st_size, str(status.st_mtime_ns))
+
+
+@contextlib.contextmanager
+def finish() -> Iterator[list[concurrent.futures.Future[None]]]:
+    """Return a context with a list for pending reads. It waits for them at its end and raises the first failure.
+
+    Either way, no thread writes into a buffer afterwards.
+    """
+    pending: list[concurrent.futures.Future[None]] = []
+    try:
+        yield pending
+        for future in pending:
+            future.result()
+    finally:
+        for future in pending:
+            future.cancel()
+        concurrent.futures.wait(pending)
 
 
 class LocalFile:

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, Final
 
-from tpuembed.files.store_errors import NOT_ALLOWED, refusal
+from tpuembed.files.store_errors import refusal, store_error
 
 __all__ = ["put_file"]
 
@@ -45,9 +45,18 @@ def put_file(
             return _put(url, file, size, headers, on_block)
         except urllib.error.HTTPError as error:
             with error:
-                failure = _meaning(error)
+                body = error.read(_MAX_BODY_BYTES)
+            failure = refusal(error.code, body.decode(errors="replace"))
+            if error.code not in _MAY_PASS and b"RequestTimeout" not in body and b"BadDigest" not in body:
+                if any(code in body for code in _EXPIRED):
+                    raise TimeoutError(errno.ETIMEDOUT, failure) from None  # a newly signed URL may work
+                raise store_error(error.code, failure) from None
         except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-            failure = _reason(error)
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                remedy = "Set AWS_CA_BUNDLE to a file with the store's CA certificate"
+                raise PermissionError(errno.EACCES, f"{reason.verify_message}. {remedy}") from None
+            failure = f"{type(reason).__name__}: {reason}"
         if pause is not None:
             time.sleep(pause * random.uniform(0.5, 1.5))
     raise TimeoutError(errno.ETIMEDOUT, f"{failure} ({len(_PAUSES_SECONDS) + 1} times in a row)")
@@ -79,27 +88,3 @@ def _opener() -> Any:
     """Return an opener for http and https that uses the proxies of the environment."""
     context = ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE") or None)
     return urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
-
-
-def _meaning(error: urllib.error.HTTPError) -> str:
-    """Return the store's message if a retry may help; raise an error otherwise."""
-    body = error.read(_MAX_BODY_BYTES)
-    line = refusal(error.code, body.decode(errors="replace"))
-    if error.code in _MAY_PASS or b"RequestTimeout" in body or b"BadDigest" in body:
-        return line
-    if any(code in body for code in _EXPIRED):
-        raise TimeoutError(errno.ETIMEDOUT, line)  # a newly signed URL may work
-    if error.code in NOT_ALLOWED:
-        raise PermissionError(errno.EACCES, line)
-    if error.code == 404:
-        raise FileNotFoundError(errno.ENOENT, line)
-    raise OSError(errno.EINVAL, line)
-
-
-def _reason(error: Exception) -> str:
-    reason = error.reason if isinstance(error, urllib.error.URLError) else error
-    if isinstance(reason, ssl.SSLCertVerificationError):
-        raise PermissionError(
-            errno.EACCES, f"{reason.verify_message}. Set AWS_CA_BUNDLE to a file with the store's CA certificate"
-        )
-    return f"{type(reason).__name__}: {reason}"

@@ -5,6 +5,7 @@ region and endpoint itself: AWS_* and GOOGLE_* variables, or the machine's ident
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime as dt
 import errno
@@ -14,11 +15,11 @@ import re
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tpuembed.errors import ConfigError, MissingExtraError
-from tpuembed.files.store_errors import NOT_ALLOWED, refusal
-from tpuembed.files.types import FileVersion, MissingBucketError, Pending, finish
+from tpuembed.files.local import FileVersion, Pending, finish
+from tpuembed.files.store_errors import NOT_ALLOWED, MissingBucketError, refusal, store_error
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -35,9 +36,7 @@ _REQUESTS: Final = 16
 _CHUNK_BYTES: Final = 1 << 18
 """The chunk size of a response."""
 IN_FLIGHT_BYTES: Final = _REQUESTS * 4 * _CHUNK_BYTES
-"""Most bytes of responses that have arrived and are not in their buffers yet: some chunks per request, in Python and
-the client.
-"""
+"""Most bytes of responses that are not in their buffers yet: some chunks per request, in Python and the client."""
 _MAX_MESSAGE: Final = 300
 
 _NO_BUCKET: Final = "status code: 404 Not Found"
@@ -99,7 +98,11 @@ class UrlPath:
 
     def version(self) -> FileVersion:
         """Return size and ETag of the object. Raises FileNotFoundError if there is none."""
-        return head(self)
+        store = _store(self.scheme, self.bucket)
+        import obstore
+
+        with _failing(self):
+            return _version_of(obstore.head(store, self.key))
 
     def is_file(self) -> bool:
         """Returns True if the object exists."""
@@ -117,8 +120,15 @@ class UrlPath:
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> Iterator["UrlPath"]:
-        """Return the objects and folders directly below it."""
-        return (dataclasses.replace(self, key=key) for key in children(self))
+        """Yield the objects and folders directly below it. Raises MissingBucketError if the bucket does not exist."""
+        try:
+            found = _directly_below(self)
+        except MissingBucketError:
+            raise
+        except FileNotFoundError:  # the key is not a possible one
+            return
+        for key in (*found["common_prefixes"], *(entry["path"] for entry in found["objects"])):
+            yield dataclasses.replace(self, key=key)
 
     def read_bytes(self) -> bytes:
         """Return all bytes of the object."""
@@ -136,11 +146,7 @@ FilePath = Path | UrlPath
 
 
 def as_path(text: str | FilePath) -> FilePath:
-    """Return the path or URL for `text`. `file://` gives a path.
-
-    Raises:
-        ConfigError: the text is empty, or a URL of another scheme, or without a bucket.
-    """
+    """Return the path or URL for `text`. Raises ConfigError if it is empty, or a URL of another scheme or without a bucket."""
     if not isinstance(text, str):
         return text
     if not text:
@@ -168,7 +174,7 @@ class RemoteFile:
     """
 
     def __init__(self, path: UrlPath) -> None:
-        self.version = head(path)
+        self.version = path.version()
         self._path = path
 
     def read_into(self, offset: int, out: memoryview) -> None:
@@ -191,45 +197,17 @@ class RemoteFile:
         import obstore
 
         options: Any = {"range": (offset, offset + len(out)), "if_match": self.version.tag or None}
-        try:
+        done = 0
+        with _failing(self._path):
             response = obstore.get(_store(self._path.scheme, self._path.bucket), self._path.key, options=options)
-            done = 0
             for chunk in response.stream(min_chunk_size=_CHUNK_BYTES):
                 out[done : done + len(chunk)] = memoryview(chunk)
                 done += len(chunk)
-        except Exception as error:
-            _fail(self._path, error)
         if done != len(out):
             raise EOFError(f"{self._path}: ends at byte {offset + done}, {len(out) - done} bytes early")
 
     def close(self) -> None:
         """Do nothing: connections belong to the store and are shared."""
-
-
-def head(path: UrlPath) -> FileVersion:
-    """Return size and ETag of an object."""
-    store = _store(path.scheme, path.bucket)
-    import obstore
-
-    try:
-        found = obstore.head(store, path.key)
-    except Exception as error:
-        _fail(path, error)
-    return FileVersion(found["size"], found["e_tag"] or found["last_modified"].isoformat())
-
-
-def children(path: UrlPath) -> Iterator[str]:
-    """Yield the keys directly below `path`, of objects and of folders. Raises MissingBucketError if the bucket does not
-    exist.
-    """
-    try:
-        found = _directly_below(path)
-    except MissingBucketError:
-        raise
-    except FileNotFoundError:  # the key is not a possible one
-        return
-    yield from found["common_prefixes"]
-    yield from (entry["path"] for entry in found["objects"])
 
 
 def subfolders(path: UrlPath) -> list[str]:
@@ -241,12 +219,8 @@ def _directly_below(path: UrlPath) -> Any:
     store = _store(path.scheme, path.bucket)
     import obstore
 
-    try:
+    with _failing(path, lists=True):
         return obstore.list_with_delimiter(store, path.key or None)
-    except Exception as error:
-        if _NO_BUCKET in _first_paragraph(error):
-            raise MissingBucketError(errno.ENOENT, f"the bucket {path.bucket!r} does not exist", str(path)) from None
-        _fail(path, error)
 
 
 def listing(path: UrlPath) -> dict[str, FileVersion]:
@@ -254,14 +228,12 @@ def listing(path: UrlPath) -> dict[str, FileVersion]:
     store = _store(path.scheme, path.bucket)
     import obstore
 
-    try:
-        return {
-            entry["path"]: FileVersion(entry["size"], entry["e_tag"] or entry["last_modified"].isoformat())
-            for page in obstore.list(store, path.key or None)
-            for entry in page
-        }
-    except Exception as error:
-        _fail(path, error)
+    with _failing(path):
+        return {entry["path"]: _version_of(entry) for page in obstore.list(store, path.key or None) for entry in page}
+
+
+def _version_of(entry: Any) -> FileVersion:
+    return FileVersion(entry["size"], entry["e_tag"] or entry["last_modified"].isoformat())
 
 
 def in_parallel(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
@@ -288,40 +260,32 @@ def _store(scheme: str, bucket: str) -> "ObjectStore":
     return from_url(f"{scheme}://{bucket}", retry_config=retry)
 
 
-def _fail(path: UrlPath, error: Exception) -> NoReturn:
-    """Raise the store's error as an OSError."""
+@contextlib.contextmanager
+def _failing(path: UrlPath, *, lists: bool = False) -> Iterator[None]:
+    """Turn the client's errors into OSErrors. `lists`: it asks for what is directly below `path`."""
     from obstore import exceptions
 
-    if isinstance(error, FileNotFoundError):
-        raise FileNotFoundError(errno.ENOENT, "the object does not exist", str(path)) from None
-    if isinstance(error, ValueError):  # the client cannot encode the key, for example because of control characters
-        raise FileNotFoundError(errno.ENOENT, _line(error), str(path)) from None
-    if isinstance(error, exceptions.PreconditionError):
-        raise OSError(errno.ESTALE, "it has changed since it was opened. Open it again", str(path)) from None
-    refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
-    if refused or _status(error) in NOT_ALLOWED:
-        line = _line(error)
-        remedy = "" if line in _CREDENTIALS.values() else ". The credentials are wrong, or may not read there"
-        raise PermissionError(errno.EACCES, line + remedy, str(path)) from None
-    raise OSError(errno.EIO, _line(error), str(path)) from None
-
-
-def _line(error: Exception) -> str:
-    """Return the store's answer, or else the first paragraph of the client's message, as one short line."""
-    text = _first_paragraph(error)
-    for metadata_service, hint in _CREDENTIALS.items():
-        if metadata_service in text:
-            return hint
-    if status := _status(error):
-        return refusal(status, text)
-    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
-
-
-def _status(error: Exception) -> int:
-    """Return the status of the answer in the client's message; 0 if there is none."""
-    found = _ANSWER.search(str(error))
-    return int(found[1]) if found else 0
-
-
-def _first_paragraph(error: Exception) -> str:
-    return " ".join(str(error).split("\n\n", maxsplit=1)[0].split())
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split("\n\n", maxsplit=1)[0].split())  # the first paragraph of the client's message
+        answer = _ANSWER.search(str(error))
+        status = int(answer[1]) if answer else 0
+        if lists and _NO_BUCKET in text:
+            raise MissingBucketError(errno.ENOENT, f"the bucket {path.bucket!r} does not exist", str(path)) from None
+        if isinstance(error, FileNotFoundError):
+            raise store_error(404, "the object does not exist", str(path)) from None
+        hint = next((hint for service, hint in _CREDENTIALS.items() if service in text), "")
+        short = text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
+        line = hint or (refusal(status, text) if status else short)
+        if isinstance(error, ValueError):  # the client cannot encode the key, for example because of control characters
+            raise store_error(404, line, str(path)) from None
+        if isinstance(error, exceptions.PreconditionError):
+            raise OSError(errno.ESTALE, "it has changed since it was opened. Open it again", str(path)) from None
+        if (
+            isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+            or status in NOT_ALLOWED
+        ):
+            remedy = "" if hint else ". The credentials are wrong, or may not read there"
+            raise store_error(403, line + remedy, str(path)) from None
+        raise store_error(0, line, str(path)) from None

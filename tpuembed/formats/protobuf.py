@@ -131,15 +131,20 @@ class Message:
 
     def signed(self, number: int) -> int:
         """Return an int32 or int64, 0 if absent."""
-        value = self.integer(number)
-        return value - (1 << 64) if value >= 1 << 63 else value
+        return _signed(self.integer(number))
 
     def signed_integers(self, number: int) -> list[int]:
         """Return a repeated int32 or int64, packed or not."""
-        unsigned: list[int] = []
-        for value in self._fields.get(number, []):
-            unsigned += [value] if isinstance(value, int) else _read_packed(value)
-        return [value - (1 << 64) if value >= 1 << 63 else value for value in unsigned]
+        values: list[int] = []
+        for field in self._fields.get(number, []):
+            if isinstance(field, int):
+                values.append(_signed(field))
+                continue
+            position = 0
+            while position < len(field):
+                value, position = read_varint(field, position)
+                values.append(_signed(value))
+        return values
 
     def data(self, number: int) -> bytes:
         """Return a bytes field, empty if absent."""
@@ -161,20 +166,14 @@ class Message:
 
     def messages(self, number: int) -> "list[Message]":
         """Return a repeated message field."""
-        out = []
-        for value in self._fields.get(number, []):
-            if not isinstance(value, bytes):
-                raise MalformedError(f"field {number} should be a message")
-            out.append(Message(value))
-        return out
+        values = self._fields.get(number, [])
+        if not all(isinstance(value, bytes) for value in values):
+            raise MalformedError(f"field {number} should be a message")
+        return [Message(value) for value in values if isinstance(value, bytes)]
 
 
-def _read_packed(buffer: bytes) -> list[int]:
-    values, position = [], 0
-    while position < len(buffer):
-        value, position = read_varint(buffer, position)
-        values.append(value)
-    return values
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _read_value(buffer: bytes, position: int, wire_type: int) -> tuple[int | bytes, int]:
@@ -182,14 +181,12 @@ def _read_value(buffer: bytes, position: int, wire_type: int) -> tuple[int | byt
         return read_varint(buffer, position)
     if wire_type == _BYTES:
         size, position = read_varint(buffer, position)
-        return _take(buffer, position, size), position + size
-    if wire_type not in (_FIXED32, _FIXED64):
+    elif wire_type in (_FIXED32, _FIXED64):
+        size = 4 if wire_type == _FIXED32 else 8
+    else:
         raise MalformedError(f"a field has wire type {wire_type}")
-    size = 4 if wire_type == _FIXED32 else 8
-    return int.from_bytes(_take(buffer, position, size), "little"), position + size
-
-
-def _take(buffer: bytes, position: int, size: int) -> bytes:
-    if size > len(buffer) - position:
+    end = position + size
+    if end > len(buffer):
         raise MalformedError(f"a field of {size} bytes starts {len(buffer) - position} bytes before the end")
-    return buffer[position : position + size]
+    value = buffer[position:end]
+    return value if wire_type == _BYTES else int.from_bytes(value, "little"), end

@@ -10,13 +10,13 @@ Source: https://github.com/google/leveldb/blob/main/doc/table_format.md, tensorf
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO, Final, NamedTuple
+from typing import BinaryIO, Final
 
 import google_crc32c
 
 from tpuembed.formats.protobuf import MalformedError, UnsupportedError, read_varint, shown, varint
 
-__all__ = ["mask", "read_table", "write_table"]
+__all__ = ["mask", "read_table", "unmask", "write_table"]
 
 _MASK_DELTA: Final = 0xA282EAD8
 _MAGIC: Final = 0xDB4775248B80FB57
@@ -30,16 +30,15 @@ _MAX_KEY_EXPANSION: Final = 64
 """The limit of the memory of a block's keys, in block sizes. With restarts every 16 entries it stays below 16."""
 
 
-class _Handle(NamedTuple):
-    """The place of a block."""
-
-    offset: int
-    size: int
-
-
 def mask(crc: int) -> int:
     """Return the stored form of `crc`: rotated and shifted, so that a CRC over bytes that contain CRCs stays strong."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+def unmask(masked: int) -> int:
+    """Return the CRC whose stored form is `masked`."""
+    rotated = (masked - _MASK_DELTA) & 0xFFFFFFFF
+    return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
 
 
 def read_table(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
@@ -55,12 +54,12 @@ def read_table(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
     footer = _read(file, size - _FOOTER_BYTES, _FOOTER_BYTES)
     if int.from_bytes(footer[40:], "little") != _MAGIC:
         raise MalformedError("it does not end in the magic number of a table")
-    _, position = _read_handle(footer[:40], 0)  # the meta index, which is empty in tensor bundles
-    index, _ = _read_handle(footer[:40], position)
+    position = 0
+    for _ in range(2):  # the handle of the meta index, which is empty in tensor bundles
+        _, position = read_varint(footer[:40], position)
     last: bytes | None = None
-    for _, handle in _entries(_block(file, size, index)):
-        place, _ = _read_handle(handle, 0)
-        for key, value in _entries(_block(file, size, place)):
+    for _, handle in _entries(_block(file, size, footer[position:40])):
+        for key, value in _entries(_block(file, size, handle)):
             if last is not None and key <= last:
                 raise MalformedError(f"key {shown(key)} comes after {shown(last)}")
             last = key
@@ -75,24 +74,18 @@ def _read(file: BinaryIO, offset: int, size: int) -> bytes:
     return data
 
 
-def _read_handle(buffer: bytes, position: int) -> tuple[_Handle, int]:
-    offset, position = read_varint(buffer, position)
-    size, position = read_varint(buffer, position)
-    return _Handle(offset, size), position
-
-
-def _block(file: BinaryIO, file_size: int, handle: _Handle) -> bytes:
-    """Return the block at `handle`, with its CRC checked."""
-    end = handle.offset + handle.size + _TRAILER_BYTES
-    if end > file_size - _FOOTER_BYTES or handle.size > _MAX_BLOCK_BYTES:
-        raise MalformedError(f"a block should be at bytes [{handle.offset}, {end}) of {file_size}")
-    data = _read(file, handle.offset, handle.size + _TRAILER_BYTES)
+def _block(file: BinaryIO, file_size: int, handle: bytes) -> bytes:
+    """Return the block at `handle` (varint offset, varint size), with its CRC checked."""
+    offset, position = read_varint(handle, 0)
+    size, _ = read_varint(handle, position)
+    end = offset + size + _TRAILER_BYTES
+    if end > file_size - _FOOTER_BYTES or size > _MAX_BLOCK_BYTES:
+        raise MalformedError(f"a block should be at bytes [{offset}, {end}) of {file_size}")
+    data = _read(file, offset, size + _TRAILER_BYTES)
     stored = int.from_bytes(data[-4:], "little")
     actual = mask(google_crc32c.value(data[:-4]))
     if stored != actual:
-        raise MalformedError(
-            f"the block at byte {handle.offset} has CRC {actual:#010x}, but its trailer has {stored:#010x}"
-        )
+        raise MalformedError(f"the block at byte {offset} has CRC {actual:#010x}, but its trailer has {stored:#010x}")
     compression = data[-_TRAILER_BYTES]
     if compression:
         name = _COMPRESSIONS.get(compression, f"number {compression}")
@@ -139,27 +132,17 @@ def write_table(file: BinaryIO, items: Iterable[tuple[bytes, bytes]]) -> None:
 
 def _write_block(file: BinaryIO, items: list[tuple[bytes, bytes]]) -> bytes:
     """Append a block and return its handle (varint offset, varint size)."""
-    offset = file.tell()
-    block = _encode_block(items)
-    typed = block + b"\0"
-    file.write(typed + struct.pack("<I", mask(google_crc32c.value(typed))))
-    return varint(offset) + varint(len(block))
-
-
-def _encode_block(items: list[tuple[bytes, bytes]]) -> bytes:
     out, restarts, last = bytearray(), [], b""
     for index, (key, value) in enumerate(items):
-        shared = 0
+        shared, pairs = 0, zip(last, key, strict=False)
         if index % _RESTART_INTERVAL:
-            shared = _common_prefix(last, key)
+            shared = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(last), len(key)))
         else:
             restarts.append(len(out))
         out += varint(shared) + varint(len(key) - shared) + varint(len(value)) + key[shared:] + value
         last = key
     restarts = restarts or [0]
-    return bytes(out) + struct.pack(f"<{len(restarts) + 1}I", *restarts, len(restarts))
-
-
-def _common_prefix(a: bytes, b: bytes) -> int:
-    limit = min(len(a), len(b))
-    return next((index for index in range(limit) if a[index] != b[index]), limit)
+    block = bytes(out) + struct.pack(f"<{len(restarts) + 1}I", *restarts, len(restarts))
+    offset, typed = file.tell(), block + b"\0"
+    file.write(typed + struct.pack("<I", mask(google_crc32c.value(typed))))
+    return varint(offset) + varint(len(block))

@@ -11,13 +11,4 @@ from tpuembed.lookup.ids import Ids, as_tensors, ids_of
 from tpuembed.lookup.pooling import pool
 from tpuembed.lookup.ranges import OUTSIDE, check_range
 
-__all__ = [
-    "OUTSIDE",
-    "FlatIds",
-    "Ids",
-    "as_tensors",
-    "check_range",
-    "gather_grouped",
-    "ids_of",
-    "pool",
-]
+__all__ = ["OUTSIDE", "FlatIds", "Ids", "as_tensors", "check_range", "gather_grouped", "ids_of", "pool"]

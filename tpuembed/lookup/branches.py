@@ -24,11 +24,7 @@ def not_inlined(function: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
 
 
 def choose(
-    condition: Tensor,
-    then: Callable[..., Any],
-    otherwise: Callable[..., Any],
-    *arguments: Tensor,
-    shared: bool = False,
+    condition: Tensor, then: Callable[..., Any], otherwise: Callable[..., Any], *arguments: Tensor, shared: bool = False
 ) -> list[Tensor]:
     """Return the outputs of `then` or `otherwise` for `arguments`. Both must refer to the same variables.
 
@@ -56,7 +52,9 @@ def choose(
         else_branch=branches[1],
     )
     for tensor, one, other in zip(found, *outputs, strict=True):
-        tensor.set_shape(_common_shape(one.shape, other.shape))
+        if one.shape.rank is not None and one.shape.rank == other.shape.rank:
+            pairs = zip(one.shape, other.shape, strict=True)
+            tensor.set_shape([size if size == second else None for size, second in pairs])
     return list(found)
 
 
@@ -68,10 +66,3 @@ def _traced_once(branch: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
 
 def _traced(branch: Callable[..., Any], *specs: tf.TensorSpec) -> Any:
     return tf.function(branch, input_signature=specs, autograph=False).get_concrete_function()
-
-
-def _common_shape(one: tf.TensorShape, other: tf.TensorShape) -> tf.TensorShape:
-    """Return the shape that both are known to have."""
-    if one.rank is None or one.rank != other.rank:
-        return tf.TensorShape(None)
-    return tf.TensorShape([size if size == second else None for size, second in zip(one, other, strict=True)])

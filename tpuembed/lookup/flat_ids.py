@@ -45,11 +45,17 @@ class FlatIds:
 
     def ranged(self, span: Span) -> RangedIds:
         """Return the ids with the range [start, stop) of their table, to check."""
+
+        def batch_rows() -> Tensor:
+            places, count = self.strategy.places()
+            shape = self.shape if self.row_shape is None else self.row_shape
+            return places // tf.maximum(count // tf.maximum(tf.reduce_prod(shape[:1]), 1), 1)
+
         return RangedIds(
             ids=self.ids,
             ranges=IdRanges(features=[self.feature], spans=[span], policies=[self.policy]),
             droppable=self.droppable,
-            row_of=self._rows_of_batch,
+            row_of=batch_rows,
             is_escaped=self.droppable,
             has_names=self.has_names,
         )
@@ -82,13 +88,6 @@ class FlatIds:
         """Return the row gradients [n, dim] of activation `gradients` [*shape, dim]. Those of dropped entries have no meaning."""
         rows = self.strategy.spread(tf.reshape(gradients, [-1, gradients.shape[-1]]))
         return rows if self.shares is None else rows * self.shares[:, None]
-
-    def _rows_of_batch(self) -> Tensor:
-        """Return the batch row of each id, int64 [n]."""
-        places, count = self.strategy.places()
-        shape = self.shape if self.row_shape is None else self.row_shape
-        per_row = tf.maximum(count // tf.maximum(tf.reduce_prod(shape[:1]), 1), 1)
-        return places // per_row
 
 
 def gather_grouped(

@@ -6,7 +6,6 @@ padded ids are such ids as a matrix, for programs that are compiled for one shap
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -78,7 +77,7 @@ def kind_of(tensor: Any) -> type["Ids"]:
 
 @dataclasses.dataclass(frozen=True)
 class Ids(abc.ABC):
-    """The ids of one feature. See `ids_of`.
+    """The ids of one feature. See `ids_of`. Methods raise ConfigError for ids, weights and shapes that have no meaning together.
 
     Attributes:
         kind: the word for it in messages.
@@ -106,9 +105,6 @@ class Ids(abc.ABC):
 
         Args:
             densify: returns sparse or ragged ids as padded ones, for programs that are compiled for one shape.
-
-        Raises:
-            ConfigError: the ids or weights cannot be looked up. The message names the feature.
         """
         given, policy = self.as_int64(), self.config.out_of_vocabulary
         assert policy is not None, "a FeatureConfig takes its table's"
@@ -134,12 +130,7 @@ class Ids(abc.ABC):
         )
 
     def known_shape(self) -> Shape:
-        """Return the known part of the activations' shape, without their last dimension: output_shape's, then build()'s, then the
-        ids'.
-
-        Raises:
-            ConfigError: they contradict each other.
-        """
+        """Return what output_shape, build() and the ids say of the activations' shape, without their last dimension."""
         return self._layout(before_lookup=True).shape
 
     def check_symbolic(self, takes_names: bool) -> None:
@@ -176,8 +167,11 @@ class Ids(abc.ABC):
         length = self._length(batch, before_lookup)
         shape, checks = self._leading(given, length), list[tuple[int, int, str]]()
         if self.input_shape is not None:
+            of_build = self.input_shape
+            if self.is_combined:  # its last axes are those of `shape`
+                of_build = (*of_build[:-1], *shape[max(len(of_build) - 1, 0) :])
             what = f"{named(self.path)}: build()'s input_shape {self.input_shape}"
-            shape = _completed(shape, self._leading_of_build(self.input_shape, shape), what, checks)
+            shape = _completed(shape, of_build, what, checks)
         if wanted is None:
             return _Layout(length, shape, checks)
         if self._fills(shape, wanted, before_lookup):
@@ -191,11 +185,9 @@ class Ids(abc.ABC):
 
     def _leading(self, shape: Shape, length: int) -> Shape:
         """Return the shape of the activations of ids of `shape`, without the last dimension."""
+        if not self.is_combined:
+            return shape
         return (shape[0], length) if length else shape[:-1]
-
-    def _leading_of_build(self, input_shape: Shape, shape: Shape) -> Shape:
-        """Return the shape of the activations of ids of `input_shape`, whose last axes are those of `shape`."""
-        return (*input_shape[:-1], *shape[max(len(input_shape) - 1, 0) :])
 
     def _fills(self, shape: Shape, wanted: Shape, before_lookup: bool) -> bool:  # noqa: ARG002 - for ragged ids
         """Return True if activations of `shape` are reshaped to output_shape."""
@@ -207,15 +199,21 @@ class Ids(abc.ABC):
         """Return the ids as int64.
 
         Keras traces some models with float inputs. So a float type is accepted if it can hold every id of the table.
-        Float ids that are not row numbers fail when they are looked up.
+        The step fails if a float id is NaN, infinite, negative or fractional. XLA drops the check: there, such an id counts as
+        outside the table.
         """
         dtype = self.ids.dtype
         self._check_integers(dtype)
 
         def convert(values: Tensor) -> Tensor:
-            if dtype == tf.uint64:
-                values = tf.minimum(values, tf.int64.max)  # otherwise the highest become negative
-            return _whole(self.path, values) if dtype.is_floating else tf.cast(values, tf.int64)
+            if not dtype.is_floating:  # otherwise the highest of uint64 become negative
+                return tf.cast(tf.minimum(values, tf.int64.max) if dtype == tf.uint64 else values, tf.int64)
+            wide = tf.cast(values, tf.float64)
+            whole = (wide >= 0) & (wide < 2.0**63) & tf.equal(wide, tf.floor(wide))
+            message = "float ids must be whole numbers from 0; got one that is negative, fractional or not finite"
+            check = tf.debugging.Assert(tf.reduce_all(whole), [f"feature {self.path}: {message}"])
+            with tf.control_dependencies([] if check is None else [check]):
+                return tf.where(whole, tf.cast(values, tf.int64), tf.int64.max)
 
         return dataclasses.replace(self, ids=self._map(convert))
 
@@ -284,12 +282,6 @@ class DenseIds(Ids):
 
     kind = "dense"
     is_combined = False
-
-    def _leading(self, shape: Shape, length: int) -> Shape:  # noqa: ARG002 - dense ids are no sequences
-        return shape
-
-    def _leading_of_build(self, input_shape: Shape, shape: Shape) -> Shape:  # noqa: ARG002
-        return input_shape
 
     def check(self, length: int) -> None:
         """Raise ConfigError if there are weights, or a sequence is wanted."""
@@ -495,7 +487,7 @@ class RaggedIds(_ListedIds):
         wanted = self.config.output_shape
         if self.config.max_sequence_length or wanted is None:
             return self.config.max_sequence_length
-        size = _product(wanted)
+        size = tf.TensorShape(wanted).num_elements()
         if batch is not None and size is not None:
             return size // batch if size > batch > 0 and size % batch == 0 else 0
         if len(wanted) > 1 and not before_lookup:
@@ -506,7 +498,7 @@ class RaggedIds(_ListedIds):
         return 0
 
     def _fills(self, shape: Shape, wanted: Shape, before_lookup: bool) -> bool:
-        rows, room = _product(shape), _product(wanted)
+        rows, room = tf.TensorShape(shape).num_elements(), tf.TensorShape(wanted).num_elements()
         if rows is None or room is None:
             return before_lookup and len(wanted) > len(shape)
         return rows == room
@@ -520,11 +512,7 @@ def _completed(known: Shape, wanted: Shape, what: str, checks: list[tuple[int, i
 
 
 def merged_shape(known: Shape, wanted: Shape, what: str) -> Shape:
-    """Return the known sizes of two shapes of one activation, merged, without its last dimension.
-
-    Raises:
-        ConfigError: they contradict each other. The message starts with `what`.
-    """
+    """Return the merged known sizes of two shapes. Raises ConfigError if they contradict each other: `what` begins it."""
     if not tf.TensorShape(known).is_compatible_with(wanted):
         raise ConfigError(
             f"{what}: the ids give activations of {known}. A combined feature has its ids' shape without the last "
@@ -533,48 +521,40 @@ def merged_shape(known: Shape, wanted: Shape, what: str) -> Shape:
     return tuple(tf.TensorShape(known).merge_with(wanted))
 
 
-def _product(shape: Shape) -> int | None:
-    """Return the size of a shape. Returns None if a dimension is unknown."""
-    known = [size for size in shape if size is not None]
-    return math.prod(known) if len(known) == len(shape) else None
-
-
 def cut(ids: Tensor, length: int) -> Tensor:
     """Return ids [batch, hot] as [batch, length]: cut, or padded with DROPPED."""
     padding = tf.fill([tf.shape(ids)[0], length], tf.constant(DROPPED, tf.int64))
     return tf.ensure_shape(tf.concat([ids, padding], 1)[:, :length], [None, length])
 
 
-def _whole(path: str, values: Any) -> Any:
-    """Return float `values` as int64. The step fails if one is NaN, infinite, negative or fractional.
-
-    XLA drops the check. There, such an id counts as outside the table.
-    """
-    wide = tf.cast(values, tf.float64)
-    whole = (wide >= 0) & (wide < 2.0**63) & tf.equal(wide, tf.floor(wide))
-    message = (
-        f"feature {path}: float ids must be whole numbers from 0; got one that is negative, fractional or not finite"
-    )
-    check = tf.debugging.Assert(tf.reduce_all(whole), [message])
-    with tf.control_dependencies([] if check is None else [check]):
-        return tf.where(whole, tf.cast(values, tf.int64), tf.int64.max)
-
-
 # ---- Python numbers
 
 
 def as_tensors(structure: Any, features: Any, what: str) -> Any:
-    """Return `features` with Python numbers and names, and lists of them, converted to tensors. Keras layers do not take them as
-    they are.
+    """Return `features` with Python numbers and names, and lists of them, as tensors, because Keras layers do not take them.
 
     Raises:
-        ConfigError: `features` has another structure than `structure`, or lists differ in length. The message calls
-            them `what`.
+        ConfigError: `features`, which it calls `what`, has another structure than `structure`, or lists differ in length.
     """
     leaves = [(path, leaf) for path, _, leaf in flatten_up_to(structure, features, what)]
     if not any(_is_python(leaf) for _, leaf in leaves):
         return features
-    return pack_like(structure, [_as_tensor(path, leaf) if _is_python(leaf) else leaf for path, leaf in leaves])
+    tensors = list[Any]()
+    for path, leaf in leaves:
+        if not _is_python(leaf):
+            tensors.append(leaf)
+            continue
+        try:
+            values = np.asarray(leaf)
+            if values.dtype.kind in "SUO":  # numpy cuts NULs from the ends of its own strings
+                values = np.asarray(leaf, object)
+        except ValueError:
+            raise ConfigError(
+                f"{named(path)}: lists of different lengths. Pass tf.ragged.constant(ids, dtype=tf.int64)."
+            ) from None
+        is_whole = values.dtype.kind == "i" or not values.size
+        tensors.append(tf.constant(values.astype(np.int64) if is_whole else values))
+    return pack_like(structure, tensors)
 
 
 def _is_python(leaf: Any) -> bool:
@@ -582,15 +562,3 @@ def _is_python(leaf: Any) -> bool:
     if isinstance(leaf, list | tuple):
         return all(_is_python(item) or isinstance(item, np.number) for item in leaf)
     return isinstance(leaf, int | float | str | bytes) and not isinstance(leaf, bool)
-
-
-def _as_tensor(path: str, leaf: Any) -> Any:
-    try:
-        values = np.asarray(leaf)
-        if values.dtype.kind in "SUO":  # numpy cuts NULs from the ends of its own strings
-            values = np.asarray(leaf, object)
-    except ValueError:
-        raise ConfigError(
-            f"{named(path)}: lists of different lengths. Pass tf.ragged.constant(ids, dtype=tf.int64)."
-        ) from None
-    return tf.constant(values.astype(np.int64) if values.dtype.kind == "i" or not values.size else values)

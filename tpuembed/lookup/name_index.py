@@ -52,11 +52,7 @@ class NameIndex:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Index the names of `vocabulary`.
-
-        Raises:
-            ConfigError: the names, or their hashes, were made to collide.
-        """
+        """Index the names of `vocabulary`. Raises ConfigError if they, or their hashes, were made to collide."""
         names = vocabulary.all_names
         for self.salt in range(_MOST_SALTS):
             keys = names if vocabulary.dtype == "int64" else fingerprints(names, salt_text(self.salt))
@@ -94,11 +90,7 @@ class Index:
     """
 
     def __init__(self, keys: _Integers) -> None:
-        """Give `keys`, int64 [n], the rows 0, 1, 2 and so on.
-
-        Raises:
-            ConfigError: the keys were made to collide.
-        """
+        """Give `keys`, int64 [n], the rows 0, 1, 2 and so on. Raises ConfigError if they were made to collide."""
         self.empty = _not_among(keys)
         buckets = max(_LEAST_BUCKETS, int(len(keys) / WAYS / _FILL) + 1)
         most = _MOST_TIMES * buckets
@@ -107,7 +99,8 @@ class Index:
                 buckets += 1
             self.keys = np.full((buckets, WAYS), self.empty, np.int64)
             self.rows = np.full((buckets, WAYS), NONE, np.int32)
-            if self._place(keys):
+            rows, pieces = np.arange(len(keys), dtype=np.int32), range(0, len(keys), _AT_ONCE)
+            if all(self._place(keys[at : at + _AT_ONCE], rows[at : at + _AT_ONCE]) for at in pieces):
                 return
             buckets += buckets // 8
         raise ConfigError("vocabulary: its keys were made to collide, so that some find no place. Hash the names.")
@@ -120,13 +113,7 @@ class Index:
             mixed = ((keys * np.int64(MIX)) >> np.int64(1)) & np.int64(2**63 - 1)
         return mixed % len(self.keys)
 
-    def _place(self, keys: _Integers) -> bool:
-        """Place all keys, with their rows. Returns False if there is no place for one of them."""
-        rows = np.arange(len(keys), dtype=np.int32)
-        pieces = range(0, len(keys), _AT_ONCE)
-        return all(self._place_some(keys[at : at + _AT_ONCE], rows[at : at + _AT_ONCE]) for at in pieces)
-
-    def _place_some(self, keys: _Integers, rows: _Rows) -> bool:
+    def _place(self, keys: _Integers, rows: _Rows) -> bool:
         """Place keys, all at once. Returns False if there is no place for one of them.
 
         A key that finds both of its buckets full takes the place of another, which goes on to its other bucket.

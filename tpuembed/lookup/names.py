@@ -17,7 +17,6 @@ __all__ = [
     "NameArrays",
     "NamedIds",
     "as_names",
-    "bucket_rows",
     "check_names",
     "check_type_of_names",
     "find_keys",
@@ -82,16 +81,11 @@ def name_keys(names: Tensor, salt: bytes | Tensor) -> Tensor:
     """
     if names.dtype != tf.string:
         return names
-    if isinstance(salt, bytes):
-        return _fingerprints(tf.strings.join([salt, names]) if salt else names)
-    return tf.cond(
-        tf.equal(salt, 0),
-        lambda: _fingerprints(names),
-        lambda: _fingerprints(tf.strings.join([tf.strings.as_string(salt), "\0", names])),
-    )
-
-
-def _fingerprints(names: Tensor) -> Tensor:
+    if not isinstance(salt, bytes):
+        given, parts = names, [tf.strings.as_string(salt), "\0", names]
+        names = tf.cond(tf.equal(salt, 0), lambda: given, lambda: tf.strings.join(parts))
+    elif salt:
+        names = tf.strings.join([salt, names])
     return tf.strings.to_hash_bucket_fast(names, BUCKETS)
 
 
@@ -111,20 +105,15 @@ def row_numbers(names: Tensor, numbers: Tensor, vocabulary: Vocabulary, padded: 
         vocabulary: says which rows unknown names have. Without buckets one is NOWHERE, outside of every table.
         padded: "" and the integer -1 are padding, DROPPED.
     """
-    buckets = vocabulary.oov_buckets
-    unknown = bucket_rows(names, buckets) if buckets else tf.constant(NOWHERE, tf.int64)
+    buckets, unknown = vocabulary.oov_buckets, tf.constant(NOWHERE, tf.int64)
+    if buckets:  # as Keras' StringLookup and IntegerLookup choose one
+        of_text = names.dtype == tf.string
+        unknown = tf.strings.to_hash_bucket_fast(names, buckets) if of_text else tf.math.floormod(names, buckets)
     rows = tf.where(numbers < 0, unknown, numbers + buckets)
     if not padded:
         return rows
     empty = tf.constant("" if names.dtype == tf.string else -1, names.dtype)
     return tf.where(tf.equal(names, empty), tf.constant(DROPPED, tf.int64), rows)
-
-
-def bucket_rows(names: Tensor, oov_buckets: int) -> Tensor:
-    """Return the bucket of each name, int64 [n], as Keras' StringLookup and IntegerLookup choose it."""
-    if names.dtype == tf.string:
-        return tf.strings.to_hash_bucket_fast(names, oov_buckets)
-    return tf.math.floormod(names, tf.constant(oov_buckets, tf.int64))
 
 
 def as_names(what: str, names: Tensor, dtype: str) -> Tensor:

@@ -13,7 +13,7 @@ Measured through the C API, 26 features, 100k x 64 float32 tables, one thread (d
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -47,9 +47,11 @@ class EachRow:
 
     Attributes:
         ids: a vector of n, or another tensor with an element per row.
+        omits: whether the strategy omits rows by itself.
     """
 
     ids: Tensor
+    omits: ClassVar[bool] = False
 
     def add_up(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Return the weighted sum of each example's rows."""
@@ -76,11 +78,6 @@ class EachRow:
         """Return the strategy that omits some rows, bool [n], if it can (`omits`). Else such rows must be zeros."""
         del rows
         return self
-
-    @property
-    def omits(self) -> bool:
-        """Return True if the strategy omits rows by itself."""
-        return False
 
     def of_lists(self) -> "EachRow":
         """Return the strategy that is faster if the rows of an example are usually adjacent, as in lists."""
@@ -146,6 +143,7 @@ class Segments(EachRow):
     """
 
     count: Tensor
+    omits = True
 
     def add(self, values: Tensor) -> Tensor:
         """Sum each segment."""
@@ -158,11 +156,6 @@ class Segments(EachRow):
     def omitting(self, rows: Tensor) -> "Segments":
         """Give some rows a negative segment."""
         return dataclasses.replace(self, ids=tf.where(rows, tf.cast(-1, self.ids.dtype), self.ids))
-
-    @property
-    def omits(self) -> bool:
-        """Return True."""
-        return True
 
     def of_lists(self) -> "AdjacentSegments":
         """Return AdjacentSegments."""

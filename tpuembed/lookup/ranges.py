@@ -49,8 +49,7 @@ OUTSIDE: Final = "tpuembed_id_outside"
 """The name of the operation that fails for an id outside its table. A server recognizes the message by it."""
 
 NOT_FOR_XLA: Final = "traced_before_jit_compile__decorate_the_inner_function_with_jit_compile_too"
-"""The name of an operation without an XLA kernel. It makes XLA fail on a function that was traced before, which is not
-traced again."""
+"""The name of an operation without an XLA kernel: XLA fails on it in a function that was traced before, and is not again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

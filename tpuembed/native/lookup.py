@@ -68,23 +68,37 @@ _FEW_ROWS_BYTES: Final = 4 << 20
 """Up to this many bytes of float32 rows, the graph checks a group's lists together: see `export/graph/feature_groups.py`."""
 
 
-class _Feature(ctypes.Structure):
-    """`struct feature` of lookup.c."""
+_TYPES: Final = {"i": ctypes.c_int64, "p": ctypes.c_void_p, "s": ctypes.c_char_p, "-": None}
+_FUNCTIONS: Final = {
+    "layout": "i",
+    "best_variant": "i",
+    "look_up": "iippiii",
+    "read_ahead": "-pppiii",
+    "find_outside": "ippip",
+    "find_names": "ippspip",
+    "search": "-ipppipippppi",
+}
+"""The functions of the library, each with the types of its result and arguments: see _TYPES."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("rows", "overlay", "words")),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                *("overlay_rows", "storage", "dim", "row_bytes", "ids", "row_offset", "base_row_offset"),
-                *("base_rows", "kind", "combiner", "length", "policy", "policy_row", "divides_weights"),
-            )
-        ),
+
+def fields(pointers: str, integers: str) -> list[tuple[str, Any]]:
+    """Return the fields of a struct in C, which have 8 bytes each."""
+    return [(name, ctypes.c_void_p) for name in pointers.split()] + [
+        (name, ctypes.c_int64) for name in integers.split()
     ]
 
 
+class _Feature(ctypes.Structure):
+    """`struct feature` of lookup.c."""
+
+    _fields_ = fields(
+        "rows overlay words",
+        "overlay_rows storage dim row_bytes ids row_offset kind combiner length policy policy_row divides_weights",
+    )
+
+
 _INPUT: Final = np.dtype(
-    [(name, np.int64) for name in ("ids", "id_stride", "hot", "weights", "weight_stride", "out", "out_stride")]
+    [(name, np.int64) for name, _ in fields("", "ids id_stride hot weights weight_stride out out_stride")]
 )
 """`struct input` of lookup.c. Pointers are integers."""
 
@@ -92,22 +106,19 @@ _INPUT: Final = np.dtype(
 class _Names(ctypes.Structure):
     """`struct names` of lookup.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("keys", "numbers")),
-        *((name, ctypes.c_int64) for name in ("buckets", "oov_buckets", "salt_bytes", "padded")),
-    ]
+    _fields_ = fields("keys numbers", "buckets oov_buckets salt_bytes padded")
 
 
 class _Pages(ctypes.Structure):
     """`struct pages` of lookup.c."""
 
-    _fields_ = [("page_bytes", ctypes.c_uint64), ("recent", ctypes.c_void_p), ("recent_bits", ctypes.c_int64)]
+    _fields_ = fields("recent", "recent_bits page_bytes")
 
 
 class _Place(ctypes.Structure):
     """`struct place` of lookup.c."""
 
-    _fields_ = [("example", ctypes.c_int64), ("id", ctypes.c_int64)]
+    _fields_ = fields("", "example id")
 
 
 @functools.cache
@@ -117,25 +128,9 @@ def load_library() -> ctypes.CDLL | str:
         return "the package was installed without its C library; install a C compiler and tpuembed again"
     try:
         library = ctypes.CDLL(str(_LIBRARY))
-        library.tpuembed_layout.restype = library.tpuembed_look_up.restype = ctypes.c_int64
-        library.tpuembed_best_variant.restype = library.tpuembed_find_outside.restype = ctypes.c_int64
-        library.tpuembed_look_up.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3]
-        library.tpuembed_read_ahead.restype = None
-        library.tpuembed_read_ahead.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3]
-        library.tpuembed_find_outside.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p]
-        library.tpuembed_search.restype = None
-        given: tuple[Any, ...] = ctypes.c_int64, *[ctypes.c_void_p] * 3
-        library.tpuembed_search.argtypes = [
-            *given,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            *given,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-        ]
-        library.tpuembed_find_names.restype = ctypes.c_int64
-        strings: tuple[Any, ...] = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
-        library.tpuembed_find_names.argtypes = [*[ctypes.c_void_p] * 2, *strings, ctypes.c_void_p]
+        for name, types in _FUNCTIONS.items():
+            function = getattr(library, f"tpuembed_{name}")
+            function.restype, *function.argtypes = (_TYPES[letter] for letter in types)
         layout = library.tpuembed_layout()
     except (OSError, AttributeError) as error:
         return f"{_LIBRARY.name} cannot be loaded: {str(error).rstrip('.')}; install tpuembed again"
@@ -167,6 +162,9 @@ def refusal(manifest: Manifest) -> str:
 
 class NativeLookups:
     """The lookups of one export. Its methods may be called by many threads at once.
+
+    They raise ConfigError for an id outside its table, with the message of the export's graph, for an unknown name, and for an
+    input that does not fit; and TpuEmbedError for a damaged overlay.
 
     Attributes:
         features: in the order in which a graph checks their ids: groups of one kind, stack, combiner and policy.
@@ -226,21 +224,20 @@ class NativeLookups:
             for one, table in zip(self.features, self._tables, strict=True)
         ]
         self._structs = (_Feature * len(made))(*made)
-        self._finders = [
-            None if entry is None else _NameFinder(one, entry, self._arrays)
+        self._names = [
+            None if entry is None else (entry, _names_of(one, entry, self._arrays))
             for one, entry in zip(self.features, entries, strict=True)
         ]
-        self._lengths = [one.max_sequence_length if _kind(one) == "sequence" else 0 for one in self.features]
-        self._widths = [table.dim * (length or 1) for table, length in zip(self._tables, self._lengths, strict=True)]
-        self._row_bytes = [struct.row_bytes for struct in made]
-        self._packing = None if manifest.packing.left_out else manifest.packing
+        self._lengths, self._row_bytes = ([getattr(one, key) for one in made] for key in ("length", "row_bytes"))
+        self._widths = [one.dim * (one.length or 1) for one in made]
+        self._has_packed = not manifest.packing.left_out
         self._template = np.zeros(len(made), _INPUT)
-        self._lists = np.array([_kind(one) != "id" for one in self.features])
+        self._lists = np.array([one.input != "id" for one in self.features])
         self._starts = np.cumsum([0, *self._widths[:-1]])
         self.reads_ahead = False
         self._rows: Mapping[str, Array] = {}
         self._recent = np.zeros(1 << _RECENT_BITS, np.uint64)  # takes no memory before it is used
-        self._pages = _Pages(mmap.PAGESIZE, self._recent.ctypes.data, _RECENT_BITS)
+        self._pages = _Pages(self._recent.ctypes.data, _RECENT_BITS, mmap.PAGESIZE)
         self._recent_until = 0.0
 
     def named(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -248,27 +245,32 @@ class NativeLookups:
 
         Args:
             inputs: int64, or names of rows: int64, or arrays of dtype object with bytes.
-
-        Raises:
-            ConfigError: an id is outside its table, with the message of the export's graph; a name is unknown; or an input does
-                not fit.
-            TpuEmbedError: an overlay is damaged.
         """
         return self.pooled(self.rows_of(inputs), inputs)
 
     def rows_of(self, inputs: Mapping[str, Array]) -> list[Array]:
-        """Return the ids of each feature, in the order of `features`: int64 [batch] or [batch, hot], those of names included.
-
-        Raises:
-            ConfigError: a name is unknown, or an input does not fit.
-        """
-        pages = self._pages_to_read() if self.reads_ahead else None
-        return [
-            _aligned(inputs[one.name], one.name, np.int64, 2 - (_kind(one) == "id"))
-            if finder is None
-            else finder.rows_of(inputs[one.name], self._library, pages)
-            for one, finder in zip(self.features, self._finders, strict=True)
-        ]
+        """Return the ids of each feature, in the order of `features`: int64 [batch] or [batch, hot], those of names included."""
+        pages, rows = self._pages_to_read() if self.reads_ahead else None, []
+        for one, names in zip(self.features, self._names, strict=True):
+            given, rank, content = inputs[one.name], 1 if one.input == "id" else 2, None
+            if names is None:
+                rows.append(_aligned(given, one.name, np.int64, rank))
+                continue
+            entry, struct = names
+            if entry.dtype == "string":
+                texts, salt = _strings(given, one.name, rank), entry.salt.encode()
+                values, content = np.fromiter(map(len, texts), np.int64, len(texts)), salt + salt.join(texts)
+            else:
+                values = np.ascontiguousarray(_aligned(given, one.name, np.int64, rank))
+            found = np.empty(given.shape, np.int64)
+            unknown = self._library.tpuembed_find_names(
+                pages, ctypes.addressof(struct), content, values.ctypes.data, values.size, found.ctypes.data
+            )
+            if unknown >= 0 and one.out_of_vocabulary == "error":
+                row = unknown // (found.size // len(found))
+                raise ConfigError(_unknown(one.name, entry, given.reshape(-1)[unknown], row))
+            rows.append(found)
+        return rows
 
     def pooled(self, arrays: Sequence[Array], inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return what `named` does for `arrays`, the ids that `rows_of` returned, and the weights in `inputs`."""
@@ -310,8 +312,7 @@ class NativeLookups:
             if table.name in tables:
                 rows = tables[table.name]
                 struct.rows, struct.overlay, struct.words = rows.ctypes.data, None, None
-                struct.ids = struct.base_rows = len(rows)
-                struct.row_offset = struct.base_row_offset = struct.policy_row = 0
+                struct.ids, struct.row_offset, struct.policy_row = len(rows), 0, 0
         return other
 
     def packed(self, ids: Array, out: Array | None = None) -> Array:
@@ -320,12 +321,8 @@ class NativeLookups:
         Args:
             ids: int64 [batch, columns].
             out: where to write the activations. None for a new array.
-
-        Raises:
-            ConfigError: an id is outside its table, with the message of the export's graph; or the matrix does not fit.
-            TpuEmbedError: an overlay is damaged.
         """
-        if self._packing is None:
+        if not self._has_packed:
             raise ConfigError("the export has no signature packed. Use its named inputs.")
         matrix = _aligned(ids, "ids", np.int64, 2)
         batch, columns = matrix.shape
@@ -406,70 +403,37 @@ class NativeLookups:
                 ):
                     found.append((index, place.example, place.id))
             if found:
-                index, row, number = (
-                    found[0]
-                    if self._is_by_feature(calls, group, batch, is_packed)
-                    else min(found, key=lambda one: one[1])
-                )
+                # The graph checks such features one by one, and others example by example.
+                few = max(_FEW_ROWS_BYTES // (4 * self._tables[group[0]].dim), 1)
+                is_long = batch * int(calls["hot"][group].sum()) > few
+                is_by_feature = is_long if self._lists[group[0]] else not is_packed
+                index, row, number = found[0] if is_by_feature else min(found, key=lambda one: one[1])
                 table = self._tables[index]
-                span = Span(table.name, table.rows)
-                return outside_message(self.features[index].name, span, number, row)
+                return outside_message(self.features[index].name, Span(table.name, table.rows), number, row)
         raise TpuEmbedError("the ids changed during the lookup. Do not write to an input until the call returns.")
 
-    def _is_by_feature(self, calls: Array, group: Sequence[int], batch: int, is_packed: bool) -> bool:
-        """Return True if the graph checks the features one by one, False if example by example."""
-        if not self._lists[group[0]]:
-            return not is_packed
-        few = max(_FEW_ROWS_BYTES // (4 * self._tables[group[0]].dim), 1)
-        return batch * int(calls["hot"][group].sum()) > few
+
+def _names_of(feature: FeatureEntry, entry: NamesEntry, arrays: Mapping[str, Array]) -> _Names:
+    """Return the struct of the names that a feature takes."""
+    if not entry.arrays:
+        raise ConfigError(f"names of table {entry.table!r}: their index is not in files of the export. Export again.")
+    keys, numbers = entry.arrays
+    return _Names(
+        keys=arrays[keys.name].ctypes.data,
+        numbers=arrays[numbers.name].ctypes.data,
+        buckets=keys.rows,
+        oov_buckets=entry.oov_buckets,
+        salt_bytes=len(entry.salt.encode()),
+        padded=feature.input != "id",
+    )
 
 
-class _NameFinder:
-    """Finds the rows of the names that a feature takes."""
-
-    def __init__(self, feature: FeatureEntry, entry: NamesEntry, arrays: Mapping[str, Array]) -> None:
-        if not entry.arrays:
-            raise ConfigError(
-                f"names of table {entry.table!r}: their index is not in files of the export. Export again."
-            )
-        keys, numbers = entry.arrays
-        self._feature, self._entry, self._salt = feature, entry, entry.salt.encode()
-        self._struct = _Names(
-            keys=arrays[keys.name].ctypes.data,
-            numbers=arrays[numbers.name].ctypes.data,
-            buckets=keys.rows,
-            oov_buckets=entry.oov_buckets,
-            salt_bytes=len(self._salt),
-            padded=_kind(feature) != "id",
-        )
-
-    def rows_of(self, given: Array, library: ctypes.CDLL, pages: int | None) -> Array:
-        """Return the row of each name, int64 of the shape of `given`.
-
-        Raises:
-            ConfigError: a name is unknown, and the feature has neither buckets nor a policy for it; or `given` has no names.
-        """
-        feature, content, rank = self._feature, None, 2 - (_kind(self._feature) == "id")
-        if self._entry.dtype == "string":
-            names = _strings(given, feature.name, rank)
-            values = np.fromiter(map(len, names), np.int64, len(names))
-            content = self._salt + self._salt.join(names) if self._salt else b"".join(names)
-        else:
-            values = np.ascontiguousarray(_aligned(given, feature.name, np.int64, rank))
-        rows = np.empty(given.shape, np.int64)
-        unknown = library.tpuembed_find_names(
-            pages, ctypes.addressof(self._struct), content, values.ctypes.data, values.size, rows.ctypes.data
-        )
-        if unknown >= 0 and feature.out_of_vocabulary == "error":
-            raise ConfigError(self._unknown(given.reshape(-1)[unknown], unknown // (rows.size // len(rows))))
-        return rows
-
-    def _unknown(self, name: Any, row: int) -> str:
-        before, between, after = unknown_name_texts(self._feature.name, self._entry.table, self._entry.count)
-        text = str(name) if not isinstance(name, bytes) else name[:MOST_OF_NAME].decode(errors="replace")
-        shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
-        more = "..." if isinstance(name, bytes) and len(name) > MOST_OF_NAME else ""
-        return f"{before}{shown}{more}{between}{row}{after}"
+def _unknown(feature: str, entry: NamesEntry, name: Any, row: int) -> str:
+    before, between, after = unknown_name_texts(feature, entry.table, entry.count)
+    text = str(name) if not isinstance(name, bytes) else name[:MOST_OF_NAME].decode(errors="replace")
+    shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+    more = "..." if isinstance(name, bytes) and len(name) > MOST_OF_NAME else ""
+    return f"{before}{shown}{more}{between}{row}{after}"
 
 
 def _strings(given: Array, name: str, rank: int) -> list[bytes]:
@@ -546,11 +510,9 @@ def _checked(
         row_bytes=stack.row_bytes,
         ids=table.rows,
         row_offset=table.row_offset,
-        base_row_offset=table.row_offset,
-        base_rows=table.rows,
         kind=_KINDS.index(kind),
         combiner=_COMBINERS.index(combiner),
-        length=length,
+        length=length if kind == "sequence" else 0,
         policy=_POLICIES.index(policy),
         policy_row=row,
         divides_weights=divides_weights,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tpuembed.errors import ConfigError
 from tpuembed.manifest import STORAGE_TYPES, Manifest
-from tpuembed.native.lookup import VARIANTS, load_library, mapped_array, variant
+from tpuembed.native.lookup import VARIANTS, fields, load_library, mapped_array, variant
 
 __all__ = ["EXCLUDE", "REQUIRE", "NativeSearch", "SearchIndex", "search_ranges", "search_refusal"]
 
@@ -29,10 +29,7 @@ _ROWS: Final = 256
 class SearchIndex(ctypes.Structure):
     """`struct index` of search.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("rows", "ids", "tags")),
-        *((name, ctypes.c_int64) for name in ("storage", "dim", "row_bytes")),
-    ]
+    _fields_ = fields("rows ids tags", "storage dim row_bytes")
 
 
 def search_ranges(
@@ -76,14 +73,10 @@ def search_refusal(manifest: Manifest) -> str:
 
 
 class NativeSearch:
-    """The index of an export, mapped. Its methods may be called from several threads."""
+    """The index of an export, mapped. Any thread may call its methods, which raise ConfigError for another shape or dtype."""
 
     def __init__(self, manifest: Manifest, version_dir: Path) -> None:
-        """Map the index of the export at `version_dir`, whose `search_refusal` is empty.
-
-        Raises:
-            ConfigError: a file cannot be mapped, or has another size than in the manifest.
-        """
+        """Map the index of the export at `version_dir`, whose `search_refusal` is empty. Raises ConfigError if it cannot."""
         assert manifest.retrieval is not None
         self.entry = entry = manifest.retrieval
         (stack,) = [
@@ -121,9 +114,6 @@ class NativeSearch:
             queries: float32 [batch, dim], finite: the vectors that the signature `query` returns.
             k: how many.
             wanted: uint64 [batch], the tags that a candidate needs; None if no query needs one.
-
-        Raises:
-            ConfigError: the queries have another shape.
         """
         queries = np.ascontiguousarray(queries, np.float32)
         if queries.ndim != 2 or queries.shape[1] != self.dim:
@@ -163,9 +153,6 @@ class NativeSearch:
             queries: as for `search`.
             exclude: ids [batch, n] that are no answer, int64 or objects.
             wanted: uint64 [batch], see `search`.
-
-        Raises:
-            ConfigError: an argument has another shape or dtype.
         """
         k, dtype = self.entry.k, np.dtype(np.int64 if self.entry.ids == "int64" else object)
         if exclude.ndim != 2 or not exclude.shape[:1] == wanted.shape == queries.shape[:1]:

@@ -6,13 +6,4 @@
 from tpuembed.row_store.client import PASSWORD_VARIABLE, PUBLISHER, RowStore, check_url, connect
 from tpuembed.row_store.keys import RowKeys, check_model, hash_of
 
-__all__ = [
-    "PASSWORD_VARIABLE",
-    "PUBLISHER",
-    "RowKeys",
-    "RowStore",
-    "check_model",
-    "check_url",
-    "connect",
-    "hash_of",
-]
+__all__ = ["PASSWORD_VARIABLE", "PUBLISHER", "RowKeys", "RowStore", "check_model", "check_url", "connect", "hash_of"]

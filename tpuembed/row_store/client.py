@@ -1,6 +1,7 @@
 """Reads and writes rows in Redis by redis-py: a few commands for many rows, and one round trip to each node."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -85,23 +86,21 @@ def connect(url: str, *, timeout_seconds: float = 5.0) -> "RowStore":
 
 
 class RowStore:
-    """A connection to Redis, for any number of threads.
+    """A connection to Redis, for any number of threads. Methods raise RowStoreError if a node does not answer in time, or refuses.
 
     Attributes:
         url: without a password, for messages.
-        client: redis-py's, for commands about single keys. Call it in `refusals`.
+        client: redis-py's, for commands about single keys.
+        refusals: returns a context, in which errors of `client` become RowStoreErrors.
     """
 
     def __init__(self, client: Any, url: str, *, is_cluster: bool) -> None:
         self.client, self.url, self._is_cluster = client, masked(url), is_cluster
+        self.refusals = functools.partial(_refusals, url)
         self._threads = ThreadPoolExecutor(_THREADS, "redis") if is_cluster else None
 
     def read(self, keys: RowKeys) -> list[bytes | None]:
-        """Return the value of each key, in their order; None for a key that Redis does not have.
-
-        Raises:
-            RowStoreError: a node has not answered in time, or refused.
-        """
+        """Return the value of each key, in their order; None for a key that Redis does not have."""
         order, spans = self._spans(keys)
         texts = keys.texts(order)
         found = np.empty(len(texts), object)
@@ -113,8 +112,7 @@ class RowStore:
     def write(self, keys: RowKeys, values: npt.NDArray[np.uint8]) -> None:
         """Set the value of each key to a line of `values` [n, row_bytes].
 
-        Raises:
-            RowStoreError: a node has not answered in time, or refused. Some values may be written.
+        If it fails, some values may be written.
         """
         order, spans = self._spans(keys)
         lines = np.ascontiguousarray(values[order]).view(f"V{values.shape[1]}")[:, 0].tolist()
@@ -122,21 +120,13 @@ class RowStore:
         self._run([("MSET", *words[2 * start : 2 * stop]) for start, stop in spans])
 
     def remove(self, keys: RowKeys) -> None:
-        """Remove the keys that exist.
-
-        Raises:
-            RowStoreError: a node has not answered in time, or refused.
-        """
+        """Remove the keys that exist."""
         order, spans = self._spans(keys)
         texts = keys.texts(order)
         self._run([("UNLINK", *texts[start:stop]) for start, stop in spans])
 
     def records(self, model: str, prefix: str) -> dict[str, Any]:
-        """Return what the hash of a model has in the fields that begin with `prefix`, by the rest of their names.
-
-        Raises:
-            RowStoreError: Redis has not answered in time, or refused.
-        """
+        """Return what the hash of a model has in the fields that begin with `prefix`, by the rest of their names."""
         with self.refusals():
             fields: dict[bytes, bytes] = self.client.hgetall(hash_of(model))
         start = prefix.encode()
@@ -150,28 +140,14 @@ class RowStore:
             ) from None
 
     def note(self, model: str, token: str, field: str, value: str | None) -> bool:
-        """Set a field of a model's hash, or remove it for None. Returns False if the publisher is not the one with this token.
-
-        Raises:
-            RowStoreError: Redis has not answered in time, or refused.
-        """
+        """Set a field of a model's hash, or remove it for None. Returns False if the publisher is not the one with this token."""
         with self.refusals():
             return bool(self.client.eval(_NOTE, 1, hash_of(model), token, field, *([] if value is None else [value])))
 
     def ping(self) -> None:
-        """Ask whether Redis answers: of a cluster the masters, because rows are not read from replicas.
-
-        Raises:
-            RowStoreError: a node has not answered in time, or refused.
-        """
+        """Ask whether Redis answers: of a cluster the masters, because rows are not read from replicas."""
         with self.refusals():
             self.client.ping(**({"target_nodes": "primaries"} if self._is_cluster else {}))
-
-    @contextlib.contextmanager
-    def refusals(self) -> Iterator[None]:
-        """Raise RowStoreError for errors of redis-py inside the block."""
-        with _refusals(self.url):
-            yield
 
     def close(self) -> None:
         """Close all connections."""

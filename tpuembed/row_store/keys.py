@@ -50,11 +50,7 @@ _TAGS: Final = _tags()
 
 
 def check_model(name: str) -> str:
-    """Return the name of a model.
-
-    Raises:
-        ConfigError: it cannot be a part of a key.
-    """
+    """Return the name of a model. Raises ConfigError if it cannot be a part of a key."""
     if not _MODEL.fullmatch(name):
         raise ConfigError(
             f"name {name!r}: the name of a model in Redis has up to 100 letters, digits, '_', '.' and '-'. Give another name."

@@ -36,14 +36,6 @@ def check_keras_backend(name: str | None = None) -> None:
 
 @functools.cache
 def _installed() -> list[str]:
-    return [name for name in _TENSORFLOWS if _is_installed(name)]
-
-
-def _is_installed(distribution: str) -> bool:
     import importlib.metadata  # this import costs more than this module's
 
-    try:
-        importlib.metadata.distribution(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return [name for name in _TENSORFLOWS if any(importlib.metadata.distributions(name=name))]

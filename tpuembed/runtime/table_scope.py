@@ -13,14 +13,10 @@ __all__ = ["TableSource", "current_source", "deferred_tables"]
 
 
 class TableSource(Protocol):
-    """The source of rows for a layer inside the scope."""
+    """The source of rows for a layer inside the scope. It raises TpuEmbedError for what it lacks, or has otherwise."""
 
     def register(self, table: Any) -> None:
-        """Register a `TableConfig`. Called once per table when a layer is built.
-
-        Raises:
-            TpuEmbedError: the source has no such table, or its shape differs.
-        """
+        """Register a `TableConfig`. Called once per table when a layer is built."""
 
     def lookup(self, features: Sequence[Any], tables: Sequence[str]) -> list[Any]:
         """Return the activations of `features` (`tpuembed.lookup.FlatIds`), each looked up in its table, by name."""
@@ -34,17 +30,10 @@ class TableSource(Protocol):
         Args:
             table: its name.
             given: the Vocabulary of the feature. Without names, or None, it stands for the source's.
-
-        Raises:
-            ConfigError: the source has no names for the table, or others.
         """
 
     def note_numbers(self, table: str, feature: str | None = None) -> None:
-        """Record that `feature` of a layer's table takes row numbers, and others names. None: all features take numbers.
-
-        Raises:
-            ConfigError: the source has names for the table.
-        """
+        """Record that `feature` of a layer's table takes row numbers, and others names. None: all features take numbers."""
 
     def table(self, name: str) -> Any:
         """Return the whole table, float32 [rows, dim], which converts to a tensor."""

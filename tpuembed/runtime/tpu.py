@@ -66,10 +66,12 @@ def configure_tpu() -> TpuEnvironment:
     if flags != os.environ.get("TF_XLA_FLAGS"):
         chosen["TF_XLA_FLAGS"] = flags
     os.environ.update(chosen)
-    for name, value, needed in _differing(kept | kept_flags, wanted):
-        warn(
-            f"tpuembed.configure_tpu(): {name} keeps your value {value!r}. TPUs with SparseCores need {needed!r}.",
-        )
+    needed = {**_XLA_FLAGS, **wanted, "TF_XLA_FLAGS": " ".join(_XLA_FLAGS.values())}
+    for name, value in (kept | kept_flags).items():
+        if value not in (needed[name], name):  # a flag without a value is true
+            warn(
+                f"tpuembed.configure_tpu(): {name} keeps your value {value!r}. TPUs with SparseCores need {needed[name]!r}."
+            )
     return TpuEnvironment(chosen, kept | kept_flags)
 
 
@@ -90,16 +92,9 @@ def _libtpu_path() -> str:
 
 
 def _xla_flags(given: str) -> tuple[str, dict[str, str]]:
-    """Return (`given` with the missing flags added, the flags it already had, by name). The name of a flag file is
-    returned unchanged."""
+    """Return `given` with the missing flags, and the flags it already had, by name. The name of a flag file is kept."""
     if given.strip() and not given.strip().startswith("-"):
         return given, {"TF_XLA_FLAGS": given}
     present = {flag.split("=")[0]: flag for flag in given.split()}
     missing = [flag for name, flag in _XLA_FLAGS.items() if name not in present]
     return " ".join([*given.split(), *missing]), {name: present[name] for name in _XLA_FLAGS if name in present}
-
-
-def _differing(kept: Mapping[str, str], wanted: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return (name, value, needed value) of kept values that differ from what TPUs need. A flag without a value is true."""
-    needed = {**_XLA_FLAGS, **wanted, "TF_XLA_FLAGS": " ".join(_XLA_FLAGS.values())}
-    return [(name, value, needed[name]) for name, value in kept.items() if value not in (needed[name], name)]

@@ -1,22 +1,178 @@
-"""The limits, padding and memory of tables on SparseCores."""
+"""The limits, padding and memory of tables on SparseCores, from the ids that a SparseCore takes from another one's examples.
+
+A chip's examples are divided among its SparseCores in order. An id belongs to SparseCore (id + rotation) mod n, which
+holds its row. An id that occurs twice in an example counts once. Source: SortListOfSparseCoreCooTensors in
+tensorflow/core/tpu/kernels/sparse_core_preprocess_ops.cc, which fails if a limit is exceeded.
+"""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tpuembed.backends.tf_config import features_to_tf, resolve_optimizer
 from tpuembed.backends.tpu.tf_stacks import stack_tables
-from tpuembed.config import FeatureConfig, TableConfig
-from tpuembed.config.checks import check_number, did_you_mean
-from tpuembed.errors import ConfigError
-from tpuembed.sizing.counting import Counts, FeatureIds, Lookup, Topology, count
+from tpuembed.config import FeatureConfig
+from tpuembed.config.checks import check_count, check_number, did_you_mean
+from tpuembed.errors import ConfigError, reason
 
-__all__ = ["SizingReport", "StackSize", "TableSize", "estimate"]
+__all__ = ["FeatureIds", "SizingReport", "StackSize", "TableSize", "Topology", "estimate", "read_sample"]
 
+Array = np.ndarray[Any, Any]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+_MAX_ID = 2**63 - 1
+_PADDING = 8  # the ids of one partition are padded to a multiple of it in the buffer of a chip
 _DEFAULT_LIMIT = 256  # TensorFlow's default for a stack without configured limits
 _FLOAT_BYTES = 4
+_MAX_IDS_PER_CHIP_PER_SAMPLE = 64  # TensorFlow's default
 _MOST_MARGIN = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureIds:
+    """The ids of one feature in a sample.
+
+    Attributes:
+        ids: int64 [n], not negative.
+        examples: int64 [n], the example of each id.
+        count: the number of examples, including those without ids.
+    """
+
+    ids: Ids
+    examples: Ids
+    count: int
+
+    @classmethod
+    def of_array(cls, array: Any) -> "FeatureIds":
+        """Return the ids of integers [examples] or [examples, ids], padded with negative ones."""
+        rows = np.asarray(array)
+        rows = rows[:, None] if rows.ndim == 1 else rows
+        examples, places = np.nonzero(rows >= 0)
+        return cls(rows[examples, places].astype(np.int64), examples.astype(np.int64), len(rows))
+
+
+def read_sample(path: str | Path) -> dict[str, FeatureIds]:
+    """Return {feature: its ids} of a `.npz` file: an integer array [examples] or [examples, ids] per feature, padded with -1.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no example.
+    """
+    path = Path(path)
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            found = {name: _checked(path, name, arrays[name]) for name in arrays.files}
+    except OSError as error:
+        raise ConfigError(f"sample {path}: cannot be read: {reason(error)}") from None
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, zipfile.BadZipFile, zlib.error, EOFError):
+        raise ConfigError(f"sample {path}: is not an .npz of plain arrays. Write it with numpy.savez.") from None
+    if not found or not next(iter(found.values())).count:
+        raise ConfigError(f"sample {path}: has no examples.")
+    return found
+
+
+def _checked(path: Path, name: str, array: Any) -> FeatureIds:
+    if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
+        raise ConfigError(
+            f"sample {path}: {name!r} must be integers [examples] or [examples, ids], got {array.dtype} {list(array.shape)}"
+        )
+    if array.size and int(array.max()) > _MAX_ID:
+        raise ConfigError(f"sample {path}: {name!r} has id {array.max()}. The largest valid id is {_MAX_ID}.")
+    return FeatureIds.of_array(array)
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The TPUs that a step runs on.
+
+    Attributes:
+        chips: the number of chips.
+        batch_size: examples of one step of all chips.
+        sparse_cores_per_chip: 4 on v5p, 2 on v6e.
+
+    Raises:
+        ConfigError: TensorFlow's ops refuse these numbers.
+    """
+
+    chips: int
+    batch_size: int
+    sparse_cores_per_chip: int = 4
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_count(f"topology: {field.name}", getattr(self, field.name))
+        cores = self.cores
+        if cores & (cores - 1):
+            raise ConfigError(
+                f"topology: {self.chips} chips with {self.sparse_cores_per_chip} SparseCores have {cores} SparseCores in all. "
+                "TensorFlow needs a power of two."
+            )
+        if self.batch_size % cores:
+            raise ConfigError(
+                f"topology: batch_size {self.batch_size} cannot be divided among {cores} SparseCores. Make it a "
+                f"multiple of {cores}."
+            )
+
+    @property
+    def cores(self) -> int:
+        """Return the number of SparseCores of all chips."""
+        return self.chips * self.sparse_cores_per_chip
+
+
+class _Lookup(NamedTuple):
+    """A feature's ids in one table of a stack."""
+
+    ids: FeatureIds
+    first_row: int  # distinguishes the table's rows from those of the stack's other tables
+    rotation: int  # the SparseCore of the table's row 0
+
+
+class _Counts(NamedTuple):
+    """The maximum over the steps of the sample."""
+
+    ids: int  # that one SparseCore takes from another one's examples
+    unique_ids: int  # the same, each row counted once
+    ids_per_chip: int  # of one chip's examples, each partition padded to a multiple of 8
+
+
+def _count(lookups: Sequence[_Lookup], topology: Topology, steps: int) -> _Counts:
+    """Return the counts of the lookups of one stack (or of one table of it) over the first `steps` batches of the sample."""
+    parts, of_rows = list[Array](), list[Array]()
+    for lookup in lookups:
+        kept = lookup.ids.examples < steps * topology.batch_size
+        examples, one = _distinct(lookup.ids.examples[kept], lookup.ids.ids[kept])
+        sources = examples // (topology.batch_size // topology.cores)
+        # The number of a partition is (step * cores + source) * cores + destination.
+        parts.append(sources * topology.cores + (one + lookup.rotation) % topology.cores)
+        of_rows.append(one + lookup.first_row)
+    where, rows = np.concatenate(parts), np.concatenate(of_rows)
+    if not len(where):
+        return _Counts(0, 0, 0)
+    names, ids = np.unique(where, return_counts=True)
+    _, unique_ids = np.unique(_distinct(where, rows)[0], return_counts=True)
+    padded = -(-ids // _PADDING) * _PADDING
+    chips = names // (
+        topology.cores * topology.sparse_cores_per_chip
+    )  # the chip of each partition: step * chips + chip
+    _, positions = np.unique(chips, return_inverse=True)
+    return _Counts(int(ids.max()), int(unique_ids.max()), int(np.bincount(positions, padded).max()))
+
+
+def _distinct(first: Array, second: Array) -> tuple[Array, Array]:
+    """Return the distinct pairs (first, second)."""
+    order = np.lexsort((second, first))
+    first, second = first[order], second[order]
+    new = np.ones(len(first), bool)
+    new[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
+    return first[new], second[new]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +284,74 @@ def estimate(
     if margin > _MOST_MARGIN:
         raise ConfigError(f"margin must be at most {_MOST_MARGIN}, got {margin!r}. A margin of 0.25 adds a quarter.")
     steps = _check(features, sample, topology)
-    plan = _Plan.of(features, sample, topology, optimizer, stacking)
-    stacks = tuple(plan.stack_size(name, steps, margin) for name in sorted(plan.by_stack()))
-    tables = tuple(plan.table_size(name, steps, margin) for name in sorted(plan.tables))
-    warnings = [line for stack in stacks for line in _warnings(stack, {table.table: table for table in tables})]
+    default = None if optimizer is None else resolve_optimizer(optimizer)
+    trained, of_chip = list[FeatureConfig](), (topology.batch_size // topology.chips,)
+    for config in features.values():
+        own = default if config.table.optimizer is None else config.table.optimizer
+        table = dataclasses.replace(config.table, optimizer=own)
+        trained.append(dataclasses.replace(config, table=table, output_shape=of_chip))
+    configs = {config.table.name: config.table for config in trained}
+    optimizers = {name: table.optimizer and resolve_optimizer(table.optimizer) for name, table in configs.items()}
+    layouts = stack_tables(features_to_tf(trained), topology.chips, topology.sparse_cores_per_chip, stacking)
+    members: dict[str, list[str]] = {}
+    for name in sorted(layouts):
+        members.setdefault(layouts[name][0].stack, []).append(name)
+
+    def count_in(tables: list[str]) -> _Counts:
+        sizes = (configs[name].vocabulary_size for name in tables)  # each table has row numbers of its own
+        starts = dict(zip(tables, itertools.accumulate(sizes, initial=0), strict=False))
+        looked_up = [(path, one.table.name) for path, one in features.items() if one.table.name in starts]
+        lookups = [_Lookup(sample[path], starts[name], layouts[name][0].rotation) for path, name in looked_up]
+        return _count(lookups, topology, steps)
+
+    def with_margin(seen: int) -> int:
+        return max(1, math.ceil(seen * (1 + margin)))
+
+    sizes = dict[str, TableSize]()
+    for name in sorted(configs):
+        counts, (layout, (padded_rows, padded_dim)) = count_in([name]), layouts[name]
+        slots = optimizers[name].slots if optimizers[name] else ()
+        sizes[name] = TableSize(
+            table=name,
+            stack=layout.stack,
+            rows=layout.rows,
+            padded_rows=padded_rows,
+            dim=layout.dim,
+            padded_dim=padded_dim,
+            slots=slots,
+            max_ids_per_partition=with_margin(counts.ids),
+            max_unique_ids_per_partition=with_margin(counts.unique_ids),
+            bytes_per_chip=int(padded_rows * padded_dim * _FLOAT_BYTES * (1 + len(slots)) // topology.chips),
+        )
+    stacks = list[StackSize]()
+    for stack in sorted(members):
+        tables = members[stack]
+        counts, (layout, (_, padded_dim)) = count_in(tables), layouts[tables[0]]
+        per_chip = sum(one.table.name in tables for one in features.values()) * topology.batch_size // topology.chips
+        stacks.append(
+            StackSize(
+                stack=stack,
+                tables=tuple(tables),
+                rows=layout.rows_per_core * layout.sparse_cores,
+                dim=padded_dim,
+                seen_ids=counts.ids,
+                needed_ids=with_margin(counts.ids),
+                limit_ids=_limit(configs[name].max_ids_per_partition for name in tables),
+                seen_unique_ids=counts.unique_ids,
+                needed_unique_ids=with_margin(counts.unique_ids),
+                limit_unique_ids=_limit(configs[name].max_unique_ids_per_partition for name in tables),
+                ids_per_chip_per_sample=math.ceil(counts.ids_per_chip * (1 + margin) / per_chip),
+                bytes_per_chip=sum(sizes[name].bytes_per_chip for name in tables),
+            )
+        )
     return SizingReport(
-        topology, margin, steps, tables, stacks, sum(stack.bytes_per_chip for stack in stacks), tuple(warnings)
+        topology=topology,
+        margin=margin,
+        steps=steps,
+        tables=tuple(sizes.values()),
+        stacks=tuple(stacks),
+        bytes_per_chip=sum(stack.bytes_per_chip for stack in stacks),
+        warnings=tuple(line for stack in stacks for line in _warnings(stack, sizes)),
     )
 
 
@@ -163,114 +381,10 @@ def _check(features: Mapping[str, FeatureConfig], sample: Mapping[str, FeatureId
     return steps
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Tables, their layouts in TensorFlow's stacks, and the ids that look them up."""
-
-    features: Mapping[str, FeatureConfig]
-    sample: Mapping[str, FeatureIds]
-    topology: Topology
-    tables: Mapping[str, TableConfig]
-    slots: Mapping[str, tuple[str, ...]]
-    layouts: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        features: Mapping[str, FeatureConfig],
-        sample: Mapping[str, FeatureIds],
-        topology: Topology,
-        optimizer: Any,
-        stacking: bool,
-    ) -> "_Plan":
-        default = None if optimizer is None else resolve_optimizer(optimizer)
-        trained = {path: _trained(config, default, topology) for path, config in features.items()}
-        tables = {config.table.name: config.table for config in trained.values()}
-        optimizers = {name: table.optimizer and resolve_optimizer(table.optimizer) for name, table in tables.items()}
-        layouts = stack_tables(
-            features_to_tf(list(trained.values())), topology.chips, topology.sparse_cores_per_chip, stacking
-        )
-        slots = {name: found.slots if found else () for name, found in optimizers.items()}
-        return cls(features, sample, topology, tables, slots, layouts)
-
-    def by_stack(self) -> dict[str, list[str]]:
-        stacks: dict[str, list[str]] = {}
-        for table, (layout, _) in self.layouts.items():
-            stacks.setdefault(layout.stack, []).append(table)
-        return {stack: sorted(tables) for stack, tables in stacks.items()}
-
-    def _lookups(self, tables: list[str]) -> list[Lookup]:
-        """Return the lookups of `tables`. Each table gets its own range of row numbers."""
-        starts, next_row = {}, 0
-        for table in tables:
-            starts[table], next_row = next_row, next_row + self.tables[table].vocabulary_size
-        return [
-            Lookup(self.sample[path], starts[config.table.name], self.layouts[config.table.name][0].rotation)
-            for path, config in self.features.items()
-            if config.table.name in starts
-        ]
-
-    def _count(self, tables: list[str], steps: int) -> Counts:
-        return count(self._lookups(tables), self.topology, steps)
-
-    def _bytes(self, table: str) -> int:
-        rows, dim = self.layouts[table][1]
-        return int(rows * dim * _FLOAT_BYTES * (1 + len(self.slots[table])) // self.topology.chips)
-
-    def table_size(self, table: str, steps: int, margin: float) -> TableSize:
-        counts, (layout, (padded_rows, padded_dim)) = self._count([table], steps), self.layouts[table]
-        return TableSize(
-            table=table,
-            stack=layout.stack,
-            rows=layout.rows,
-            padded_rows=padded_rows,
-            dim=layout.dim,
-            padded_dim=padded_dim,
-            slots=self.slots[table],
-            max_ids_per_partition=_with_margin(counts.ids, margin),
-            max_unique_ids_per_partition=_with_margin(counts.unique_ids, margin),
-            bytes_per_chip=self._bytes(table),
-        )
-
-    def stack_size(self, stack: str, steps: int, margin: float) -> StackSize:
-        tables = self.by_stack()[stack]
-        counts, layout = self._count(tables, steps), self.layouts[tables[0]][0]
-        samples = sum(config.table.name in tables for config in self.features.values())
-        per_chip = samples * self.topology.batch_size // self.topology.chips
-        return StackSize(
-            stack=stack,
-            tables=tuple(tables),
-            rows=layout.rows_per_core * layout.sparse_cores,
-            dim=self.layouts[tables[0]][1][1],
-            seen_ids=counts.ids,
-            needed_ids=_with_margin(counts.ids, margin),
-            limit_ids=self._limit(tables, "max_ids_per_partition"),
-            seen_unique_ids=counts.unique_ids,
-            needed_unique_ids=_with_margin(counts.unique_ids, margin),
-            limit_unique_ids=self._limit(tables, "max_unique_ids_per_partition"),
-            ids_per_chip_per_sample=math.ceil(counts.ids_per_chip * (1 + margin) / per_chip),
-            bytes_per_chip=sum(self._bytes(table) for table in tables),
-        )
-
-    def _limit(self, tables: list[str], field: str) -> int:
-        """Return the limit of a stack as the layer sets it: the sum of the tables' limits, or TensorFlow's default if
-        no table has one."""
-        given = [getattr(self.tables[table], field) for table in tables]
-        return _DEFAULT_LIMIT if not any(given) else sum(limit or _DEFAULT_LIMIT for limit in given)
-
-
-def _trained(config: FeatureConfig, default: Any, topology: Topology) -> FeatureConfig:
-    """Return `config` with its table's optimizer filled in, and the output_shape of one chip."""
-    optimizer = default if config.table.optimizer is None else config.table.optimizer
-    table = dataclasses.replace(config.table, optimizer=optimizer)
-    return dataclasses.replace(config, table=table, output_shape=(topology.batch_size // topology.chips,))
-
-
-def _with_margin(seen: int, margin: float) -> int:
-    return max(1, math.ceil(seen * (1 + margin)))
-
-
-_MAX_IDS_PER_CHIP_PER_SAMPLE = 64  # TensorFlow's default
+def _limit(given: Iterable[int | None]) -> int:
+    """Return the limit of a stack as the layer sets it: the sum of its tables', or TensorFlow's default if none has one."""
+    limits = list(given)
+    return sum(limit or _DEFAULT_LIMIT for limit in limits) if any(limits) else _DEFAULT_LIMIT
 
 
 def _warnings(stack: StackSize, tables: Mapping[str, TableSize]) -> Iterator[str]:

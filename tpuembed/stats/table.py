@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpuembed.checkpoint.tools.exports import open_tables
-from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
+from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.optimizers import optimizer_from
 from tpuembed.errors import ConfigError, UnknownTableError
@@ -243,24 +243,18 @@ class _Tally:
     """What is known of some rows in the order of their numbers."""
 
     def __init__(self) -> None:
-        self.nan: list[int] = []
-        self.infinite: list[int] = []
-        self.nan_rows = self.infinite_rows = self.zero_rows = self.finite_rows = self.untouched_rows = 0
+        self.rows = collections.Counter[str]()  # how many: nan, infinite, zero, finite, untouched
+        self.nan, self.infinite, self.largest = list[int](), list[int](), list[LargeRow]()
         self.min, self.max, self.sum = math.inf, -math.inf, 0.0
         self.bins = np.zeros(_BINS, np.int64)
-        self.largest: list[LargeRow] = []
         self.errors: dict[str, ErrorSums] = dict.fromkeys(STORAGES, ErrorSums())
         self.refused: dict[str, str] = {}
 
     def add(self, other: "_Tally") -> None:
         """Add those of the rows that follow."""
+        self.rows += other.rows
         self.nan = (self.nan + other.nan)[:_LISTED_ROWS]
         self.infinite = (self.infinite + other.infinite)[:_LISTED_ROWS]
-        self.nan_rows += other.nan_rows
-        self.infinite_rows += other.infinite_rows
-        self.zero_rows += other.zero_rows
-        self.finite_rows += other.finite_rows
-        self.untouched_rows += other.untouched_rows
         self.min, self.max, self.sum = min(self.min, other.min), max(self.max, other.max), self.sum + other.sum
         self.bins += other.bins
         both = self.largest + other.largest
@@ -274,7 +268,16 @@ class _Table:
 
     def __init__(self, tables: Checkpoint, info: TableInfo) -> None:
         self._tables, self._info = tables, info
-        self._initial, self._unknown = _initial_values(tables, info)
+        # The initial value of each slot, or why they are not known.
+        self._initial, self._unknown = dict[str, Any](), ""
+        if not info.slots:
+            is_export = tables.format == "export"
+            self._unknown = "exports have no slots" if is_export else "the checkpoint has no slots of this table"
+        elif given := ((tables.layer_config or {}).get("tables", {}).get(info.name, {})).get("optimizer"):
+            optimizer = optimizer_from(given)
+            self._initial = {slot: np.float32(optimizer.slot_initial_value(slot)) for slot in info.slots}
+        else:
+            self._unknown = f"the checkpoint does not say which values {', '.join(info.slots)} had at first"
         self._row_bytes = info.dim * info.dtype.itemsize
         self.bytes = info.rows * self._row_bytes * (1 + len(self._initial))
 
@@ -296,86 +299,69 @@ class _Table:
             dtype=info.dtype.name,
             slots=info.slots,
             bytes=info.rows * self._row_bytes,
-            nan=BadRows(counts.nan_rows, tuple(counts.nan)),
-            infinite=BadRows(counts.infinite_rows, tuple(counts.infinite)),
-            zero_rows=counts.zero_rows,
-            untouched=UntouchedRows(None if self._unknown else counts.untouched_rows, self._unknown),
-            norms=_norms(counts) if counts.finite_rows else None,
+            nan=BadRows(counts.rows["nan"], tuple(counts.nan)),
+            infinite=BadRows(counts.rows["infinite"], tuple(counts.infinite)),
+            zero_rows=counts.rows["zero"],
+            untouched=UntouchedRows(None if self._unknown else counts.rows["untouched"], self._unknown),
+            norms=_norms(counts) if counts.rows["finite"] else None,
             largest=tuple(counts.largest),
-            storage={name: self._storage_error(name, counts) for name in STORAGES},
+            storage={
+                name: StorageError(None, counts.refused[name])
+                if name in counts.refused
+                else StorageError(
+                    TableError(storage=name) if self._is_exact(name) else TableError.of(name, counts.errors[name])
+                )
+                for name in STORAGES
+            },
         )
+
+    def _is_exact(self, storage: str) -> bool:
+        return storage in ("float32", self._info.dtype.name)
 
     def _count(self, start: int, stop: int) -> _Tally:
         """Read and count rows [start, stop)."""
         info, counts = self._info, _Tally()
         rows = self._tables.read(info.name, start, stop)
         wide = rows.astype(np.float32, copy=False)
-        norms = _lengths(wide)
+        with np.errstate(invalid="ignore"):  # the squares of float32 neither overflow nor vanish in float64
+            norms = np.sqrt(np.einsum("ij,ij->i", wide, wide, dtype=np.float64))
         finite = np.isfinite(norms)
         if not finite.all():
             bad = wide[~finite]
             numbers = start + np.flatnonzero(~finite)
             with_nan, with_infinity = np.isnan(bad).any(1), np.isinf(bad).any(1)
-            counts.nan_rows, counts.infinite_rows = int(with_nan.sum()), int(with_infinity.sum())
+            counts.rows.update(nan=int(with_nan.sum()), infinite=int(with_infinity.sum()))
             counts.nan = numbers[with_nan][:_LISTED_ROWS].tolist()
             counts.infinite = numbers[with_infinity][:_LISTED_ROWS].tolist()
         sound = norms[finite]
         if len(sound):
-            counts.finite_rows = len(sound)
             counts.min, counts.max, counts.sum = float(sound.min()), float(sound.max()), float(sound.sum())
             positive = sound[sound > 0]
-            counts.zero_rows = len(sound) - len(positive)
+            counts.rows.update(finite=len(sound), zero=len(sound) - len(positive))
             numbers = np.floor(np.log(positive) / math.log(_BASE)).astype(np.int64) - _LOWEST
             counts.bins = np.bincount(numbers, minlength=_BINS)
             counts.largest = _largest(start + np.flatnonzero(finite), sound)
-        self._measure(rows, start, counts)
-        if self._initial:
-            untouched = np.ones(stop - start, bool)
-            for slot, value in self._initial.items():
-                assert isinstance(self._tables, Checkpoint)
-                slots = self._tables.read(info.name, start, stop, slot)
-                untouched &= (slots == value.astype(slots.dtype)).all(1)
-            counts.untouched_rows = int(untouched.sum())
-        return counts
-
-    def _measure(self, rows: Array, start: int, counts: _Tally) -> None:
-        """Store the rows as each type, and measure the error."""
-        dim = self._info.dim
-        for name, codec in STORAGES.items():
-            if name in ("float32", self._info.dtype.name) or not rows.size:
+        for name, codec in STORAGES.items():  # store the rows as each type, and measure the error
+            if self._is_exact(name) or not rows.size:
                 continue
-            encoder, stored = RowEncoder(name, dim, None), np.empty((len(rows), codec.columns(dim)), codec.dtype)
+            encoder, stored = (
+                RowEncoder(name, info.dim, None),
+                np.empty((len(rows), codec.columns(info.dim)), codec.dtype),
+            )
             try:
                 worst = encoder.encode(rows, stored)
             except UnstorableRowError as error:
                 counts.refused[name] = f"row {start + error.index} contains {error}"
                 continue
-            picked = slice(None, None, sample_step(len(rows), dim))
+            picked = slice(None, None, sample_step(len(rows), info.dim))
             counts.errors[name] = ErrorSums.of(worst, rows[picked].astype(np.float32), codec.decode(stored[picked]))
-
-    def _storage_error(self, name: str, counts: _Tally) -> StorageError:
-        if name in counts.refused:
-            return StorageError(None, counts.refused[name])
-        exact = name in ("float32", self._info.dtype.name)
-        return StorageError(TableError(storage=name) if exact else TableError.of(name, counts.errors[name]))
-
-
-def _initial_values(tables: Checkpoint, info: TableInfo) -> tuple[dict[str, Any], str]:
-    """Return the initial value of each slot, or why they are not known."""
-    if not info.slots:
-        return {}, "exports have no slots" if tables.format == "export" else "the checkpoint has no slots of this table"
-    config = (tables.layer_config or {}).get("tables", {}).get(info.name, {})
-    if not config.get("optimizer"):
-        return {}, f"the checkpoint does not say which values {', '.join(info.slots)} had at first"
-    optimizer = optimizer_from(config["optimizer"])
-    return {slot: np.float32(optimizer.slot_initial_value(slot)) for slot in info.slots}, ""
-
-
-def _lengths(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Return the norms of rows. The squares of float32 neither overflow nor vanish in float64."""
-    with np.errstate(invalid="ignore"):
-        found: npt.NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
-    return found
+        if self._initial:
+            untouched = np.ones(stop - start, bool)
+            for slot, value in self._initial.items():
+                slots = self._tables.read(info.name, start, stop, slot)
+                untouched &= (slots == value.astype(slots.dtype)).all(1)
+            counts.rows["untouched"] = int(untouched.sum())
+        return counts
 
 
 def _largest(numbers: npt.NDArray[np.int64], norms: npt.NDArray[np.float64]) -> list[LargeRow]:
@@ -389,15 +375,12 @@ def _largest(numbers: npt.NDArray[np.int64], norms: npt.NDArray[np.float64]) -> 
 
 
 def _norms(counts: _Tally) -> Norms:
-    below = counts.zero_rows + np.cumsum(counts.bins)
-    percentiles = {}
+    zeros, finite = counts.rows["zero"], counts.rows["finite"]
+    below, percentiles = zeros + np.cumsum(counts.bins), dict[int, float]()
     for percent in _PERCENTILES:
-        rank = max(1, math.ceil(percent / 100 * counts.finite_rows))
-        if rank <= counts.zero_rows:
-            percentiles[percent] = 0.0
-        else:
-            middle = _BASE ** (int(np.searchsorted(below, rank)) + _LOWEST + 0.5)
-            percentiles[percent] = min(max(middle, counts.min), counts.max)
+        rank = max(1, math.ceil(percent / 100 * finite))
+        middle = _BASE ** (int(np.searchsorted(below, rank)) + _LOWEST + 0.5)
+        percentiles[percent] = 0.0 if rank <= zeros else min(max(middle, counts.min), counts.max)
     used = np.flatnonzero(counts.bins)
     histogram: tuple[NormBin, ...] = ()
     if len(used):
@@ -407,5 +390,5 @@ def _norms(counts: _Tally) -> Norms:
             NormBin(_BASE ** (at + _LOWEST), _BASE ** (at + width + _LOWEST), int(counts.bins[at : at + width].sum()))
             for at in range(first, last + 1, width)
         )
-    mean = counts.sum / counts.finite_rows
+    mean = counts.sum / finite
     return Norms(min=counts.min, max=counts.max, mean=mean, percentiles=percentiles, histogram=histogram)

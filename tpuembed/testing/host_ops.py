@@ -86,8 +86,14 @@ class HostOps:
         rows, columns, gains = _merged(rows[order], columns[order], gains[order])
         counts = np.bincount(columns % owners, minlength=owners)
         unique = np.bincount(np.unique(columns) % owners, minlength=owners)
-        _check_limit(table_name, "ids", counts, max_ids_per_sparse_core)
-        _check_limit(table_name, "unique ids", unique, max_unique_ids_per_sparse_core)
+        limits = max_ids_per_sparse_core, max_unique_ids_per_sparse_core
+        for what, numbers, limit in zip(("ids", "unique ids"), (counts, unique), limits, strict=True):
+            worst = int(numbers.argmax())
+            check(
+                int(numbers[worst]) <= limit,
+                f"Sparse core {worst} gets {numbers[worst]} {what} while the max {what} per sparse core is set to be {limit} for "
+                f"table {table_name}. Raise the limit in the TableConfigs or in SparseCoreEmbeddingConfig.",
+            )
         ends = np.concatenate([[0], np.cumsum(counts)])
         return rows % sum(sample_count_list), columns // owners, gains, ends
 
@@ -115,14 +121,32 @@ class HostOps:
         minibatches = ends[0].shape[0]
         check(minibatches <= max_minibatches_per_sc, f"{minibatches} minibatches of at most {max_minibatches_per_sc}")
         pointers = np.zeros((max_minibatches_per_sc * cores, aligned(num_replica * cores)), np.int32)
-        sources = zip(sorted_row_ids_list, sorted_col_ids_list, sorted_gains_list, strict=True)
-        packed = _Packed(pointers, size)
-        for of_core, of_owners in zip(sources, ends, strict=True):
-            packed.add([np.asarray(source) for source in of_core], of_owners)
-        missing = sum(int(np.asarray(counts)[-1]) for counts in id_counts_list) - packed.ids
-        _check_room(table_name, missing, size, allow_id_dropping)
-        used = cores * minibatches * pointers.shape[1]
-        return pointers.reshape(-1), *packed.buffers, used, packed.position, minibatches
+        buffers = [np.full(size, _PADDING, dtype) for dtype in (np.int32, np.int32, np.float32)]
+        row = position = packed = 0
+        lists = zip(sorted_row_ids_list, sorted_col_ids_list, sorted_gains_list, strict=True)
+        for of_core, minibatches_of_core in zip(lists, ends, strict=True):
+            sources = [np.asarray(source) for source in of_core]
+            for of_owners in minibatches_of_core.tolist():
+                for owner, (start, stop) in enumerate(of_owners):
+                    taken = min(stop - start, size - position)  # as many as fit
+                    for buffer, source in zip(buffers, sources, strict=True):
+                        buffer[position : position + taken] = source[start : start + taken]
+                    packed, position = packed + taken, position + taken
+                    pointers[row, owner] = position
+                    position = aligned(position)
+                pointers[row, len(of_owners) :] = position
+                row += 1
+        missing = sum(int(np.asarray(counts)[-1]) for counts in id_counts_list) - packed
+        check(
+            allow_id_dropping or not missing,
+            f"The max_ids_per_chip of table {table_name} is set to be {size} which is not going to fit all ids. The remaining "
+            f"id count is {missing}. Raise max_ids_per_chip_per_sample, or set allow_id_dropping.",
+        )
+        if missing:
+            logging.getLogger(__name__).warning(
+                "Table %s is dropping %d ids, its buffer holds %d", table_name, missing, size
+            )
+        return pointers.reshape(-1), *buffers, cores * minibatches * pointers.shape[1], position, minibatches
 
     def tpu_copy_with_dynamic_shape(self, tensors: Sequence[Array], unpadded_sizes: Sequence[int]) -> list[Array]:
         """Return the used part of each tensor."""
@@ -131,34 +155,6 @@ class HostOps:
     def tpu_annotate_tensors_with_dynamic_shape(self, tensors: Sequence[Array]) -> Sequence[Array]:
         """Return `tensors` unchanged."""
         return tensors
-
-
-class _Packed:
-    """The CSR buffer of one TPU while it is filled, owner by owner."""
-
-    def __init__(self, pointers: Array, size: int) -> None:
-        """Allocate buffers for `size` ids. `pointers` [minibatches, owners and padding] is filled too."""
-        self.buffers = [np.full(size, _PADDING, dtype) for dtype in (np.int32, np.int32, np.float32)]
-        self.ids = self.position = self._row = 0
-        self._pointers, self._size = pointers, size
-
-    def add(self, sources: Sequence[Array], runs: Array) -> None:
-        """Add all minibatches of a SparseCore. runs [minibatches, owners, 2] has the start and end of an owner's ids in
-        `sources`."""
-        for of_owners in runs:
-            for owner, (start, stop) in enumerate(of_owners):
-                self._copy(sources, int(start), int(stop))
-                self._pointers[self._row, owner] = self.position
-                self.position = aligned(self.position)
-            self._pointers[self._row, len(of_owners) :] = self.position
-            self._row += 1
-
-    def _copy(self, sources: Sequence[Array], start: int, stop: int) -> None:
-        """Copy as many ids as fit."""
-        taken = min(stop - start, self._size - self.position)
-        for buffer, source in zip(self.buffers, sources, strict=True):
-            buffer[self.position : self.position + taken] = source[start : start + taken]
-        self.ids, self.position = self.ids + taken, self.position + taken
 
 
 def aligned(position: int) -> int:
@@ -170,26 +166,6 @@ def check(holds: bool, message: str) -> None:
     """Raise InvalidArgumentError, as a kernel does, unless `holds`."""
     if not holds:
         raise tf.errors.InvalidArgumentError(None, None, message)
-
-
-def _check_limit(table: str, what: str, counts: Array, limit: int) -> None:
-    worst = int(counts.argmax())
-    check(
-        int(counts[worst]) <= limit,
-        f"Sparse core {worst} gets {counts[worst]} {what} while the max {what} per sparse core is set to be {limit} for table "
-        f"{table}. Raise the limit in the TableConfigs or in SparseCoreEmbeddingConfig.",
-    )
-
-
-def _check_room(table: str, missing: int, size: int, allow_id_dropping: bool) -> None:
-    """Raise if ids did not fit into the buffer, unless they may be dropped."""
-    check(
-        allow_id_dropping or not missing,
-        f"The max_ids_per_chip of table {table} is set to be {size} which is not going to fit all ids. The remaining id count "
-        f"is {missing}. Raise max_ids_per_chip_per_sample, or set allow_id_dropping.",
-    )
-    if missing:
-        logging.getLogger(__name__).warning("Table %s is dropping %d ids, its buffer holds %d", table, missing, size)
 
 
 def _samples(indices_or_row_splits: Array, ids: int, sample_count: int) -> Array:

@@ -1,6 +1,6 @@
 """A TPUStrategy with simulated TPUs, and the patches of TensorFlow while it is active.
 
-TensorFlow's private names that the simulation needs are used only here and in `topology`.
+TensorFlow's private names that the simulation needs are used only here.
 """
 
 import contextlib
@@ -10,17 +10,61 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.protobuf.tpu import topology_pb2
+from tensorflow.python.client import session
 from tensorflow.python.distribute import mirrored_run
-from tensorflow.python.tpu import tpu_embedding_v3
+from tensorflow.python.tpu import device_assignment, tpu_embedding_v3, tpu_system_metadata
+from tensorflow.python.tpu.topology import Topology
 
 from tpuembed.backends.tpu import accelerator
 from tpuembed.errors import ConfigError
 from tpuembed.testing.sparse_core_ops import SparseCoreOps
-from tpuembed.testing.topology import HOST, FakeCluster
 
-__all__ = ["SimulatedTPUStrategy", "simulated_tpu"]
+__all__ = ["FakeCluster", "SimulatedTPUStrategy", "simulated_tpu"]
 
-_CPU = f"{HOST}CPU:0"
+_HOST = "/job:localhost/replica:0/task:0/device:"
+"""The prefix of device names, without kind and index."""
+_CPU = f"{_HOST}CPU:0"
+
+
+class FakeCluster:
+    """The part of a cluster resolver that TPUStrategy uses."""
+
+    task_type, task_id, environment = "localhost", 0, ""
+
+    def __init__(self, feature: str, replicas: int, sparse_cores: int) -> None:
+        """Create `replicas` TPUs with embedding hardware `feature`: UNSUPPORTED, V1, or V2 with `sparse_cores` each."""
+        self._replicas = replicas
+        proto = topology_pb2.TopologyProto(num_tasks=1, num_tpu_devices_per_task=replicas)
+        proto.mesh_shape.extend([replicas, 1, 1, 1])
+        proto.device_coordinates.extend(x for replica in range(replicas) for x in (replica, 0, 0, 0))
+        self.topology = Topology(serialized=proto.SerializeToString())
+        self.tpu_hardware_feature = topology_pb2.TPUHardwareFeature(
+            embedding_feature=getattr(topology_pb2.TPUHardwareFeature, feature),
+            num_embedding_devices_per_chip=sparse_cores,
+        )
+
+    def assignment(self) -> Any:
+        """Return the device assignment: one replica per TPU."""
+        return device_assignment.device_assignment(
+            self.topology, computation_shape=[1, 1, 1, 1], num_replicas=self._replicas
+        )
+
+    def get_tpu_system_metadata(self) -> Any:
+        """Return the devices, by name."""
+        names = [("CPU", 0), *(("TPU", index) for index in range(self._replicas))]
+        devices = [session._DeviceAttributes(f"{_HOST}{kind}:{index}", kind, 1 << 30, 1) for kind, index in names]
+        return tpu_system_metadata.TPUSystemMetadata(
+            num_cores=self._replicas,
+            num_hosts=1,
+            num_of_cores_per_host=self._replicas,
+            topology=self.topology,
+            devices=devices,
+        )
+
+    def cluster_spec(self) -> Any:
+        """Return an empty cluster: there is no other machine."""
+        return tf.train.ClusterSpec({})
 
 
 class SimulatedTPUStrategy(tf.distribute.TPUStrategy):
@@ -84,22 +128,18 @@ def simulated_tpu(feature: str = "V2", replicas: int = 1, sparse_cores: int = 4)
         if number < 1 or number & (number - 1):
             raise ConfigError(f"simulated_tpu: {name} must be a power of two, as SparseCores need, got {number!r}")
     strategy = SimulatedTPUStrategy(feature, replicas, sparse_cores)
-    with contextlib.ExitStack() as patches:
-        for target, name, replacement in _patches(replicas, sparse_cores):
-            patches.enter_context(mock.patch.object(target, name, replacement))
-        yield strategy
-
-
-def _patches(replicas: int, sparse_cores: int) -> list[tuple[Any, str, Any]]:
-    """Return (object, name, replacement) of every patch."""
     sharded = tpu_embedding_v3.TPUEmbeddingShardedVariable
-    return [
+    replaced: list[tuple[Any, str, Any]] = [
         (tpu_embedding_v3, "xla_ops", SparseCoreOps(_exchange, replicas, sparse_cores)),
         (tpu_embedding_v3, "EmbeddingPipeliningContext", _NoPipelining),
         (sharded, "read_value", lambda variable: _shard(variable).read_value()),
         (sharded, "assign", lambda variable, value: _shard(variable).assign(value)),
         (accelerator, "tpu_call", _replica),
     ]
+    with contextlib.ExitStack() as patches:
+        for target, name, replacement in replaced:
+            patches.enter_context(mock.patch.object(target, name, replacement))
+        yield strategy
 
 
 def _replica() -> Any:

@@ -7,7 +7,7 @@ tensorflow/core/tpu/kernels/sparse_core_xla_ops.cc. The contract is the same.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
@@ -24,11 +24,9 @@ Array = np.ndarray[Any, Any]
 _OF_THE_BUFFER: Final = {"max_ids_per_sparse_core", "max_unique_ids_per_sparse_core", "table_name"}
 
 
-class Exchange(Protocol):
-    """The exchange of values between the replicas of a step."""
-
-    def __call__(self, compute: Callable[[Sequence[Any]], Sequence[Any]], contribution: Any) -> Any:
-        """Return this replica's item of `compute(the values of all replicas, in order)`, which is computed once."""
+Exchange = Callable[[Callable[[Sequence[Any]], Sequence[Any]], Any], Any]
+"""Takes a function and a replica's value. Returns the replica's item of `function(the values of all replicas, in order)`, which
+is computed once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +84,16 @@ class SparseCoreOps(HostOps):
             raise ConfigError(f"table {table_name!r}: quantization_config cannot be simulated. Drop it.")
         buffer = row_pointers, sorted_sample_ids, sorted_token_ids, sorted_gains
         ids = self._unpack(buffer, int(num_minibatches_per_physical_sparse_core))
-        table = self._exchange(self._whole, embedding_table.read_value().numpy())
-        _check_rows(table_name, ids.row, table.shape[1])
+        # [SparseCores of all TPUs, rows, width], once for every replica
+        whole: Callable[[Sequence[Array]], list[Array]] = lambda shards: [self._by_owner(shards)] * len(shards)  # noqa: E731
+        table = self._exchange(whole, embedding_table.read_value().numpy())
+        check(
+            bool(np.all((ids.row >= 0) & (ids.row < table.shape[1]))),
+            f"an id of stack {table_name} is outside the stack, where a TPU reads other memory. Check the ids of its tables.",
+        )
         activations = np.zeros((self._cores, input_size // self._cores, table.shape[-1]), np.float32)
         np.add.at(activations, (ids.core, ids.sample), ids.gain * table[ids.owner, ids.row])
         return tf.constant(activations.reshape(input_size, -1))
-
-    def _whole(self, shards: Sequence[Array]) -> list[Array]:
-        """Return [SparseCores of all TPUs, rows, width] from the replicas' shards, once for every replica."""
-        return [self._by_owner(shards)] * len(shards)
 
     def _by_owner(self, shards: Sequence[Array]) -> Array:
         return np.concatenate([shard.reshape(self._cores, -1, shard.shape[1]) for shard in shards])
@@ -174,16 +173,8 @@ class SparseCoreOps(HostOps):
     )
 
 
-def _check_rows(stack: str, rows: Array, shard_rows: int) -> None:
-    check(
-        bool(np.all((rows >= 0) & (rows < shard_rows))),
-        f"an id of stack {stack} is outside the stack, where a TPU reads other memory. Check the ids of its tables.",
-    )
-
-
 def _runs(pointers: Array) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (SparseCore, owner, start, stop in the buffer) of every run. `pointers` [SparseCores, minibatches, owners]
-    has its ends."""
+    """Yield (SparseCore, owner, start, stop) of every run of the buffer. `pointers` [SparseCores, minibatches, owners] are ends."""
     start = 0
     for (core, _, owner), stop in np.ndenumerate(pointers):
         check(stop >= start, f"the row pointers of SparseCore {core} decrease from {start} to {stop}")

@@ -59,16 +59,12 @@ def read_lookup(source: Any, layer: str, oov_buckets: int | None) -> Lookup:
             f"vocabulary: a {type(source).__name__} is no StringLookup or IntegerLookup. Pass one, or the path of a .keras file or "
             "SavedModel."
         )
-    return _of_layer(source)
-
-
-def _of_layer(layer: Any) -> Lookup:
-    where = f"layer {layer.name!r}"
-    empty = _without_names(where, vars(layer), layer.vocabulary_dtype)
-    if not int(layer.lookup_table.size()):
+    where = f"layer {source.name!r}"
+    empty = _without_names(where, vars(source), source.vocabulary_dtype)
+    if not int(source.lookup_table.size()):
         raise ConfigError(f"{where}: has no vocabulary. Adapt it, or set its vocabulary, first.")
-    keys, values = (tensor.numpy() for tensor in layer.lookup_table.export())
-    return _with_pairs(empty, *((values, keys) if layer.invert else (keys, values)))
+    keys, values = (tensor.numpy() for tensor in source.lookup_table.export())
+    return _with_pairs(empty, *((values, keys) if source.invert else (keys, values)))
 
 
 def _with_pairs(empty: Lookup, names: Any, numbers: Any) -> Lookup:
@@ -196,8 +192,18 @@ def _hash_tables(path: FilePath) -> dict[str, tuple[Any, Any]]:
                 node, "_create_resource", None
             )  # a SavedModel's name of the function that makes a hash table
             if make is not None:
-                pair = _exported(tf, make.concrete_functions[0].graph, node.resource_handle)
-                found.update({} if pair is None else {place: pair})
+                made = [
+                    each for each in make.concrete_functions[0].graph.get_operations() if each.type == "HashTableV2"
+                ]
+                types = [(each.get_attr("key_dtype"), each.get_attr("value_dtype")) for each in made]
+                if types in ([(tf.string, tf.int64)], [(tf.int64, tf.int64)], [(tf.int64, tf.string)]):
+                    ((key, value),) = types
+                    pair = tf.raw_ops.LookupTableExportV2(table_handle=node.resource_handle, Tkeys=key, Tvalues=value)
+                    keys, values = (each.numpy() for each in pair)
+                    names, numbers = (values, keys) if value == tf.string else (keys, values)
+                    if len(names):
+                        order = np.argsort(numbers)
+                        found[place] = names[order], numbers[order]
                 continue
             for name, child in view.children(node).items():
                 if id(child) not in seen:
@@ -208,18 +214,3 @@ def _hash_tables(path: FilePath) -> dict[str, tuple[Any, Any]]:
             f"SavedModel {path}: cannot be loaded: {reason(error).rstrip('.')}. Restore it from a copy."
         ) from None
     return found
-
-
-def _exported(tf: Any, graph: Any, handle: Any) -> tuple[Any, Any] | None:
-    """Return (names, numbers) of the hash table that `graph` makes; None if it has others, or none."""
-    made = [each for each in graph.get_operations() if each.type == "HashTableV2"]
-    types = [(each.get_attr("key_dtype"), each.get_attr("value_dtype")) for each in made]
-    if types not in ([(tf.string, tf.int64)], [(tf.int64, tf.int64)], [(tf.int64, tf.string)]):
-        return None
-    pair = tf.raw_ops.LookupTableExportV2(table_handle=handle, Tkeys=types[0][0], Tvalues=types[0][1])
-    keys, values = (each.numpy() for each in pair)
-    if not len(keys):
-        return None
-    names, numbers = (values, keys) if types[0][1] == tf.string else (keys, values)
-    order = np.argsort(numbers)
-    return names[order], numbers[order]

@@ -27,7 +27,6 @@ __all__ = [
     "LayerVocabulary",
     "boundary_entries",
     "described_objects",
-    "digest",
     "given_entries",
     "hashing_of",
     "is_model_file",
@@ -63,14 +62,15 @@ class LayerVocabulary:
     @functools.cached_property
     def described(self) -> VocabularyEntry:
         """Its size and its digest, which reads all of it."""
-        found, size = digest(self.entries() if self.entries else ())
-        return VocabularyEntry(layer=self.layer, size=size, sha256=found)
+        digest, size = hashlib.sha256(), 0
+        for entry in self.entries() if self.entries else ():
+            digest.update(b"%d:%s," % (len(entry), entry))
+            size += 1
+        return VocabularyEntry(layer=self.layer, size=size, sha256=digest.hexdigest())
 
     @property
     def number(self) -> int | None:
-        """Return the number in a generated Keras name: 0 for string_lookup, 3 for string_lookup_3; None for a user's
-        name.
-        """
+        """Return the number in a generated Keras name, 3 for string_lookup_3, 0 for string_lookup; else None."""
         match = re.fullmatch(rf"{re.escape(self.kind)}(?:_(\d+))?", self.layer) if self.kind else None
         return int(match[1] or 0) if match else None
 
@@ -131,9 +131,11 @@ def _of_archive(archive: zipfile.ZipFile | _Folder, layers: Iterable[str]) -> tu
             its = list(_vocabularies_in(str(described["class_name"]), fields))
             options = {(hashing_of(fields), _buckets(fields), fields.get("vocabulary_size"))}
         except (TypeError, ValueError, OverflowError):
-            if _is_of_keras(described):
+            # A user's layer may have other values by the names of Keras' options, also a subclass of one of Keras' layers.
+            is_registered = described.get("registered_name") not in (None, described.get("class_name"))
+            if str(described.get("module")).partition(".")[0] == "keras" and not is_registered:
                 raise
-            continue  # a user's layer may have other values by the names of Keras' options
+            continue
         found += its
         if "num_oov_indices" in fields:
             adapted.setdefault(str(fields.get("name")), set()).update(options)
@@ -197,12 +199,6 @@ def _names_by_place(archive: zipfile.ZipFile | _Folder) -> dict[str, str]:
     return names
 
 
-def _is_of_keras(described: Mapping[str, Any]) -> bool:
-    """Return True if Keras itself has the class of an object in a config: a user's subclass may call it in another way."""
-    is_registered = described.get("registered_name") not in (None, described.get("class_name"))
-    return str(described.get("module")).partition(".")[0] == "keras" and not is_registered
-
-
 def described_objects(config: Any) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """(description, config) of every object that `config` describes, at any depth."""
     if isinstance(config, Mapping):
@@ -255,15 +251,6 @@ def words_of(settings: Mapping[str, Any]) -> list[Any] | None:
 def _has_size(fields: Mapping[str, Any], size: int) -> bool:
     """Return True unless the config of a lookup says that the trained layer had another number of entries."""
     return fields.get("vocabulary_size") in (None, size)
-
-
-def digest(entries: Iterable[bytes]) -> tuple[str, int]:
-    """The digest of entries, and how many they are."""
-    found, size = hashlib.sha256(), 0
-    for entry in entries:
-        found.update(b"%d:%s," % (len(entry), entry))
-        size += 1
-    return found.hexdigest(), size
 
 
 def hashing_of(settings: Mapping[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Names as arrays: of dtype object with bytes, or int64. Where they come from: lists, files, and elements of datasets."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -9,7 +8,7 @@ import numpy.typing as npt
 
 from tpuembed.errors import ConfigError
 
-__all__ = ["DType", "Names", "array_of", "encoded", "integers_in", "names_in", "names_of_element"]
+__all__ = ["DType", "Names", "array_of", "integers_in", "names_in", "names_of_element"]
 
 Names = npt.NDArray[Any]
 DType = Literal["string", "int64"]
@@ -18,15 +17,11 @@ _MARK: Final = b"\xef\xbb\xbf"
 
 
 def array_of(names: Any, dtype: DType) -> Names:
-    """Return the names of an array, or of nested lists, in an array of their shape. str is encoded in UTF-8.
-
-    Raises:
-        ConfigError: a name has another type, or has no UTF-8.
-    """
+    """Return names in an array of their shape, str in UTF-8. Raises ConfigError for another type, or no UTF-8."""
     if dtype == "string":
         array = names if isinstance(names, np.ndarray) else np.array(names, object)
         found = np.empty(array.size, object)
-        found[:] = encoded(array.ravel().tolist())
+        found[:] = _encoded(array.ravel().tolist())
         return found.reshape(array.shape)
     array = np.asarray(names)
     if array.dtype.kind in "fO":  # numpy makes floats of integers of 64 bits with and without a sign
@@ -40,13 +35,8 @@ def array_of(names: Any, dtype: DType) -> Names:
     return array.astype(np.int64)
 
 
-def encoded(names: Iterable[Any]) -> list[bytes]:
-    """Return names, bytes or str, as bytes: str in UTF-8.
-
-    Raises:
-        ConfigError: one is neither, or has no UTF-8.
-    """
-    given = list(names)
+def _encoded(given: list[Any]) -> list[bytes]:
+    """Return names, bytes or str, as bytes: str in UTF-8."""
     if not set(map(type, given)) - {bytes}:
         return given
     try:
@@ -73,17 +63,15 @@ def integers_in(path: Path) -> Names:
         if array.dtype.kind == "u" and len(array) and int(array.max()) >= 2**63:
             raise ValueError(f"it has {array.max()}, which is no int64")
         return array.astype(np.int64)
-    return np.array([_integer(line) for line in _lines(path)], np.int64)
-
-
-def _integer(line: bytes) -> int:
-    try:
-        value = int(line.replace(b"_", b"."))  # Python takes 1_0 for 10
-    except ValueError:
-        raise ValueError(f"it has {line!r}, which is no integer") from None
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"it has {value}, which is no int64")
-    return value
+    values = list[int]()
+    for line in _lines(path):
+        try:
+            values.append(int(line.replace(b"_", b".")))  # Python takes 1_0 for 10
+        except ValueError:
+            raise ValueError(f"it has {line!r}, which is no integer") from None
+        if not -(2**63) <= values[-1] < 2**63:
+            raise ValueError(f"it has {values[-1]}, which is no int64")
+    return np.array(values, np.int64)
 
 
 def names_in(path: Path) -> Names:

@@ -69,12 +69,11 @@ class VocabularyHeader:
         Raises:
             CheckpointCorruptError: it is damaged, or is none.
         """
+        check_version(content, where)
         try:
-            check_version(content, where)
-            fields, _ = _fields(content)
+            return _header_of(content)[0]
         except ValueError as error:
             raise CheckpointCorruptError(f"{where}: cannot be read: {reason(error)}. Restore it from a copy.") from None
-        return cls(fields["names"], fields["dtype"], fields["oov_buckets"])
 
 
 def saved_form(options: Mapping[str, Any], names: Names) -> bytes:
@@ -100,44 +99,33 @@ def check_version(content: bytes, where: str) -> None:
         )
 
 
-def parse(content: bytes) -> tuple[dict[str, Any], Names]:
-    """Return the options and the names of what `saved_form` made. The names are not compared with each other.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    fields, body = _header(content)
-    names, is_text = fields["names"], fields["dtype"] == "string"
-    options = {option: fields[option] for option in OPTIONS}
-    expected = 4 * names + fields["bytes"] if is_text else 8 * names
-    if len(body) != expected:
-        raise ValueError(f"it has {len(body)} bytes, and its header says {expected}")
-    if not is_text:
-        return options, np.frombuffer(body, "<i8").astype(np.int64)
-    lengths = np.frombuffer(body[: 4 * names], "<u4").astype(np.uint32)
-    total = int(lengths.sum(dtype=np.uint64))
-    if total != fields["bytes"]:
-        raise ValueError(f"its names have {fields['bytes']} bytes, and their lengths add up to {total}")
-    texts, ends = body[4 * names :], np.cumsum(lengths, dtype=np.int64).tolist()
-    found = np.empty(names, object)
-    found[:] = [bytes(texts[start:end]) for start, end in itertools.pairwise([0, *ends])]
-    return options, found
-
-
-def _header(content: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Return the fields of the header, and what follows it but for the checksum."""
-    fields, size = _fields(content)
+def parse(content: bytes) -> tuple[VocabularyHeader, Names]:
+    """Return the options and names of what `saved_form` made, not compared with each other. Raises ValueError for damage."""
+    header, text_bytes, size = _header_of(content)
     if len(content) < size + 4:
         raise ValueError(f"it ends after {len(content)} bytes")
     view = memoryview(content)
     (checksum,) = struct.unpack("<I", content[-4:])
     if google_crc32c.value(np.frombuffer(view[:-4], np.uint8)) != checksum:
         raise ValueError("its checksum is wrong")
-    return fields, view[size:-4]
+    body, names = view[size:-4], header.names
+    expected = 4 * names + text_bytes if header.dtype == "string" else 8 * names
+    if len(body) != expected:
+        raise ValueError(f"it has {len(body)} bytes, and its header says {expected}")
+    if header.dtype != "string":
+        return header, np.frombuffer(body, "<i8").astype(np.int64)
+    lengths = np.frombuffer(body[: 4 * names], "<u4").astype(np.uint32)
+    total = int(lengths.sum(dtype=np.uint64))
+    if total != text_bytes:
+        raise ValueError(f"its names have {text_bytes} bytes, and their lengths add up to {total}")
+    texts, ends = body[4 * names :], np.cumsum(lengths, dtype=np.int64).tolist()
+    found = np.empty(names, object)
+    found[:] = [bytes(texts[start:end]) for start, end in itertools.pairwise([0, *ends])]
+    return header, found
 
 
-def _fields(content: bytes) -> tuple[dict[str, Any], int]:
-    """Return the fields of the header, and where it ends. `content` may lack what follows it."""
+def _header_of(content: bytes) -> tuple[VocabularyHeader, int, int]:
+    """Return the header, the bytes of all texts, and where the header ends. `content` may lack what follows it."""
     start = len(MAGIC) + 4
     if not content.startswith(MAGIC) or len(content) < start:
         raise ValueError("it is no vocabulary")
@@ -157,7 +145,8 @@ def _fields(content: bytes) -> tuple[dict[str, Any], int]:
         raise ValueError(f"its header has {_shown(min(unknown))}")
     if fields.get("dtype") not in ("string", "int64"):
         raise ValueError(f"its header has dtype {_shown(fields.get('dtype'))}")
-    return fields, start + size
+    header = VocabularyHeader(fields["names"], fields["dtype"], fields["oov_buckets"])
+    return header, fields["bytes"], start + size
 
 
 def _shown(value: Any) -> str:

@@ -22,49 +22,6 @@ UNKNOWN: Final = -2
 """The row of a name that is not in a vocabulary. It is outside of every table."""
 
 
-class _NumberedNames:
-    """Names by their numbers, 0, 1, 2 and so on. They never change.
-
-    Attributes:
-        names: [n], in the order of their numbers.
-    """
-
-    def __init__(self, names: Names) -> None:
-        """Number `names`. Raises ConfigError if one is there twice, or there are too many."""
-        if names.ndim != 1:
-            raise ConfigError(f"vocabulary: names must be a list of names, got an array {list(names.shape)}.")
-        if len(names) > MOST_NAMES:
-            raise ConfigError(f"vocabulary: {len(names)} names are more than {MOST_NAMES}. Use several tables.")
-        self.names = names
-        # Equal names have equal hashes, which need a fourth of the memory that a set of names takes.
-        hashes = np.fromiter(map(hash, names.tolist()), np.int64, len(names)) if names.dtype == object else names
-        if len(np.unique(hashes)) < len(names):
-            seen: dict[Any, int] = {}
-            for place, name in enumerate(names.tolist()):
-                if seen.setdefault(name, place) != place:
-                    raise ConfigError(f"vocabulary: name {name!r} is at {seen[name]} and at {place}. Remove one.")
-
-    def find(self, names: Names) -> _Integers:
-        """Return the number of each name, -1 if it is unknown."""
-        if names.dtype == object:
-            return np.fromiter((self._numbers.get(name, -1) for name in names.tolist()), np.int64, len(names))
-        if not len(self.names):
-            return np.full(len(names), -1)
-        places = np.searchsorted(self.names, names, sorter=self._order)
-        found = self._order[np.minimum(places, len(self._order) - 1)]
-        return np.where(self.names[found] == names, found, -1)
-
-    # Both are made when names are looked up, because they take as much memory as the names.
-
-    @functools.cached_property
-    def _numbers(self) -> Mapping[bytes, int]:
-        return {name: number for number, name in enumerate(self.names.tolist())}
-
-    @functools.cached_property
-    def _order(self) -> _Integers:
-        return np.argsort(self.names)
-
-
 class Vocabulary:
     """The names of a table's rows, in the order of the rows.
 
@@ -76,6 +33,7 @@ class Vocabulary:
     Attributes:
         dtype: "string" for names of any bytes, or "int64".
         oov_buckets: number of rows for unknown names.
+        all_names: the names by their numbers, [n]: bytes in an array of dtype object, or int64.
     """
 
     def __init__(self, names: Iterable[Any] = (), *, dtype: DType = "string", oov_buckets: int = 0) -> None:
@@ -102,7 +60,7 @@ class Vocabulary:
             raise ConfigError(
                 f"vocabulary: names must be a list of names, got {names!r}. Vocabulary.from_file reads the names of a file."
             )
-        self._names = _NumberedNames(array_of(names if isinstance(names, np.ndarray) else list(names), dtype))
+        self._with(array_of(names if isinstance(names, np.ndarray) else list(names), dtype))
 
     @classmethod
     def from_file(cls, path: str | Path, *, dtype: DType = "string", oov_buckets: int = 0) -> "Vocabulary":
@@ -175,13 +133,34 @@ class Vocabulary:
             ) from None
 
     def _with(self, names: Names) -> "Vocabulary":
-        """Return it, with `names` in the place of its own. Only its maker may call this."""
-        self._names = _NumberedNames(names)
+        """Return it, with `names` as its own. Only its maker may call this."""
+        if names.ndim != 1:
+            raise ConfigError(f"vocabulary: names must be a list of names, got an array {list(names.shape)}.")
+        if len(names) > MOST_NAMES:
+            raise ConfigError(f"vocabulary: {len(names)} names are more than {MOST_NAMES}. Use several tables.")
+        # Equal names have equal hashes, which need a fourth of the memory that a set of names takes.
+        hashes = np.fromiter(map(hash, names.tolist()), np.int64, len(names)) if names.dtype == object else names
+        if len(np.unique(hashes)) < len(names):
+            seen: dict[Any, int] = {}
+            for place, name in enumerate(names.tolist()):
+                if seen.setdefault(name, place) != place:
+                    raise ConfigError(f"vocabulary: name {name!r} is at {seen[name]} and at {place}. Remove one.")
+        self.all_names = names
         return self
+
+    # Both are made when names are looked up, because they take as much memory as the names.
+
+    @functools.cached_property
+    def _numbers(self) -> Mapping[bytes, int]:
+        return {name: number for number, name in enumerate(self.all_names.tolist())}
+
+    @functools.cached_property
+    def _order(self) -> _Integers:
+        return np.argsort(self.all_names)
 
     def __len__(self) -> int:
         """Return the number of names."""
-        return len(self._names.names)
+        return len(self.all_names)
 
     @property
     def rows(self) -> int:
@@ -201,7 +180,14 @@ class Vocabulary:
         return self._rows_of(asked.ravel()).reshape(asked.shape)
 
     def _rows_of(self, names: Names) -> _Integers:
-        found = self._names.find(names)
+        if not len(self):
+            return np.full(len(names), UNKNOWN)
+        if names.dtype == object:
+            found = np.fromiter((self._numbers.get(name, -1) for name in names.tolist()), np.int64, len(names))
+        else:
+            places = np.searchsorted(self.all_names, names, sorter=self._order)
+            near = self._order[np.minimum(places, len(self) - 1)]
+            found = np.where(self.all_names[near] == names, near, -1)
         return np.where(found < 0, UNKNOWN, found + self.oov_buckets)
 
     # ---- beside another vocabulary
@@ -219,7 +205,7 @@ class Vocabulary:
         rows = np.full(self.rows, UNKNOWN, np.int64)
         if other.oov_buckets == self.oov_buckets:
             rows[: self.oov_buckets] = np.arange(self.oov_buckets)
-        rows[self.oov_buckets :] = other._rows_of(self._names.names)
+        rows[self.oov_buckets :] = other._rows_of(self.all_names)
         return rows
 
     def moved_in(self, other: "Vocabulary") -> _Integers:
@@ -266,11 +252,6 @@ class Vocabulary:
     def has(self, name: Any) -> bool:
         """Return True if `name` is one of the names."""
         return bool((self.all_names == array_of([name], self.dtype)).any())  # numpy cuts NULs from a name alone
-
-    @property
-    def all_names(self) -> Names:
-        """Return all names, [n], by their numbers: bytes in an array of dtype object, or int64. It is no copy."""
-        return self._names.names
 
     def check_padding(self, where: str) -> None:
         """Raise ConfigError if a name is the padding of lists: "" or -1. `where` begins the message."""
@@ -321,8 +302,9 @@ class Vocabulary:
         """
         check_version(content, where)
         try:
-            options, names = parse(content)
-            return cls.from_options(options, "vocabulary")._with(names)
+            header, names = parse(content)
+            dtype: Any = header.dtype
+            return cls(dtype=dtype, oov_buckets=header.oov_buckets)._with(names)
         except (ValueError, TypeError) as error:
             why = str(error).removeprefix("vocabulary: ").partition(". ")[0].removesuffix(".")
             raise CheckpointCorruptError(f"{where}: cannot be read: {why}. Restore it from a copy.") from None

@@ -250,6 +250,8 @@ XML = b'<?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>No.</Messa
     ("status", "body", "line"),
     [
         (403, XML, NOT_ALLOWED.format("AccessDenied: No")),
+        (403, XML.replace(b"No.", b"Not\n  you"), NOT_ALLOWED.format("AccessDenied: Not you")),
+        (403, XML[: XML.index(b"age>No")], NOT_ALLOWED.format("AccessDenied")),
         (403, b"<html>" + bytes(2000), NOT_ALLOWED.format("Forbidden")),
         (400, b"<html>\n<title>Bad</title>", "the store answers 400 Bad Request"),
     ],

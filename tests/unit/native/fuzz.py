@@ -28,8 +28,7 @@ def feature(random: np.random.Generator, kept: list[Array]) -> native._Feature:
     row_bytes = dim * ITEM[storage] + 8 * (storage == 3)
     rows, offset = int(random.integers(1, 200)), int(random.integers(0, 100))
     is_overlaid = bool(random.integers(2))
-    base = int(random.integers(0, rows + 1)) if is_overlaid else rows
-    kept.append(_bytes(random, (offset + base) * row_bytes))
+    kept.append(_bytes(random, (offset + rows) * row_bytes))
     made = native._Feature(
         rows=kept[-1].ctypes.data,
         storage=storage,
@@ -37,8 +36,6 @@ def feature(random: np.random.Generator, kept: list[Array]) -> native._Feature:
         row_bytes=row_bytes,
         ids=rows,
         row_offset=offset,
-        base_row_offset=offset,
-        base_rows=base,
         kind=int(random.integers(3)),
         combiner=int(random.integers(3)),
         length=int(random.integers(1, 6)),
@@ -80,7 +77,7 @@ def call(library: ctypes.CDLL, random: np.random.Generator) -> int:
     begin = int(random.integers(0, batch + 1))
     # Pages of 64 bytes, so that the overlay's words and rows have several; the kernel refuses their addresses.
     recent = np.zeros(1 << 8, np.uint64)
-    pages = native._Pages(64, recent.ctypes.data, 8)
+    pages = native._Pages(recent.ctypes.data, 8, 64)
     library.tpuembed_read_ahead(
         ctypes.addressof(pages), ctypes.addressof(structs), inputs.ctypes.data, len(features), begin, batch
     )
@@ -126,7 +123,7 @@ def find_names(library: ctypes.CDLL, random: np.random.Generator) -> None:
         salt_bytes=salt_bytes if is_text else 0,
         padded=int(random.integers(2)),
     )
-    pages = native._Pages(64, recent.ctypes.data, 8)
+    pages = native._Pages(recent.ctypes.data, 8, 64)
     unknown = library.tpuembed_find_names(
         ctypes.addressof(pages) if random.integers(2) else None,
         ctypes.addressof(struct),

@@ -25,7 +25,7 @@ def test_another_keras_is_refused(variable: str, value: str) -> None:
 
 
 def test_two_tensorflows_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: name)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: iter([name]))
     environment._installed.cache_clear()
     with refused(ConfigError):
         environment.check_environment()

@@ -13,7 +13,7 @@ import tensorflow as tf
 import tpuembed
 from tests.support.messages import refused
 from tpuembed.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError
-from tpuembed.lookup.names import bucket_rows
+from tpuembed.lookup.names import row_numbers
 from tpuembed.vocabulary import UNKNOWN
 
 WORDS = [*(f"word {index}" for index in range(60)), "ä", "x" * 100]
@@ -61,8 +61,8 @@ def check(found: tpuembed.Vocabulary, layer: Any) -> None:
     np.testing.assert_array_equal(found.lookup(known), layer(known.tolist()).numpy())
     others = np.array(OTHERS, object) if found.dtype == "string" else IDS + 1
     if layer.num_oov_indices:
-        rows, buckets = found.lookup(others), bucket_rows(tf.constant(others.tolist(), found.dtype), found.oov_buckets)
-        rows = np.where(rows == UNKNOWN, buckets, rows)
+        numbers = np.maximum(found.lookup(others) - found.oov_buckets, -1)
+        rows = row_numbers(tf.constant(others.tolist(), found.dtype), numbers, found, padded=False)
         np.testing.assert_array_equal(rows, layer(others.tolist()).numpy())
     else:
         assert (found.lookup(others) == UNKNOWN).all()

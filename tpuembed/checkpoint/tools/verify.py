@@ -20,7 +20,7 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from tpuembed.files import FilePath, as_path, names_below, versions
 from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, mapped_folders, relative_graph, size_faults
 from tpuembed.formats.tensor_bundle import Bundle
-from tpuembed.formats.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
+from tpuembed.formats.tensor_bundle.reader import Damage, damaged_parts, unchecked_keys
 from tpuembed.manifest import MANIFEST_PATH, Manifest
 
 __all__ = ["VerifyReport", "verify_files"]

@@ -12,11 +12,14 @@ from tpuembed.formats.saved_model.mapped_paths import (
     replace_paths,
     without_rows,
 )
-from tpuembed.formats.saved_model.relocate import Relocation, check_root, relocate_export, replace_file
-from tpuembed.formats.saved_model.table_files import (
+from tpuembed.formats.saved_model.version_files import (
     GRAPH_FILE,
+    Relocation,
+    check_root,
     check_sizes,
     file_crc32c,
+    relocate_export,
+    replace_file,
     size_faults,
 )
 

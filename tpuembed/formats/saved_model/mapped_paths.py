@@ -3,6 +3,8 @@
 The path is a static attribute of the node. So a graph that moves to another folder is rewritten: on the disk at deploy
 time, or in memory while it is loaded. Everything else in the file stays byte for byte the same.
 
+Bytes that are no SavedModel raise a MalformedError, and graphs that do not map the stacks of a manifest a ConfigError.
+
 Source of the field numbers: saved_model, meta_graph, graph, function, node_def, attr_value and tensor_shape .proto in
 tensorflow/core/protobuf and tensorflow/core/framework.
 """
@@ -10,7 +12,7 @@ tensorflow/core/protobuf and tensorflow/core/framework.
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePath, PurePosixPath
 from typing import Final
 
@@ -57,11 +59,7 @@ class MappedTensor:
 
 
 def mapped_tensors(graph: bytes) -> set[MappedTensor]:
-    """Return every tensor that saved_model.pb, whose bytes are `graph`, maps from a file.
-
-    Raises:
-        MalformedError: the bytes are not a SavedModel.
-    """
+    """Return every tensor that saved_model.pb, whose bytes are `graph`, maps from a file."""
     found: set[MappedTensor] = set()
 
     def note(node: bytes) -> bytes:
@@ -69,44 +67,48 @@ def mapped_tensors(graph: bytes) -> set[MappedTensor]:
             found.add(tensor)
         return node
 
-    _edit_nodes(graph, note)
+    for path in _NODES:
+        edit_messages(graph, path, note)
     return found
 
 
 def replace_paths(graph: bytes, paths: Mapping[str, str]) -> bytes:
-    """Return saved_model.pb with the mapped paths that `paths` names replaced, and all others unchanged.
-
-    Raises:
-        MalformedError: the bytes are not a SavedModel.
-    """
+    """Return saved_model.pb with the mapped paths that `paths` names replaced, and all others unchanged."""
 
     def replace(node: bytes) -> bytes:
         tensor = _tensor_of(node)
         if tensor is None or tensor.path not in paths:
             return node
-        path = paths[tensor.path]
-        return edit_messages(node, (_NODE_ATTR,), lambda entry: _with_path(entry, path))
+        return _with_attributes(node, {_PATH: _attribute(_PATH, _path_value(paths[tensor.path]))})
 
-    return _edit_nodes(graph, replace)
+    for path in _NODES:
+        graph = edit_messages(graph, path, replace)
+    return graph
 
 
 def without_rows(graph: bytes, arrays: Collection[ArrayEntry]) -> bytes:
-    """Return saved_model.pb in which the mapped tensors of `arrays` have no rows, and no files. A gather of them always fails.
-
-    Raises:
-        MalformedError: the bytes are not a SavedModel.
-    """
+    """Return saved_model.pb in which the mapped tensors of `arrays` have no rows, and no files. A gather of them always fails."""
+    names = {array.name.encode() for array in arrays}
 
     def replace(node: bytes) -> bytes:
-        if _HANDLE_OP in node and _shared_name(node) in names:
-            return edit_messages(node, (_NODE_ATTR,), _without_first_size)
-        tensor = _tensor_of(node) if _OP in node else None
+        handle = _attributes(node, _HANDLE_OP) or {}
+        if b"shared_name" in handle and handle[b"shared_name"].data(_ATTR_BYTES) in names:
+            if b"shape" not in handle:
+                return node
+            _, *sizes = _sizes(handle[b"shape"]) or [0]
+            return _with_attributes(
+                node, {b"shape": _attribute(b"shape", bytes_field(_ATTR_SHAPE, _shape_of(0, *sizes)))}
+            )
+        tensor = _tensor_of(node)
         if tensor is None or not any(f"/{tensor.path}".endswith(f"/{array.file}") for array in arrays):
             return node
-        node = edit_messages(node, (_NODE_OP,), lambda _: b"Const")
-        return edit_messages(node, (_NODE_ATTR,), lambda entry: _emptied(entry, tensor))
-
-    names = {array.name.encode() for array in arrays}
+        number = next(number for number, name in _DTYPES.items() if name == tensor.dtype)
+        empty = varint_field(_TENSOR_DTYPE, number) + bytes_field(_TENSOR_SHAPE, _shape_of(0, *tensor.shape[1:]))
+        attributes = {
+            _PATH: _attribute(b"_" + _PATH, _path_value(tensor.path)),  # TensorFlow ignores those that begin with "_"
+            b"shape": _attribute(b"value", bytes_field(_ATTR_TENSOR, empty)),
+        }
+        return _with_attributes(edit_messages(node, (_NODE_OP,), lambda _: b"Const"), attributes)
 
     def in_function(function: bytes) -> bytes:
         edited = edit_messages(function, _FUNCTION_NODE, replace)
@@ -121,11 +123,7 @@ def without_rows(graph: bytes, arrays: Collection[ArrayEntry]) -> bytes:
 
 
 def mapped_from(graph: bytes, manifest: Manifest, folder: PurePath) -> bytes:
-    """Return saved_model.pb with every table of `manifest` mapped from its file below `folder`.
-
-    Raises:
-        ConfigError: the graph does not map exactly the stacks of the manifest.
-    """
+    """Return saved_model.pb with every table of `manifest` mapped from its file below `folder`."""
     try:
         paths = {path: str(folder / array.file) for path, array in _places(graph, manifest)}
         return graph if all(old == new for old, new in paths.items()) else replace_paths(graph, paths)
@@ -143,71 +141,45 @@ def relative_graph(graph: bytes, manifest: Manifest) -> bytes:
 
 
 def mapped_folders(graph: bytes, manifest: Manifest) -> set[str]:
-    """Return the folders that the stacks of `manifest` are mapped from: one, for a graph as it was written.
-
-    Raises:
-        ConfigError: the graph does not map the stacks of the manifest.
-    """
+    """Return the folders that the stacks of `manifest` are mapped from: one, for a graph as it was written."""
     return {path.removesuffix(f"/{array.file}") for path, array in _places(graph, manifest)}
 
 
-def _edit_nodes(graph: bytes, edit: Callable[[bytes], bytes]) -> bytes:
-    """Return saved_model.pb with what `edit` makes of each NodeDef that may map a tensor."""
-    for path in _NODES:
-        graph = edit_messages(graph, path, lambda node: edit(node) if _OP in node else node)
-    return graph
+def _attributes(node: bytes, op: bytes) -> dict[bytes, Message] | None:
+    """Return the attributes of a node that is such an operation; None for other nodes."""
+    if op not in node or (message := Message(node)).data(_NODE_OP) != op:
+        return None
+    return {entry.data(_KEY): entry.message(_VALUE) for entry in message.messages(_NODE_ATTR)}
 
 
 def _tensor_of(node: bytes) -> MappedTensor | None:
     """Return the tensor of a node that maps one; None for other nodes."""
-    message = Message(node)
-    if message.data(_NODE_OP) != _OP:
+    attributes = _attributes(node, _OP)
+    if attributes is None:
         return None
-    attributes = {entry.data(_KEY): entry.message(_VALUE) for entry in message.messages(_NODE_ATTR)}
-    try:
-        path, dtype, shape = attributes[_PATH], attributes[b"dtype"], attributes[b"shape"]
-    except KeyError as error:
-        raise MalformedError(f"an ImmutableConst node has no attribute {error.args[0].decode()!r}") from None
-    dims = (dim.signed(_DIM_SIZE) for dim in shape.message(_ATTR_SHAPE).messages(_DIM))
-    name = _DTYPES.get(dtype.integer(_ATTR_TYPE), "")
-    return MappedTensor(os.fsdecode(path.data(_ATTR_BYTES)), name, tuple(dims))
+    for name in (_PATH, b"dtype", b"shape"):
+        if name not in attributes:
+            raise MalformedError(f"an ImmutableConst node has no attribute {name.decode()!r}")
+    dtype = _DTYPES.get(attributes[b"dtype"].integer(_ATTR_TYPE), "")
+    path = os.fsdecode(attributes[_PATH].data(_ATTR_BYTES))
+    return MappedTensor(path, dtype, tuple(_sizes(attributes[b"shape"])))
 
 
-def _with_path(entry: bytes, path: str) -> bytes:
-    """Return an entry of a node's attributes with the path replaced, if it is the path."""
-    if Message(entry).data(_KEY) != _PATH:
-        return entry
-    return bytes_field(_KEY, _PATH) + bytes_field(_VALUE, bytes_field(_ATTR_BYTES, os.fsencode(path)))
+def _with_attributes(node: bytes, entries: Mapping[bytes, bytes]) -> bytes:
+    """Return a node with `entries` in the place of its own of these keys."""
+    return edit_messages(node, (_NODE_ATTR,), lambda entry: entries.get(Message(entry).data(_KEY), entry))
 
 
-def _emptied(entry: bytes, tensor: MappedTensor) -> bytes:
-    """Return an entry of the attributes of a constant without rows, from the entry of a node that maps `tensor`."""
-    key = Message(entry).data(_KEY)
-    if key == _PATH:  # TensorFlow ignores unknown attributes that begin with "_"
-        return bytes_field(_KEY, b"_" + _PATH) + bytes_field(_VALUE, Message(entry).data(_VALUE))
-    if key != b"shape":
-        return entry
-    number = next(number for number, name in _DTYPES.items() if name == tensor.dtype)
-    content = varint_field(_TENSOR_DTYPE, number) + bytes_field(_TENSOR_SHAPE, _shape_of(0, *tensor.shape[1:]))
-    return bytes_field(_KEY, b"value") + bytes_field(_VALUE, bytes_field(_ATTR_TENSOR, content))
+def _attribute(key: bytes, value: bytes) -> bytes:
+    return bytes_field(_KEY, key) + bytes_field(_VALUE, value)
 
 
-def _shared_name(node: bytes) -> bytes:
-    """Return the name of the variable of a node that returns its handle. Empty for other nodes."""
-    message = Message(node)
-    if message.data(_NODE_OP) != _HANDLE_OP:
-        return b""
-    entries = {entry.data(_KEY): entry.message(_VALUE) for entry in message.messages(_NODE_ATTR)}
-    return entries[b"shared_name"].data(_ATTR_BYTES) if b"shared_name" in entries else b""
+def _path_value(path: str) -> bytes:
+    return bytes_field(_ATTR_BYTES, os.fsencode(path))
 
 
-def _without_first_size(entry: bytes) -> bytes:
-    """Return an entry of the attributes of a variable's handle; if it is the shape, with 0 rows."""
-    if Message(entry).data(_KEY) != b"shape":
-        return entry
-    sizes = [dim.signed(_DIM_SIZE) for dim in Message(entry).message(_VALUE).message(_ATTR_SHAPE).messages(_DIM)]
-    value = bytes_field(_ATTR_SHAPE, _shape_of(0, *sizes[1:]))
-    return bytes_field(_KEY, b"shape") + bytes_field(_VALUE, value)
+def _sizes(value: Message) -> list[int]:
+    return [dim.signed(_DIM_SIZE) for dim in value.message(_ATTR_SHAPE).messages(_DIM)]
 
 
 def _shape_of(*sizes: int) -> bytes:
@@ -225,14 +197,10 @@ def _places(graph: bytes, manifest: Manifest) -> Iterator[tuple[str, ArrayEntry]
                 f"saved_model.pb: the graph does not map {array.file}, the file of stack {array.name!r}. Export again."
             )
         for tensor in mapped:
-            _check(tensor, array)
+            size = _ITEM_BYTES.get(tensor.dtype, 0) * math.prod(tensor.shape)
+            if tensor.shape[:1] != (array.rows,) or size != array.size:
+                raise ConfigError(
+                    f"saved_model.pb: the graph maps {tensor.dtype} {list(tensor.shape)} from {array.file}, but the "
+                    f"manifest has {array.rows} rows of stack {array.name!r} in {array.size} bytes. Export again."
+                )
             yield tensor.path, array
-
-
-def _check(tensor: MappedTensor, array: ArrayEntry) -> None:
-    size = _ITEM_BYTES.get(tensor.dtype, 0) * math.prod(tensor.shape)
-    if tensor.shape[:1] != (array.rows,) or size != array.size:
-        raise ConfigError(
-            f"saved_model.pb: the graph maps {tensor.dtype} {list(tensor.shape)} from {array.file}, but the "
-            f"manifest has {array.rows} rows of stack {array.name!r} in {array.size} bytes. Export again."
-        )

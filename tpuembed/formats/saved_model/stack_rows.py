@@ -20,11 +20,7 @@ class StackRows:
         self._version, self._stack = version, stack
 
     def read(self, first: int, count: int) -> _Bytes:
-        """Return the bytes [count, row_bytes] of the stack's rows from `first` on.
-
-        Raises:
-            OSError: a file cannot be read. EOFError: it is too short.
-        """
+        """Return the bytes [count, row_bytes] of the stack's rows from `first` on. Raises OSError or EOFError."""
         out = np.empty((count, self._stack.row_bytes), np.uint8)
         self._fill(self._stack.arrays[0], first, out)
         if self._stack.overlay is not None:

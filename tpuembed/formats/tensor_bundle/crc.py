@@ -8,23 +8,15 @@ Source: tensorflow/core/lib/hash/crc32c.h (the mask); RFC 3720 appendix B (the p
 """
 
 import functools
-from typing import Any, Final
+from typing import Any
 
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.formats.sstable import mask
+from tpuembed.formats.sstable import mask, unmask
 
 __all__ = ["combine", "extend", "mask", "sum_of_pieces", "unmask", "value"]
-
-_MASK_DELTA: Final = 0xA282EAD8
-
-
-def unmask(masked: int) -> int:
-    """Return the CRC whose stored form is `masked`."""
-    rotated = (masked - _MASK_DELTA) & 0xFFFFFFFF
-    return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
 
 
 def extend(crc: int, data: bytes | bytearray | memoryview | np.ndarray[Any, Any]) -> int:

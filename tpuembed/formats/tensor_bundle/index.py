@@ -19,28 +19,23 @@ from tpuembed.formats.protobuf import MalformedError, UnsupportedError, shown
 from tpuembed.formats.sstable import read_table, write_table
 from tpuembed.formats.tensor_bundle.entries import (
     Entry,
+    Region,
     Slice,
-    SliceRegion,
     decode_entry,
     decode_header,
     encode_entries,
     encode_header,
 )
-from tpuembed.formats.tensor_bundle.ordered_code import slice_key
 
 __all__ = ["BundleIndex", "check_tiling", "index_path", "merge_entries", "read_index", "shard_path", "write_index"]
 
 _MAX_CUT_DIMS: Final = 8
 
 
-class _HolesError(MalformedError):
-    """Slices have fewer elements than their tensor."""
-
-
-def check_tiling(shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
+def check_tiling(shape: tuple[int, ...], slices: Sequence[Slice]) -> str:
     """Raise MalformedError unless the boxes `slices`, each inside `shape`, cover every element exactly once.
 
-    Raises _HolesError if they have too few elements.
+    Returns "", or what is wrong if they have too few elements.
 
     Remove corners that coincide in pairs. A set of boxes covers exactly the elements of one box an odd number of times
     if and only if the corners of that box are left. If the volumes also add up, "odd" is "once". This takes time linear
@@ -48,7 +43,7 @@ def check_tiling(shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
     """
     held, volume = sum(math.prod(piece.shape) for piece in slices), math.prod(shape)
     if held < volume:
-        raise _HolesError(f"its {len(slices)} slices leave holes: {held} elements of {volume}")
+        return f"its {len(slices)} slices leave holes: {held} elements of {volume}"
     if held > volume:
         raise MalformedError(f"its {len(slices)} slices overlap: {held} elements of {volume}")
     cut = [dim for dim, size in enumerate(shape) if any(piece.shape[dim] != size for piece in slices)]
@@ -59,6 +54,7 @@ def check_tiling(shape: tuple[int, ...], slices: Sequence[Slice]) -> None:
         corners ^= _corners(piece.start, piece.shape, cut)
     if corners:
         raise MalformedError(f"its {len(slices)} slices overlap and leave holes, near {list(min(corners))}")
+    return ""
 
 
 def _corners(start: Sequence[int], shape: Sequence[int], cut: Sequence[int]) -> set[tuple[int, ...]]:
@@ -126,71 +122,48 @@ def read_index(path: str | FilePath) -> BundleIndex:
 
 def _parse(file: BinaryIO) -> BundleIndex:
     header: int | None = None
-    tensors: dict[bytes, tuple[Entry, tuple[SliceRegion, ...]]] = {}
+    tensors: dict[bytes, tuple[Entry, tuple[Region, ...]]] = {}
     for key, value in read_table(file):
         if not key:
             header = decode_header(value)
             continue
         try:
-            tensors[key] = decode_entry(value)
+            tensors[key] = decode_entry(key, value)
         except MalformedError as error:
             raise type(error)(f"tensor {shown(key)}: {error}") from None
     if header is None:
         raise MalformedError("it has no header")
-    return BundleIndex(_resolve_slices(tensors, header), header)
-
-
-def _resolve_slices(
-    tensors: dict[bytes, tuple[Entry, tuple[SliceRegion, ...]]], num_shards: int
-) -> Mapping[str, Entry]:
-    """Return the tensors by name. The entries of slices, whose keys start with a zero byte, move into their tensor."""
-    pieces = {key: entry for key, (entry, _) in tensors.items() if key.startswith(b"\0")}
-    out: dict[str, Entry] = {}
+    pieces = {key: tensors.pop(key)[0] for key in list(tensors) if key.startswith(b"\0")}  # entries of slices
+    entries: dict[str, Entry] = {}
     for key, (entry, regions) in tensors.items():
-        if key.startswith(b"\0"):
-            continue
         try:
-            resolved = _with_slices(key, entry, regions, pieces)
-            _check_shards(resolved, num_shards)
-            out[key.decode()] = resolved
+            if regions:
+                slices = tuple(_take_slice(entry, region, pieces) for region in regions)
+                entry = dataclasses.replace(entry, slices=slices, holes=check_tiling(entry.shape, slices))
+            for part in entry.parts():
+                if part.shard >= header:
+                    raise MalformedError(f"it is in data file {part.shard}, but the header has {header} data files")
+            entries[key.decode()] = entry
         except UnicodeDecodeError:
             raise MalformedError(f"tensor {shown(key)}: its name is not UTF-8") from None
         except MalformedError as error:
             raise type(error)(f"tensor {shown(key)}: {error}") from None
     if pieces:
         raise MalformedError(f"{len(pieces)} slices belong to no tensor; the first is {shown(min(pieces))}")
-    return out
+    return BundleIndex(entries, header)
 
 
-def _with_slices(key: bytes, entry: Entry, regions: Sequence[SliceRegion], pieces: dict[bytes, Entry]) -> Entry:
-    if not regions:
-        return entry
-    slices = tuple(_take_slice(key, entry, region, pieces) for region in regions)
-    try:
-        check_tiling(entry.shape, slices)
-    except _HolesError as error:
-        return dataclasses.replace(entry, slices=slices, holes=str(error))
-    return dataclasses.replace(entry, slices=slices)
-
-
-def _take_slice(key: bytes, whole: Entry, region: SliceRegion, pieces: dict[bytes, Entry]) -> Slice:
+def _take_slice(whole: Entry, region: Region, pieces: dict[bytes, Entry]) -> Slice:
     """Remove the slice of `whole` at `region` from `pieces` and return it."""
-    shape = region.shape_in(whole.shape)
-    piece = pieces.pop(slice_key(key, region.starts, region.lengths), None)
+    piece, (_, start, shape) = pieces.pop(region.key, None), region
     if piece is None:
-        raise MalformedError(f"its slice at {list(region.starts)} of shape {list(shape)} is missing")
+        raise MalformedError(f"its slice at {list(start)} of shape {list(shape)} is missing")
     if (piece.dtype, piece.shape) != (whole.dtype, shape):
         raise MalformedError(
-            f"its slice at {list(region.starts)} should be {whole.dtype} {list(shape)}, but the index has {piece.dtype} "
+            f"its slice at {list(start)} should be {whole.dtype} {list(shape)}, but the index has {piece.dtype} "
             f"{list(piece.shape)}"
         )
-    return dataclasses.replace(piece.parts()[0], start=region.starts)
-
-
-def _check_shards(entry: Entry, num_shards: int) -> None:
-    for part in entry.parts():
-        if part.shard >= num_shards:
-            raise MalformedError(f"it is in data file {part.shard}, but the header has {num_shards} data files")
+    return dataclasses.replace(piece.parts()[0], start=start)
 
 
 def write_index(path: str | Path, entries: Mapping[str, Entry], num_shards: int) -> None:
@@ -216,13 +189,8 @@ def merge_entries(parts: Sequence[BundleIndex]) -> BundleIndex:
         for name, entry in part.entries.items():
             if name in merged:
                 raise CheckpointCorruptError(f"tensor {name!r} is in two of the bundles to merge. Rename one.")
-            merged[name] = _renumbered(entry, num_shards)
+            slices = tuple(dataclasses.replace(piece, shard=piece.shard + num_shards) for piece in entry.slices)
+            shard = 0 if slices else entry.shard + num_shards
+            merged[name] = dataclasses.replace(entry, shard=shard, slices=slices)
         num_shards += part.num_shards
     return BundleIndex(merged, num_shards)
-
-
-def _renumbered(entry: Entry, by: int) -> Entry:
-    if not entry.slices:
-        return dataclasses.replace(entry, shard=entry.shard + by)
-    slices = tuple(dataclasses.replace(piece, shard=piece.shard + by) for piece in entry.slices)
-    return dataclasses.replace(entry, slices=slices)

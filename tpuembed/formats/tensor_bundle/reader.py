@@ -1,11 +1,13 @@
 """A bundle opened for reading."""
 
+import dataclasses
 import functools
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Self
 
@@ -21,21 +23,22 @@ from tpuembed.errors import (
     UnknownTableError,
     reason,
 )
-from tpuembed.files import FilePath, as_path, versions
+from tpuembed.files import ByteFile, FilePath, FileVersion, as_path, open_bytes, read_all, versions
 from tpuembed.formats.protobuf import MalformedError
 from tpuembed.formats.tensor_bundle import crc
-from tpuembed.formats.tensor_bundle.data_files import DataFiles
 from tpuembed.formats.tensor_bundle.dtypes import OPAQUE, STRING, numpy_dtype
 from tpuembed.formats.tensor_bundle.entries import Entry, Slice
-from tpuembed.formats.tensor_bundle.index import index_path, read_index
+from tpuembed.formats.tensor_bundle.index import BundleIndex, index_path, read_index, shard_path
 from tpuembed.formats.tensor_bundle.strings import decode_strings, strings_crc
 
-__all__ = ["Bundle"]
+__all__ = ["Bundle", "Damage", "damaged_parts", "strided_bytes", "unchecked_keys"]
 
 Array = np.ndarray[Any, Any]
 
 _PIECE_BYTES: Final = 1 << 22
 """The bytes to hold at a time of a slice that is narrower than its tensor."""
+_CHECKED_BYTES: Final = 16 << 20
+_VARIANT: Final = "variant"
 _Ranges = Iterable[tuple[int, memoryview]]
 """(offset in a data file, the bytes to fill)."""
 
@@ -62,39 +65,30 @@ class _RowParts:
     def locate(self, rows: Array, views: Sequence[memoryview]) -> Iterator[tuple[int, _Ranges]]:
         """Yield, by data file, the place of the bytes of every view, which starts with the row in `rows` (int64).
 
-        Raises:
-            IndexError: rows are outside of the tensor.
+        Raises IndexError for rows outside of the tensor.
         """
         sizes = np.fromiter(map(len, views), np.int64, len(views))
         if len(rows) and (rows.min() < 0 or (rows + sizes // self._row_bytes).max() > self._rows):
             raise IndexError(f"{len(rows)} runs from row {rows.min()} on are not all inside its {self._rows} rows")
         parts = np.searchsorted(self._starts, rows, "right") - 1
         offsets = self._offsets[parts] + (rows - self._starts[parts]) * self._row_bytes
-        if (offsets + sizes > self._ends[parts]).any():
-            runs = zip(parts.tolist(), offsets.tolist(), views, strict=True)
-            return (place for run in runs for place in self._split(*run))
-        return _by_file(self._shards[parts], offsets.tolist(), views)
-
-    def _split(self, part: int, offset: int, view: memoryview) -> Iterator[tuple[int, _Ranges]]:
-        """Yield the places of a run that may continue in the next parts."""
-        while len(view):
-            room = int(self._ends[part]) - offset
-            yield int(self._shards[part]), [(offset, view[:room])]
-            view, part = view[room:], part + 1
-            offset = int(self._offsets[part]) if len(view) else 0
-
-
-def _by_file(shards: Array, offsets: list[int], views: Sequence[memoryview]) -> Iterator[tuple[int, _Ranges]]:
-    """Group neighbours in one data file."""
-    changes = (np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist()
-    for begin, end in itertools.pairwise((0, *changes, len(views)) if views else ()):
-        yield int(shards[begin]), zip(offsets[begin:end], views[begin:end], strict=True)
+        places = offsets.tolist()
+        if not (offsets + sizes > self._ends[parts]).any():  # neighbours in one data file are one request
+            shards = self._shards[parts]
+            changes = (np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist()
+            for begin, end in itertools.pairwise((0, *changes, len(views)) if views else ()):
+                yield int(shards[begin]), zip(places[begin:end], views[begin:end], strict=True)
+            return
+        for part, offset, view in zip(parts.tolist(), places, views, strict=True):
+            while len(view):  # a run may continue in the next parts
+                room = int(self._ends[part]) - offset
+                yield int(self._shards[part]), [(offset, view[:room])]
+                view, part = view[room:], part + 1
+                offset = int(self._offsets[part]) if len(view) else 0
 
 
 def strided_bytes(entry: Entry, rows: int) -> int:
-    """Return the most bytes that reading `rows` rows holds beside them: a piece of a slice, if slices also cut other
-    axes.
-    """
+    """Return the most bytes that reading `rows` rows holds beside them: a piece of a slice that also cuts other axes."""
     cut = [part.size // max(1, part.shape[0]) for part in entry.parts() if part.shape[1:] != entry.shape[1:]]
     return max((min(rows * row_bytes, max(_PIECE_BYTES, row_bytes)) for row_bytes in cut), default=0)
 
@@ -102,18 +96,22 @@ def strided_bytes(entry: Entry, rows: int) -> int:
 class Bundle:
     """TensorFlow's tensor bundle `prefix`.index + `prefix`.data-*, read by byte range. Safe to share among threads.
 
+    Methods raise UnknownTableError for a tensor that it does not have, CheckpointFormatError for one of another dtype or shape,
+    CheckpointCorruptError where bytes contradict a CRC or slices leave holes, and CheckpointError where a file cannot be read.
+
     Attributes:
         prefix: its path without the extensions.
         num_shards: the number of data files.
         entries: the index entry of each tensor.
     """
 
-    def __init__(self, prefix: FilePath, num_shards: int, entries: Mapping[str, Entry], files: DataFiles) -> None:
-        self.prefix = prefix
-        self.num_shards = num_shards
-        self.entries: Mapping[str, Entry] = MappingProxyType(dict(entries))
-        self._files = files
+    def __init__(self, prefix: FilePath, index: BundleIndex) -> None:
+        self.prefix, self.num_shards = prefix, index.num_shards
+        self.entries: Mapping[str, Entry] = MappingProxyType(dict(index.entries))
         self._row_parts: dict[str, _RowParts | None] = {}
+        self._lock, self._closed = threading.Lock(), False
+        self._files: dict[int, ByteFile] = {}  # opened on first use
+        self._versions = self._check_ranges()
 
     @classmethod
     def open(cls, prefix: str | FilePath) -> Self:
@@ -125,10 +123,35 @@ class Bundle:
             CheckpointFormatError: the index is of a kind that is not supported.
         """
         prefix = as_path(prefix)
-        index = read_index(index_path(prefix))
-        files = DataFiles(prefix, index.num_shards)
-        files.check_ranges((name, part) for name, entry in index.entries.items() for part in entry.parts())
-        return cls(prefix, index.num_shards, index.entries, files)
+        return cls(prefix, read_index(index_path(prefix)))
+
+    def _check_ranges(self) -> dict[int, FileVersion]:
+        """Return the versions of the data files, of which every part is inside one and overlaps no other part."""
+        parts = [(name, part) for name, entry in self.entries.items() for part in entry.parts()]
+        shards = sorted({part.shard for _, part in parts})
+        try:
+            found = dict(zip(shards, versions([self.data_path(shard) for shard in shards]), strict=True))
+        except FileNotFoundError as error:
+            raise CheckpointCorruptError(
+                f"data file {error.filename}: is missing, but the index puts tensors in it. Copy it here."
+            ) from None
+        except OSError as error:
+            raise _unreadable(error) from None
+        ends: dict[int, int] = {}
+        for name, part in sorted(parts, key=lambda item: (item[1].shard, item[1].offset, item[1].size)):
+            path, size, end = self.data_path(part.shard), found[part.shard].size, part.offset + part.size
+            if end > size:
+                raise CheckpointCorruptError.of(
+                    f"data file {path}: has {size} bytes, but the index puts tensor {name!r} at bytes [{part.offset}, "
+                    f"{end}). It is truncated"
+                )
+            if part.size and part.offset < ends.get(part.shard, 0):
+                raise CheckpointCorruptError(
+                    f"data file {path}: the index puts tensor {name!r} at byte {part.offset}, inside the previous "
+                    f"tensor, which ends at {ends[part.shard]}. Restore the index from another copy."
+                )
+            ends[part.shard] = max(end, ends.get(part.shard, 0))
+        return found
 
     def __enter__(self) -> Self:
         return self
@@ -138,19 +161,17 @@ class Bundle:
 
     def close(self) -> None:
         """Close the data files."""
-        self._files.close()
+        with self._lock:
+            self._closed = True
+            while self._files:
+                self._files.popitem()[1].close()
 
     def data_path(self, shard: int) -> FilePath:
         """Return the path of data file `shard`."""
-        return self._files.path(shard)
+        return shard_path(self.prefix, shard, self.num_shards)
 
     def fingerprint(self) -> str:
-        """Return a digest of the index's bytes, and of the current sizes and modification times (or ETags) of all
-        files.
-
-        Raises:
-            CheckpointError: a file cannot be read any more.
-        """
+        """Return a digest of the index's bytes, and of the current sizes and modification times (or ETags) of files."""
         index = index_path(self.prefix)
         shards = {part.shard for entry in self.entries.values() for part in entry.parts()}
         try:
@@ -161,12 +182,7 @@ class Bundle:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def entry(self, key: str) -> Entry:
-        """Return the entry of tensor `key`, if its bytes are complete.
-
-        Raises:
-            UnknownTableError: there is no such tensor; the message names the nearest one.
-            CheckpointCorruptError: its slices leave holes.
-        """
+        """Return the entry of tensor `key`, if its bytes are complete."""
         if key not in self.entries:
             raise UnknownTableError(f"bundle {self.prefix}: has no tensor {key!r}; {did_you_mean(key, self.entries)}")
         entry = self.entries[key]
@@ -182,7 +198,7 @@ class Bundle:
         if entry.shape:
             return self.read_rows(key, 0, entry.shape[0])
         out = np.empty((), self._dtype(key, entry))
-        self._files.read_into(entry.shard, entry.offset, out)
+        self._read_into([(entry.shard, entry.offset, out)])
         return out
 
     def read_rows(self, key: str, start: int, stop: int, out: Array | None = None) -> Array:
@@ -191,10 +207,8 @@ class Bundle:
         Only these bytes are read. If they are contiguous, they go straight into `out`.
 
         Raises:
-            UnknownTableError: there is no such tensor.
             RowRangeError: the range is not inside the tensor.
             ConfigError: `out` has another shape or dtype.
-            CheckpointFormatError: the tensor is not numeric.
         """
         entry = self.entry(key)
         dtype, rows = self._dtype(key, entry), entry.shape[0] if entry.shape else 0
@@ -207,11 +221,24 @@ class Bundle:
             out = np.empty(shape, dtype)
         elif out.shape != shape or out.dtype != dtype:
             raise ConfigError(f"tensor {key!r}: out must be {dtype} {shape}, got {out.dtype} {out.shape}.")
-        targets = list(_targets(entry, start, out))
-        self._files.read_ranges(target for target in targets if target[2].flags.c_contiguous)
+        targets = []
+        for part in entry.parts():
+            first, last = max(start, part.start[0]), min(stop, part.start[0] + part.shape[0])
+            if first < last and 0 not in part.shape:
+                columns = (slice(low, low + size) for low, size in zip(part.start[1:], part.shape[1:], strict=True))
+                offset = part.offset + (first - part.start[0]) * (part.size // part.shape[0])
+                targets.append((part.shard, offset, out[(slice(first - start, last - start), *columns)]))
+        self._read_into(target for target in targets if target[2].flags.c_contiguous)
         for shard, offset, target in targets:
-            if not target.flags.c_contiguous:
-                self._read_strided(shard, offset, target)
+            if target.flags.c_contiguous:
+                continue
+            row_bytes = target[0].nbytes  # its rows are not contiguous: read them through a small buffer
+            step = min(len(target), max(1, _PIECE_BYTES // row_bytes))
+            buffer = np.empty((step, *target.shape[1:]), target.dtype)
+            for row in range(0, len(target), step):
+                piece = buffer[: len(target) - row]
+                self._read_into([(shard, offset + row * row_bytes, piece)])
+                target[row : row + step] = piece
         return out
 
     def read_runs(self, key: str, rows: Array, views: Sequence[memoryview]) -> None:
@@ -220,9 +247,7 @@ class Bundle:
         Made for many short runs of rows. From a store they are read in parallel.
 
         Raises:
-            UnknownTableError: there is no such tensor.
             RowRangeError: a run is not inside the tensor.
-            CheckpointFormatError: the tensor is not numeric.
         """
         entry = self.entry(key)
         dtype = self._dtype(key, entry)
@@ -235,28 +260,12 @@ class Bundle:
                 self.read_rows(key, row, row + len(out), out)
             return
         try:
-            self._files.read_views(parts.locate(rows, views))
+            self._read_views(parts.locate(rows, views))
         except IndexError as error:
             raise RowRangeError(f"tensor {key!r}: {error}.") from None
 
-    def _read_strided(self, shard: int, offset: int, target: Array) -> None:
-        """Fill `target`, whose rows are not contiguous, through a small buffer."""
-        row_bytes = target[0].nbytes
-        step = min(len(target), max(1, _PIECE_BYTES // row_bytes))
-        buffer = np.empty((step, *target.shape[1:]), target.dtype)
-        for row in range(0, len(target), step):
-            piece = buffer[: len(target) - row]
-            self._files.read_into(shard, offset + row * row_bytes, piece)
-            target[row : row + step] = piece
-
     def read_string(self, key: str) -> bytes:
-        """Return the string of a scalar string tensor.
-
-        Raises:
-            UnknownTableError: there is no such tensor.
-            CheckpointFormatError: it is not a scalar string.
-            CheckpointCorruptError: its bytes do not match its CRC.
-        """
+        """Return the string of a scalar string tensor."""
         entry = self.entry(key)
         if entry.dtype != STRING or entry.shape:
             raise CheckpointFormatError(
@@ -272,23 +281,19 @@ class Bundle:
                 f"bundle {self.prefix}: string tensor {key!r} is sliced, which is not supported."
             )
         payload = np.empty(entry.size, np.uint8)
-        self._files.read_into(entry.shard, entry.offset, payload)
+        self._read_into([(entry.shard, entry.offset, payload)])
         try:
             values = decode_strings(payload.tobytes(), math.prod(entry.shape), entry.crc32c)
         except MalformedError as error:
-            raise self._corrupt(key, entry.shard, str(error)) from None
+            raise CheckpointCorruptError.of(
+                f"data file {self.data_path(entry.shard)}: tensor {key!r}: {error}"
+            ) from None
         out = np.empty(len(values), object)
         out[:] = values
         return out.reshape(entry.shape)
 
     def verify(self, key: str, chunk_bytes: int = 1 << 23) -> None:
-        """Read tensor `key`, `chunk_bytes` at a time, and compare its CRCs.
-
-        Raises:
-            UnknownTableError: there is no such tensor.
-            CheckpointCorruptError: a CRC is wrong; the message names the data file.
-            CheckpointFormatError: the CRC of this dtype is not supported.
-        """
+        """Read tensor `key`, `chunk_bytes` at a time, and compare its CRCs."""
         entry = self.entry(key)
         if entry.dtype == STRING:
             self._read_strings(key, entry)
@@ -296,7 +301,7 @@ class Bundle:
         self._dtype(key, entry)
         for part in entry.parts():
             if fault := self.fault(key, part, chunk_bytes):
-                raise self._corrupt(key, part.shard, fault)
+                raise CheckpointCorruptError.of(f"data file {self.data_path(part.shard)}: tensor {key!r}: {fault}")
 
     def fault(
         self, key: str, part: Slice, chunk_bytes: int, on_read: Callable[[int], None] = lambda _: None
@@ -323,9 +328,39 @@ class Bundle:
         buffer = np.empty(min(chunk_bytes, part.size), np.uint8)
         for done in range(0, part.size, chunk_bytes):
             piece = buffer[: part.size - done]
-            self._files.read_into(part.shard, part.offset + done, piece)
+            self._read_into([(part.shard, part.offset + done, piece)])
             on_read(len(piece))
             yield piece
+
+    def _read_into(self, ranges: Iterable[tuple[int, int, Array]]) -> None:
+        """Fill every C-contiguous array with the bytes of its data file at its offset, without an intermediate copy."""
+        self._read_views((shard, [(at, out.reshape(-1).view(np.uint8).data)]) for shard, at, out in ranges if out.size)
+
+    def _read_views(self, ranges: Iterable[tuple[int, _Ranges]]) -> None:
+        """Fill the buffers, given with their offsets for each data file, in parallel from a store."""
+        try:
+            read_all((self._files.get(shard) or self._opened(shard), in_file) for shard, in_file in ranges)
+        except OSError as error:
+            raise _unreadable(error) from None
+        except EOFError as error:
+            raise CheckpointCorruptError(
+                f"data file {error}. It was truncated after it was opened. Read it when no program writes to it."
+            ) from None
+
+    def _opened(self, shard: int) -> ByteFile:
+        with self._lock:
+            if self._closed:
+                raise CheckpointError(f"bundle {self.prefix}: is closed. Open it again.")
+            if shard not in self._files:
+                file = open_bytes(self.data_path(shard))
+                if file.version != self._versions[shard]:
+                    file.close()
+                    raise CheckpointError(
+                        f"data file {self.data_path(shard)}: has changed since the checkpoint was opened, so it may not "
+                        "match the index. Open the checkpoint again."
+                    )
+                self._files[shard] = file
+            return self._files[shard]
 
     def _dtype(self, key: str, entry: Entry) -> np.dtype[Any]:
         if entry.dtype == STRING or entry.dtype in OPAQUE:
@@ -334,19 +369,46 @@ class Bundle:
             )
         return numpy_dtype(entry.dtype)
 
-    def _corrupt(self, key: str, shard: int, what: str) -> CheckpointCorruptError:
-        return CheckpointCorruptError.of(f"data file {self.data_path(shard)}: tensor {key!r}: {what}")
+
+def _unreadable(error: OSError) -> CheckpointError:
+    return CheckpointError(f"data file {error.filename}: cannot be read: {reason(error)}.")
 
 
-def _targets(entry: Entry, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:
-    """Yield, for each part of a tensor, its data file, offset, and place in `out`, which has the tensor's rows from
-    `start` on.
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """A tensor, or one of its slices, whose bytes do not match their checksum.
+
+    Attributes:
+        name: of the tensor.
+        file: its data file.
+        reason: the fault, in one line.
     """
-    for part in entry.parts():
-        first = max(start, part.start[0])
-        last = min(start + len(out), part.start[0] + part.shape[0])
-        if first >= last or not math.prod(part.shape):
-            continue
-        columns = tuple(slice(low, low + size) for low, size in zip(part.start[1:], part.shape[1:], strict=True))
-        offset = part.offset + (first - part.start[0]) * (part.size // part.shape[0])
-        yield part.shard, offset, out[(slice(first - start, last - start), *columns)]
+
+    name: str
+    file: str
+    reason: str
+
+
+def unchecked_keys(bundle: Bundle) -> list[str]:
+    """Return the tensors whose kind of checksum is not supported."""
+    return sorted(key for key, entry in bundle.entries.items() if entry.dtype == _VARIANT)
+
+
+def damaged_parts(bundle: Bundle, on_read: Callable[[int], None], without: Container[str] = ()) -> Iterator[Damage]:
+    """Read every data file, except for the tensors `without`, and yield what does not match its checksum.
+
+    `on_read` is called with the number of bytes just read.
+    """
+    parts = [
+        (part.shard, part.offset, key, part)
+        for key, entry in bundle.entries.items()
+        if entry.dtype != _VARIANT and key not in without
+        for part in entry.parts()
+    ]
+    for shard, _, key, part in sorted(parts, key=lambda item: item[:3]):
+        try:
+            fault = bundle.fault(key, part, _CHECKED_BYTES, on_read)
+        except CheckpointError as error:
+            fault = str(error)
+        if fault is not None:
+            yield Damage(key, str(bundle.data_path(shard)), fault)

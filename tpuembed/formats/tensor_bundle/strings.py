@@ -7,7 +7,7 @@ Source: WriteStringTensor in tensorflow/core/util/tensor_bundle/tensor_bundle.cc
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final
 
 from tpuembed.formats.protobuf import MalformedError, read_varint
@@ -20,11 +20,7 @@ _MAX_VARINT_BYTES: Final = 10
 
 
 def decode_strings(payload: bytes, count: int, crc32c: int) -> list[bytes]:
-    """Return the `count` strings of `payload`.
-
-    Raises:
-        MalformedError: the lengths do not fill the payload, or a CRC is wrong; `crc32c` is the entry's.
-    """
+    """Return the `count` strings of `payload`. Raises MalformedError if lengths or a CRC are wrong; `crc32c` is the entry's."""
     if strings_crc([payload], count, len(payload)) != crc32c:
         raise MalformedError("its CRC is wrong")
     lengths, position = [], 0
@@ -43,7 +39,14 @@ def strings_crc(payload: Iterable[bytes], count: int, size: int) -> int:
         MalformedError: the lengths do not fill the payload, or their own CRC is wrong.
     """
     pieces = iter(payload)
-    lengths_crc, rest, used, total = _lengths(pieces, count)
+    lengths_crc, used, total, rest, position = 0, 0, 0, b"", 0
+    for _ in range(count):
+        while len(rest) - position < _MAX_VARINT_BYTES and (piece := next(pieces, b"")):
+            rest, position = rest[position:] + piece, 0
+        length, after = read_varint(rest, position)
+        used, total, position = used + after - position, total + length, after
+        lengths_crc = crc.extend(lengths_crc, length.to_bytes(4 if length < 1 << 32 else 8, "little"))
+    rest = rest[position:]
     while len(rest) < _CHECKSUM_BYTES and (piece := next(pieces, b"")):
         rest += piece
     if used + _CHECKSUM_BYTES + total != size:
@@ -54,17 +57,3 @@ def strings_crc(payload: Iterable[bytes], count: int, size: int) -> int:
     for piece in pieces:
         actual = crc.extend(actual, piece)
     return actual
-
-
-def _lengths(pieces: Iterator[bytes], count: int) -> tuple[int, bytes, int, int]:
-    """Read `count` lengths. Return their CRC, the rest of the last piece, the bytes they take, and their sum."""
-    checksum = used = total = 0
-    rest, position = b"", 0
-    for _ in range(count):
-        while len(rest) - position < _MAX_VARINT_BYTES and (piece := next(pieces, b"")):
-            rest, position = rest[position:] + piece, 0
-        before = position
-        length, position = read_varint(rest, position)
-        used, total = used + position - before, total + length
-        checksum = crc.extend(checksum, length.to_bytes(4 if length < 1 << 32 else 8, "little"))
-    return checksum, rest[position:], used, total

@@ -43,8 +43,7 @@ struct feature {
     int64_t overlay_rows;
     int64_t storage, dim, row_bytes;
     int64_t ids; /* the ids [0, ids) are rows */
-    int64_t row_offset; /* the first one is this row of the stack */
-    int64_t base_row_offset, base_rows; /* rows [0, base_rows) of the table are at this row of the file */
+    int64_t row_offset; /* the first one is this row of the stack, and of its file */
     int64_t kind, combiner, length; /* length: of a sequence */
     int64_t policy, policy_row; /* of ids outside; policy_row counts from the table's first row */
     int64_t divides_weights; /* of lists with weights: each weight is divided, and not the sum of the rows */
@@ -134,12 +133,8 @@ INLINE const unsigned char *find_row(const struct feature *feature, int64_t id, 
             *is_damaged = 1;
             return NOTHING;
         }
-        if (row >= (uint64_t)feature->base_rows) {
-            *is_damaged = 1;
-            return NOTHING;
-        }
     }
-    return feature->rows + ((uint64_t)feature->base_row_offset + row) * (uint64_t)feature->row_bytes;
+    return feature->rows + ((uint64_t)feature->row_offset + row) * (uint64_t)feature->row_bytes;
 }
 
 INLINE void next_feature(struct cursor *cursor, int64_t begin) {
@@ -340,9 +335,9 @@ INLINE int look_up(
 /* ---- pages of rows that are not in memory */
 
 struct pages {
-    uint64_t page_bytes; /* a power of two */
     uint64_t *recent;    /* pages that were advised not long ago, each at a place that its number decides; 0 is none */
     int64_t recent_bits; /* recent has 2^recent_bits places */
+    uint64_t page_bytes; /* a power of two */
 };
 
 /* Let the kernel start to read the pages of some bytes, if they were not advised not long ago. A failure changes
@@ -358,31 +353,27 @@ static void advise(const struct pages *pages, const unsigned char *bytes, int64_
     }
 }
 
-/* Advise the words that say which of the rows are in the overlay. */
-static void advise_words(
-    const struct pages *pages, const struct feature *feature, const struct input *input, int64_t begin, int64_t end) {
+/* Advise the rows of the ids, or the words that say which of these are in the overlay. */
+static void advise_ids(
+    const struct pages *pages, const struct feature *feature, const struct input *input, int64_t begin, int64_t end,
+    int are_words) {
     int64_t columns = columns_of(feature, input);
+    int is_damaged = 0;
     for (int64_t example = begin; example < end; example++)
         for (int64_t column = 0; column < columns; column++) {
             int64_t id = input->ids[example * input->id_stride + column];
             uint64_t row = (uint64_t)id;
+            if (!are_words) {
+                const unsigned char *bytes = find_row(feature, id, &is_damaged);
+                if (bytes != NULL && bytes != NOTHING && feature->row_bytes > 0) advise(pages, bytes, feature->row_bytes);
+                continue;
+            }
             if (row >= (uint64_t)feature->ids) {
                 if (feature->policy != ROW || (id == PADDING && feature->kind != ONE_ID)) continue;
                 row = (uint64_t)feature->policy_row;
             }
             const uint64_t *word = feature->words + ((uint64_t)feature->row_offset + row) / 32;
             advise(pages, (const unsigned char *)word, sizeof *word);
-        }
-}
-
-static void advise_rows(
-    const struct pages *pages, const struct feature *feature, const struct input *input, int64_t begin, int64_t end) {
-    int64_t columns = columns_of(feature, input);
-    int is_damaged = 0;
-    for (int64_t example = begin; example < end; example++)
-        for (int64_t column = 0; column < columns; column++) {
-            const unsigned char *row = find_row(feature, input->ids[example * input->id_stride + column], &is_damaged);
-            if (row != NULL && row != NOTHING && feature->row_bytes > 0) advise(pages, row, feature->row_bytes);
         }
 }
 
@@ -503,10 +494,6 @@ V3 static int look_up_v3(const struct feature *f, const struct input *in, int64_
 }
 #endif
 
-static int look_up_plain(const struct feature *f, const struct input *in, int64_t count, int64_t begin, int64_t end) {
-    return look_up(f, in, count, begin, end);
-}
-
 /* Return the best variant that this processor runs: 0 is the plain build, and it runs every lower one too. */
 EXPORT int64_t tpuembed_best_variant(void) {
 #if defined(__x86_64__)
@@ -536,7 +523,7 @@ EXPORT int64_t tpuembed_look_up(
     if (variant == 1) return look_up_v3(features, inputs, count, begin, end);
 #endif
     (void)variant;
-    return look_up_plain(features, inputs, count, begin, end);
+    return look_up(features, inputs, count, begin, end);
 }
 
 /* Let the kernel read all pages that a lookup of the examples [begin, end) will touch, many at once. */
@@ -544,8 +531,8 @@ EXPORT void tpuembed_read_ahead(
     const struct pages *pages, const struct feature *features, const struct input *inputs, int64_t count, int64_t begin,
     int64_t end) {
     for (int64_t i = 0; i < count; i++)
-        if (features[i].overlay != NULL) advise_words(pages, &features[i], &inputs[i], begin, end);
-    for (int64_t i = 0; i < count; i++) advise_rows(pages, &features[i], &inputs[i], begin, end);
+        if (features[i].overlay != NULL) advise_ids(pages, &features[i], &inputs[i], begin, end, 1);
+    for (int64_t i = 0; i < count; i++) advise_ids(pages, &features[i], &inputs[i], begin, end, 0);
 }
 
 /* Find the first id outside of one feature's examples [0, examples), example by example. Return whether there is one. */

@@ -25,14 +25,7 @@ from tpuembed.errors import CheckpointCorruptError, CheckpointError
 from tpuembed.export import export_saved_model
 from tpuembed.files import open_bytes, remote
 from tpuembed.formats.saved_model import relocate_export
-from tpuembed.formats.tensor_bundle import (
-    Entry,
-    data_files,
-    index_path,
-    read_index,
-    shard_path,
-    write_index,
-)
+from tpuembed.formats.tensor_bundle import Entry, index_path, read_index, reader, shard_path, write_index
 
 
 @pytest.fixture
@@ -66,6 +59,15 @@ def test_sound_files(prefix: Path) -> None:
     assert report.bytes == size
     assert calls[-1] == (size, size)
     assert report.entries == len(tf.train.list_variables(str(prefix)))
+
+
+def test_damage_is_found_in_files_read_in_pieces(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files larger than what is held at a time."""
+    monkeypatch.setattr(reader, "_CHECKED_BYTES", 7)
+    assert not verify_files(prefix).damaged
+    [path, *_] = sorted(prefix.parent.glob("*.data-*"))
+    flip(path, path.stat().st_size - 1, 0)
+    assert len(verify_files(prefix).damaged) == 1
 
 
 def test_all_damage_is_listed(prefix: Path) -> None:
@@ -106,7 +108,7 @@ def test_a_data_file_that_the_system_refuses(prefix: Path, monkeypatch: pytest.M
             raise PermissionError(13, "Permission denied", str(path))
         return open_bytes(path)
 
-    monkeypatch.setattr(data_files, "open_bytes", open_other)
+    monkeypatch.setattr(reader, "open_bytes", open_other)
     report = verify_files(prefix)
     assert report.damaged
     assert {(damage.file, damage.reason) for damage in report.damaged} == {

@@ -1,20 +1,82 @@
-"""Rewrites the paths that an export maps its tables from, so that it can be served from another folder."""
+"""The files of an export's version: their sizes and checksums, and the graph rewritten for another folder."""
 
 import contextlib
 import dataclasses
 import os
 import secrets
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Final
+
+import google_crc32c
+import numpy as np
 
 from tpuembed.errors import ConfigError
-from tpuembed.files import flush
+from tpuembed.files import FilePath, flush, open_stream, versions
 from tpuembed.formats.saved_model.mapped_paths import mapped_from
-from tpuembed.formats.saved_model.table_files import GRAPH_FILE, check_sizes
 from tpuembed.manifest import Manifest
 
-__all__ = ["Relocation", "check_root", "relocate_export", "replace_file"]
+__all__ = [
+    "GRAPH_FILE",
+    "Relocation",
+    "check_root",
+    "check_sizes",
+    "file_crc32c",
+    "relocate_export",
+    "replace_file",
+    "size_faults",
+]
+
+GRAPH_FILE: Final = Path("saved_model.pb")
+_PIECE_BYTES: Final = 8 << 20
+
+
+def size_faults(version_dir: FilePath, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield (file, fault) for every data file of tables that is missing or has the wrong size."""
+    for file, size in manifest.table_files().items():
+        held = ", ".join(repr(array.name) for array in manifest.arrays if array.file == file)
+        try:
+            [found] = versions([version_dir / file])
+        except FileNotFoundError:
+            yield file, f"which holds stack {held}, is missing"
+        except OSError as error:
+            yield file, f"which holds stack {held}, cannot be read: {error.strerror}"
+        else:
+            if found.size != size:
+                yield file, f"which holds stack {held}, has {found.size} bytes, but the manifest has {size}"
+
+
+def check_sizes(version_dir: FilePath, manifest: Manifest) -> None:
+    """Raise ConfigError for the first data file of tables that is missing or has the wrong size."""
+    for file, fault in size_faults(version_dir, manifest):
+        raise ConfigError(f"export {version_dir}: {file}, {fault}. Copy the version again, or export it again.")
+
+
+def file_crc32c(
+    path: FilePath, on_read: Callable[[int], None] | None = None, offset: int = 0, size: int | None = None
+) -> int:
+    """Return the CRC32C of a whole file, or of `size` bytes of it at `offset`, which are read in pieces.
+
+    `on_read` is called with the bytes of each piece.
+
+    Raises:
+        OSError: the file cannot be read. EOFError: it is too short.
+    """
+    checksum, buffer, done = 0, np.empty(_PIECE_BYTES, np.uint8), 0
+    with open(path, "rb", buffering=0) if isinstance(path, Path) else open_stream(path) as file:
+        file.seek(offset)
+        while done != size:
+            count = file.readinto(buffer.data[: None if size is None else size - done])  # type: ignore[attr-defined]
+            if not count and size is not None:
+                raise EOFError(f"the file ends at byte {offset + done}")
+            if not count:
+                break
+            checksum = google_crc32c.extend(checksum, buffer[:count])
+            done += count
+            if on_read is not None:
+                on_read(count)
+    return int(checksum)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,11 +141,7 @@ def check_root(root: str) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` to the file `path` by one rename, so that a reader sees either the old bytes or the new ones.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write `content` to the file `path` by one rename, so that a reader sees either the old bytes or the new ones."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb") as file:
