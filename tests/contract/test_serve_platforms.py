@@ -80,7 +80,9 @@ def test_it_listens_on_all_addresses_at_the_platforms_port(server: Server, port:
 
 def test_health_routes(server: Server) -> None:
     for path in (HEALTH, "/ping", "/readyz"):
-        assert server.get(path).status == 200, path
+        assert [server.ask(method, path).status for method in ("GET", "HEAD", "POST")] == [200, 200, 405], path
+    for path in (f"{PREDICT}/", "/invocations/"):
+        assert server.ask("POST", path, {}).status in (400, 404), path
 
 
 @pytest.mark.parametrize("path", [PREDICT, "/invocations"])
@@ -103,6 +105,10 @@ def test_what_the_routes_refuse(server: Server, path: str) -> None:
     for body, word in (
         ({"instances": rows, "parameters": {"top_k": 5}}, "top_k"),
         ({"instances": rows, "parameters": {"signature_name": "S"}}, "S"),
+        (
+            {"instances": rows, "signature_name": "S", "parameters": {"signature_name": "S"}},
+            "signature_name is given twice: in the request, and in its parameters. Send one",
+        ),
         ({"instances": []}, "No values in 'instances' array"),
         ({"instances": [rows[0], rows[1] | {"user": 60}]}, "feature user: id 60 of row 1 is not in table users"),
     ):

@@ -3,9 +3,7 @@
 The truth is numpy's, for tables whose rows are known here, and TensorFlow's own run of a SavedModel for everything else.
 """
 
-import dataclasses
 import functools
-import http.client
 import json
 import time
 import warnings
@@ -24,7 +22,7 @@ from tensorflow_serving.apis import model_service_pb2_grpc, predict_pb2, predict
 from tests.support.contract_open_inference import SERVICE, message
 from tests.support.serving.half_plus_two import save_graph
 from tests.support.serving.models import save_scale, save_zoo
-from tests.support.serving.process import ServerProcess
+from tests.support.serving.process import Reply, ServerProcess
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, export_saved_model
 
 __all__ = [
@@ -32,7 +30,6 @@ __all__ = [
     "LOOKUPS",
     "TABLES",
     "ZOO",
-    "Reply",
     "Server",
     "assert_near",
     "config_of",
@@ -237,27 +234,6 @@ def config_of(folder: Path, models: Mapping[str, str]) -> str:
         for name, more in models.items()
     ]
     return "model_config_list { " + "\n".join(texts) + " }"
-
-
-@dataclasses.dataclass(frozen=True)
-class Reply:
-    """An HTTP answer."""
-
-    status: int
-    headers: http.client.HTTPMessage
-    body: bytes
-
-    @property
-    def value(self) -> Any:
-        """Its JSON."""
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> str:
-        """The text of an error, which is the only member of its JSON."""
-        value = self.value
-        assert list(value) == ["error"], value
-        return str(value["error"])
 
 
 class Server(ServerProcess):

@@ -1,7 +1,9 @@
 """Signatures and servables that need no TensorFlow."""
 
+import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,21 +94,31 @@ def make_version(base_path: Path, name: str | int) -> Path:
 
 
 class FakeLoader:
-    """Loads folders into doubles, and remembers them; folders whose names are in `broken` raise."""
+    """Loads folders into doubles, and remembers them; folders whose names are in `broken` raise.
+
+    Attributes:
+        during: called in each load.
+        run_hook: called in each run of the doubles.
+        halves: what failed loads had made, weakly.
+    """
 
     def __init__(self) -> None:
         self.loaded: dict[str, DoublingServable] = {}
         self.calls: list[str] = []
         self.broken: dict[str, Exception] = {}
         self.during: Callable[[], None] = lambda: None
+        self.run_hook: Callable[[], None] = lambda: None
+        self.halves: list[weakref.ref[DoublingServable]] = []
 
     def __call__(self, path: Path) -> Servable:
         self.calls.append(path.name)
         self.during()
+        made = DoublingServable(lambda: self.run_hook())
         if path.name in self.broken:
-            raise self.broken[path.name]
-        self.loaded[path.name] = DoublingServable()
-        return self.loaded[path.name]
+            self.halves.append(weakref.ref(made))
+            raise copy.copy(self.broken[path.name])  # the one in `broken` would keep its frames
+        self.loaded[path.name] = made
+        return made
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:

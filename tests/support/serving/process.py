@@ -1,5 +1,6 @@
 """`tpuembed serve` as a process of its own, and what tests ask it."""
 
+import dataclasses
 import http.client
 import json
 import multiprocessing
@@ -22,6 +23,27 @@ SCRIPT = Path(sys.executable).with_name("tpuembed")
 START_SECONDS = 120.0
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.support.serving.preloaded"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """An HTTP answer."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+    @property
+    def value(self) -> Any:
+        """Its JSON."""
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> str:
+        """The text of an error, which is the only member of its JSON."""
+        value = self.value
+        assert list(value) == ["error"], value
+        return str(value["error"])
 
 
 class Fork:

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow_serving.apis import predict_pb2
 
 from tests.support.serving.doubles import make_version
+from tests.support.serving.process import Reply
 from tpuembed_serving import ModelSettings, ServerSettings, create_app, server
 from tpuembed_serving.core.servable import Servable
 from tpuembed_serving.workers.stopping import Stop
@@ -45,7 +46,7 @@ def predict_request(name: str = "m") -> bytes:
 
 
 class Served:
-    """Version 1 of each of `models`, loaded by `load`, from `with` to its end."""
+    """A server of `models`, whose versions `load` loads, from `with` to its end. Of a name alone there is version 1."""
 
     def __init__(
         self,
@@ -53,14 +54,16 @@ class Served:
         patch: pytest.MonkeyPatch,
         load: Callable[[Path], Servable],
         *,
-        models: tuple[str, ...] = ("m",),
+        models: tuple[str | ModelSettings, ...] = ("m",),
         **options: Any,
     ) -> None:
         settings = []
-        for name in models:
-            if not (folder / name).exists():
-                make_version(folder / name, 1)
-            settings.append(ModelSettings(name=name, base_path=folder / name))
+        for model in models:
+            if isinstance(model, str):
+                if not (folder / model).exists():
+                    make_version(folder / model, 1)
+                model = ModelSettings(name=model, base_path=folder / model)
+            settings.append(model)
         self.stop = Stop()
         self.port, self.grpc_port = free_port(), free_port()
         self.settings = ServerSettings(
@@ -123,11 +126,23 @@ class Served:
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
 
-    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+    def send(self, method: str, target: str, body: Any = b"", **headers: str) -> Reply:
+        """Send a request over a new connection. A body that is neither bytes nor text is sent as JSON."""
+        body = body if isinstance(body, bytes | str) else json.dumps(body)
         with contextlib.closing(self.connect()) as connection:
-            connection.request(method, path, body)
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, target, body or None, named)
             reply = connection.getresponse()
-            return reply.status, json.loads(reply.read())
+            return Reply(reply.status, reply.headers, reply.read())
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+        reply = self.send(method, path, body or b"")
+        return reply.status, reply.value
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it listens, and each model has a version."""
+        return self.listens and self.send("GET", "/readyz").status == 200
 
     def channel(self) -> grpc.Channel:
         return grpc.insecure_channel(

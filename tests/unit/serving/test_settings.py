@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.messages import refused
 from tpuembed.errors import ConfigError
-from tpuembed_serving import ModelSettings, ServerSettings
+from tpuembed_serving import ModelSettings, ServerSettings, TelemetrySettings
+from tpuembed_serving.core.security import ConnectionLimits
 
 
 def test_the_name_defaults_to_the_folders_own(tmp_path: Path) -> None:
@@ -49,3 +50,43 @@ def test_a_copy_with_the_models_of_a_reload_keeps_the_folders_of_the_start(tmp_p
     assert copy.reload_paths is not None
     assert copy.reload_paths.is_chosen(tmp_path / "a" / "m")
     assert not copy.reload_paths.is_chosen(tmp_path / "b" / "n")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/", "/v1/models", "/v1/models/a:predict", "/V1/Models/a", "/v2", "/v2/models/a/infer", "/V2/health/live",
+        "/healthz", "/readyz", "/models", "/docs", "/docs/assets", "/openapi.json", "/console/state", "/ping",
+        "/invocations", "/metrics", "predict", "", "/a?b", "/a{b}", "/a b", "/a%20b", "/ä",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["health_route", "predict_route"])
+def test_a_route_that_is_taken_or_no_path_is_refused(tmp_path: Path, name: str, path: str) -> None:
+    options: dict[str, Any] = {name: path, "telemetry": TelemetrySettings(metrics_path="/metrics")}
+    with refused(ConfigError, match=name):
+        ServerSettings.for_model_dir(tmp_path, **options)
+
+
+@pytest.mark.parametrize("path", ["metrics", "/v1/metrics", "/V1/x", "/v2", "/v2/m", "/readyz", "/a?b", "/docs", ""])
+def test_a_path_of_metrics_that_others_have_is_refused(path: str) -> None:
+    with refused(ConfigError, match="metrics_path"):
+        TelemetrySettings(metrics_path=path)
+
+
+def test_routes_and_models_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    found = tuple(ModelSettings(name=name, base_path=tmp_path / name) for name in "ab")
+    for path in ("/p", "/pings", "/v1/endpoints/7/deployedModels/8", "/models2/x", "/v1/a.b-c_d~e"):
+        ServerSettings(models=found[:1], health_route=path, predict_route=f"{path}:predict")
+    with refused(ConfigError, match="health_route and predict_route"):
+        ServerSettings(models=found[:1], health_route="/x", predict_route="/x")
+    with refused(ConfigError, match="default_model"):
+        ServerSettings(models=found, predict_route="/x")
+    for models in (found, ()):
+        with refused(ConfigError, match="'c'"):
+            ServerSettings(models=models, default_model="c")
+
+
+@pytest.mark.parametrize("option", ["connections", "header_bytes", "receive_seconds"])
+def test_limits_of_connections_that_let_nothing_through_are_refused(option: str) -> None:
+    with refused(ConfigError, match=option):
+        ConnectionLimits(**{option: 0})

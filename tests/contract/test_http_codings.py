@@ -122,6 +122,14 @@ def test_more_than_the_limit_is_413(server: Served) -> None:
             assert post(server, path, packed, "gzip")[0] == status
 
 
+def test_a_body_that_says_that_it_is_over_the_limit_is_refused_before_it_comes(server: Served) -> None:
+    with contextlib.closing(server.connect()) as connection:
+        connection.putrequest("POST", "/v1/models/m:predict")
+        connection.putheader("content-length", "100001")
+        connection.endheaders(BODY)
+        assert connection.getresponse().status == 413
+
+
 def test_the_limits_of_a_server_without_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     too_much, large = b" " * ((32 << 20) + 1), compressed(BODY + b" " * (2 << 20))
     with Served(tmp_path, monkeypatch, lambda _: DoublingServable()) as server:

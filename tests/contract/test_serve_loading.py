@@ -3,11 +3,13 @@
 import contextlib
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2
 
+from tests.support.contract_open_inference import SERVICE, message
 from tests.support.serving.doubles import DoublingServable, FakeLoader, wait_for
 from tests.support.serving.served import BODY, Served
 from tpuembed_serving.core.servable import Servable
@@ -100,20 +102,42 @@ def test_retry_after_comes_with_the_answer(tmp_path: Path, monkeypatch: pytest.M
             assert connection.getresponse().status == 200
 
 
-def test_other_grpc_methods_are_loading_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_methods_and_the_open_inference_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that loads is live, and not ready."""
     loads = Loads()
     status = get_model_status_pb2.GetModelStatusRequest()
     status.model_spec.name = "slow"
     metadata = get_model_metadata_pb2.GetModelMetadataRequest(metadata_field=["signature_def"])
     metadata.model_spec.name = "slow"
-    with Served(tmp_path, monkeypatch, loads, models=("slow",)) as served:
+    x = {"name": "x", "shape": [1], "datatype": "INT64"}
+    infer = message("ModelInferRequest")(model_name="slow", inputs=[{**x, "contents": {"int64_contents": [1]}}])
+    with Served(tmp_path, monkeypatch, loads, models=("slow",)) as served, served.channel() as channel:
+
+        def ready(name: str, request: Any) -> bool:
+            call = channel.unary_unary(f"/{SERVICE}/{name}")
+            return bool(any(call(request.SerializeToString(), timeout=30, wait_for_ready=True)))
+
         wait_for(lambda: served.listens)
         for method, request in (
-            ("/tensorflow.serving.ModelService/GetModelStatus", status),
-            ("/tensorflow.serving.PredictionService/GetModelMetadata", metadata),
+            ("tensorflow.serving.ModelService/GetModelStatus", status),
+            ("tensorflow.serving.PredictionService/GetModelMetadata", metadata),
+            (f"{SERVICE}/ModelMetadata", message("ModelMetadataRequest")(name="slow")),
+            (f"{SERVICE}/ModelInfer", infer),
         ):
-            assert served.call(method=method, data=request.SerializeToString()) == ("UNAVAILABLE", LOADING)
-        loads.go_on["slow"].set()
+            assert served.call(method=f"/{method}", data=request.SerializeToString()) == ("UNAVAILABLE", LOADING)
+        model = message("ModelReadyRequest")(name="slow", version="1")
+        assert served.send("POST", "/v2/models/slow/infer", {"inputs": [{**x, "data": [1]}]}).status == 503
+        for is_loaded in (False, True):
+            if is_loaded:
+                loads.go_on["slow"].set()
+                wait_for(lambda: served.is_ready)
+            for target in ("/v2/health/ready", "/v2/models/slow/ready"):
+                reply = served.send("GET", target)
+                assert (reply.status, reply.value["ready"]) == (200 if is_loaded else 503, is_loaded)
+            assert served.send("GET", "/v2/health/live").status == 200
+            assert ready("ServerLive", message("ServerLiveRequest")())
+            assert ready("ServerReady", message("ServerReadyRequest")()) is is_loaded
+            assert ready("ModelReady", model) is is_loaded
 
 
 def test_who_watches_grpc_health_hears_when_the_models_are_there(
