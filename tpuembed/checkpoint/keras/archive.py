@@ -6,7 +6,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from tpuembed.checkpoint.keras.hdf5 import Window
@@ -19,9 +19,8 @@ __all__ = [
     "WEIGHTS_NAME",
     "Archive",
     "check_crc32",
-    "member_damage",
-    "member_sizes",
     "open_archive",
+    "opened_archive",
     "parse_config",
 ]
 
@@ -35,7 +34,6 @@ _MAX_READ_BYTES: Final = 64 << 20
 MAX_CONFIG_BYTES: Final = 16 << 20
 _MIN_ARCHIVE_BYTES: Final = 22
 """What the record at the end of every zip archive has (APPNOTE.TXT 4.3.16)."""
-_PIECE_BYTES: Final = 1 << 20
 _CRC_PIECE_BYTES: Final = 2 << 20
 
 
@@ -56,7 +54,7 @@ class Archive:
 
 def open_archive(file: Window) -> Archive:
     """Return the parts of the `.keras` file `file`."""
-    with _opened(file) as archive:
+    with opened_archive(file) as archive:
         names = archive.namelist()
         if len(set(names)) != len(names):
             raise _corrupt(file, f"has two files of the same name, among {len(names)}")
@@ -79,7 +77,7 @@ def open_archive(file: Window) -> Archive:
 
 
 @contextlib.contextmanager
-def _opened(file: Window) -> Iterator[zipfile.ZipFile]:
+def opened_archive(file: Window) -> Iterator[zipfile.ZipFile]:
     """Return a context with the archive. Every error of a damaged one becomes a CheckpointCorruptError."""
     if file.size < _MIN_ARCHIVE_BYTES:  # zipfile would look for its end before its beginning
         raise _corrupt(file, f"is no zip archive: it has {file.size} bytes" if file.size else "is empty, 0 bytes")
@@ -90,23 +88,6 @@ def _opened(file: Window) -> Iterator[zipfile.ZipFile]:
         raise
     except (ValueError, RuntimeError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error, struct.error) as error:
         raise _corrupt(file, f"cannot be read as a zip archive: {error}") from None
-
-
-def member_sizes(file: Window) -> dict[str, int]:
-    """Return the sizes of the files in the `.keras` file `file`."""
-    with _opened(file) as archive:
-        return {member.filename: member.file_size for member in archive.infolist()}
-
-
-def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> str | None:
-    """Return the reason why the bytes of member `name` do not match its CRC32, or None if they do."""
-    try:
-        with _opened(file) as archive, archive.open(name) as member:
-            while piece := member.read(_PIECE_BYTES):
-                on_read(len(piece))
-    except CheckpointCorruptError as error:
-        return str(error)
-    return None
 
 
 def check_crc32(window: Window, stated: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tpuembed.checkpoint import find_format, open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
-from tpuembed.checkpoint.keras.archive import member_damage, member_sizes
+from tpuembed.checkpoint.keras.archive import opened_archive
 from tpuembed.checkpoint.keras.weights import open_window
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools.exports import find_export
@@ -28,7 +28,7 @@ __all__ = ["VerifyReport", "verify_files"]
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
 
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES, _MEMBER_PIECE_BYTES = 16 << 20, 1 << 20
 _VARIABLES = Path("variables") / "variables"
 _FREE = MANIFEST_PATH.parent.name
 """A folder that may have other files: warm-up records, notes of a deployment."""
@@ -131,13 +131,19 @@ class _Counter:
 
 def _verify_archive(path: str, counter: _Counter) -> VerifyReport:
     """Verify a `.keras` file: a zip archive has a CRC32 of every file in it."""
-    window = open_window(as_path(path))
+    window, damaged = open_window(as_path(path)), []
     with contextlib.closing(window.file):
-        sizes = member_sizes(window)
+        with opened_archive(window) as archive:
+            sizes = {member.filename: member.file_size for member in archive.infolist()}
         counter.total = sum(sizes.values())
-        found = ((name, member_damage(window, name, counter)) for name in sizes)
-        damaged = tuple(Damage(name, path, reason) for name, reason in found if reason is not None)
-    return VerifyReport(path=path, entries=len(sizes), bytes=counter.done, damaged=damaged)
+        for name in sizes:
+            try:
+                with opened_archive(window) as archive, archive.open(name) as member:
+                    while piece := member.read(_MEMBER_PIECE_BYTES):
+                        counter(len(piece))
+            except CheckpointCorruptError as error:
+                damaged.append(Damage(name, path, str(error)))
+    return VerifyReport(path=path, entries=len(sizes), bytes=counter.done, damaged=tuple(damaged))
 
 
 def _read_through(checkpoint: Checkpoint, counter: _Counter) -> VerifyReport:
