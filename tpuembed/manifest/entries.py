@@ -41,7 +41,7 @@ LAYOUTS: Final = ("variables", "mmap")
 _ROW_BYTES: Final = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 8)}
 """Storage -> (bytes of an element, further bytes of a row: int8 has a float32 scale and centre in it)."""
 STORAGE_TYPES: Final = tuple(_ROW_BYTES)
-"""The types that tables can be stored as."""
+"""The types that tables can be stored as, in the order of the enum in native/src/rows.h."""
 
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """Names of stacks, which are names of files too."""

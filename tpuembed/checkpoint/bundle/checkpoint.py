@@ -22,9 +22,9 @@ from tpuembed.checkpoint.types import Array, by_name
 from tpuembed.config.checks import check_choice
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, ConfigError
 from tpuembed.files import FilePath
+from tpuembed.formats.dtypes import numpy_dtype
 from tpuembed.formats.protobuf import MalformedError
 from tpuembed.formats.tensor_bundle import Bundle, index_path
-from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 
 __all__ = ["BundleCheckpoint"]
 

@@ -7,8 +7,8 @@ from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph, is_optimi
 from tpuembed.checkpoint.bundle.table_keys import mid_level_nodes
 from tpuembed.checkpoint.saved_objects import Objects, SavedObject, Weight
 from tpuembed.errors import UnknownObjectError
+from tpuembed.formats.dtypes import STRING
 from tpuembed.formats.tensor_bundle import Bundle
-from tpuembed.formats.tensor_bundle.dtypes import STRING
 
 __all__ = ["find_root", "objects_of_graph"]
 

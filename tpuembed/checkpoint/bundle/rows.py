@@ -14,8 +14,8 @@ import numpy as np
 
 from tpuembed.checkpoint.types import Array
 from tpuembed.files import IN_FLIGHT_BYTES
+from tpuembed.formats.dtypes import numpy_dtype
 from tpuembed.formats.tensor_bundle import Bundle, Entry
-from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.formats.tensor_bundle.reader import strided_bytes
 
 __all__ = ["DENSE", "ModSharded", "RowLayout", "read_mod_sharded"]

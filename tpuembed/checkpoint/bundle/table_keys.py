@@ -8,9 +8,9 @@ from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
 from tpuembed.checkpoint.types import TableInfo
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
+from tpuembed.formats.dtypes import numpy_dtype
 from tpuembed.formats.protobuf import MalformedError
 from tpuembed.formats.tensor_bundle import Bundle, Entry
-from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 
 __all__ = [
     "TableKeys",

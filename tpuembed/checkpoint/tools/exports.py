@@ -9,8 +9,8 @@ from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError, reason
 from tpuembed.files import FilePath, as_path, versions
+from tpuembed.formats.dtypes import numpy_dtype
 from tpuembed.formats.saved_model.stack_rows import StackRows, decode_int8
-from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.manifest import MANIFEST_PATH, Manifest
 from tpuembed.vocabulary import Vocabulary
 

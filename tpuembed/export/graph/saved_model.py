@@ -22,8 +22,8 @@ from tpuembed.export.graph.stacked_tables import StackedTables, make_names
 from tpuembed.export.graph.warmup import write_warmup
 from tpuembed.export.plan.plan import ArrayPlan, StackPlan
 from tpuembed.export.report import SavedGraph
+from tpuembed.formats.dtypes import numpy_dtype
 from tpuembed.formats.saved_model import GRAPH_FILE, replace_file
-from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
 from tpuembed.manifest import (
     FeatureEntry,
     FromActivations,

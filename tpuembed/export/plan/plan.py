@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tpuembed.export.storage.formats import STORAGES, RowFormat
-from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
+from tpuembed.formats.dtypes import numpy_dtype
 
 __all__ = [
     "ArrayPlan",

@@ -17,6 +17,7 @@ from pathlib import PurePath, PurePosixPath
 from typing import Final
 
 from tpuembed.errors import ConfigError
+from tpuembed.formats.dtypes import dtype_name, dtype_number, item_bytes
 from tpuembed.formats.protobuf import MalformedError, Message, bytes_field, edit_messages, varint_field
 from tpuembed.manifest import ArrayEntry, Manifest
 
@@ -39,8 +40,6 @@ _FUNCTION_NODE: Final = (3,)
 _NODE_OP, _NODE_INPUT, _NODE_ATTR, _KEY, _VALUE = 2, 3, 5, 1, 2
 _ATTR_BYTES, _ATTR_TYPE, _ATTR_SHAPE, _ATTR_TENSOR, _DIM, _DIM_SIZE = 2, 6, 7, 8, 2, 1
 _TENSOR_DTYPE, _TENSOR_SHAPE = 1, 2
-_DTYPES: Final = {1: "float32", 3: "int32", 4: "uint8", 6: "int8", 9: "int64", 14: "bfloat16", 19: "float16"}
-_ITEM_BYTES: Final = {"float32": 4, "int32": 4, "uint8": 1, "int8": 1, "int64": 8, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +48,7 @@ class MappedTensor:
 
     Attributes:
         path: of the file, as in the graph.
-        dtype: by name; "" for one that tables do not use.
+        dtype: its name.
         shape: of the tensor.
     """
 
@@ -102,8 +101,9 @@ def without_rows(graph: bytes, arrays: Collection[ArrayEntry]) -> bytes:
         tensor = _tensor_of(node)
         if tensor is None or not any(f"/{tensor.path}".endswith(f"/{array.file}") for array in arrays):
             return node
-        number = next(number for number, name in _DTYPES.items() if name == tensor.dtype)
-        empty = varint_field(_TENSOR_DTYPE, number) + bytes_field(_TENSOR_SHAPE, _shape_of(0, *tensor.shape[1:]))
+        empty = varint_field(_TENSOR_DTYPE, dtype_number(tensor.dtype)) + bytes_field(
+            _TENSOR_SHAPE, _shape_of(0, *tensor.shape[1:])
+        )
         attributes = {
             _PATH: _attribute(b"_" + _PATH, _path_value(tensor.path)),  # TensorFlow ignores those that begin with "_"
             b"shape": _attribute(b"value", bytes_field(_ATTR_TENSOR, empty)),
@@ -160,7 +160,7 @@ def _tensor_of(node: bytes) -> MappedTensor | None:
     for name in (_PATH, b"dtype", b"shape"):
         if name not in attributes:
             raise MalformedError(f"an ImmutableConst node has no attribute {name.decode()!r}")
-    dtype = _DTYPES.get(attributes[b"dtype"].integer(_ATTR_TYPE), "")
+    dtype = dtype_name(attributes[b"dtype"].integer(_ATTR_TYPE))
     path = os.fsdecode(attributes[_PATH].data(_ATTR_BYTES))
     return MappedTensor(path, dtype, tuple(_sizes(attributes[b"shape"])))
 
@@ -197,7 +197,7 @@ def _places(graph: bytes, manifest: Manifest) -> Iterator[tuple[str, ArrayEntry]
                 f"saved_model.pb: the graph does not map {array.file}, the file of stack {array.name!r}. Export again."
             )
         for tensor in mapped:
-            size = _ITEM_BYTES.get(tensor.dtype, 0) * math.prod(tensor.shape)
+            size = item_bytes(tensor.dtype) * math.prod(tensor.shape)
             if tensor.shape[:1] != (array.rows,) or size != array.size:
                 raise ConfigError(
                     f"saved_model.pb: the graph maps {tensor.dtype} {list(tensor.shape)} from {array.file}, but the "

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from tpuembed.formats.dtypes import OPAQUE, STRING, dtype_name, dtype_number, numpy_dtype
 from tpuembed.formats.protobuf import (
     MalformedError,
     Message,
@@ -17,7 +18,6 @@ from tpuembed.formats.protobuf import (
     varint_field,
 )
 from tpuembed.formats.tensor_bundle import crc
-from tpuembed.formats.tensor_bundle.dtypes import OPAQUE, STRING, dtype_name, dtype_number, numpy_dtype
 
 __all__ = [
     "FULL_EXTENT",

@@ -24,9 +24,9 @@ from tpuembed.errors import (
     reason,
 )
 from tpuembed.files import ByteFile, FilePath, FileVersion, as_path, open_bytes, read_all, versions
+from tpuembed.formats.dtypes import OPAQUE, STRING, numpy_dtype
 from tpuembed.formats.protobuf import MalformedError
 from tpuembed.formats.tensor_bundle import crc
-from tpuembed.formats.tensor_bundle.dtypes import OPAQUE, STRING, numpy_dtype
 from tpuembed.formats.tensor_bundle.entries import Entry, Slice
 from tpuembed.formats.tensor_bundle.index import BundleIndex, index_path, read_index, shard_path
 from tpuembed.formats.tensor_bundle.strings import decode_strings, strings_crc

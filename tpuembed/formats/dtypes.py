@@ -10,7 +10,7 @@ import numpy as np
 
 from tpuembed.formats.protobuf import MalformedError
 
-__all__ = ["OPAQUE", "STRING", "dtype_name", "dtype_number", "numpy_dtype"]
+__all__ = ["OPAQUE", "STRING", "dtype_name", "dtype_number", "item_bytes", "numpy_dtype"]
 
 STRING: Final = "string"
 OPAQUE: Final = frozenset({"qint8", "quint8", "qint32", "qint16", "quint16", "variant"})
@@ -57,6 +57,11 @@ def dtype_name(number: int) -> str:
 def dtype_number(name: str) -> int:
     """Return the number of the dtype `name`. Raises KeyError for a name that TensorFlow does not have."""
     return _NUMBERS[name]
+
+
+def item_bytes(name: str) -> int:
+    """Return the bytes of an element of the dtype `name`; 0 if they differ, or are never decoded."""
+    return 0 if name == STRING or name in OPAQUE else numpy_dtype(name).itemsize
 
 
 def numpy_dtype(name: str) -> np.dtype:
