@@ -22,11 +22,11 @@ from tpuembed.errors import (
 )
 from tpuembed.files import FilePath
 from tpuembed.formats.tensor_bundle import crc
-from tpuembed.layer.restore.names import NamesPlan, live_vocabularies, names_by_number
+from tpuembed.layer.restore.names import NamesPlan, names_by_number
 from tpuembed.layer.restore.plan import RestoreRequest, TablePlan, plan_tables
-from tpuembed.layer.stamps import RowStamps
 from tpuembed.layer.tables import HasTables, LiveTables, write_numbers
 from tpuembed.manifest.row_history import RowHistory
+from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["NamesPlan", "RestoreReport", "RestoreRequest", "TablePlan", "restore", "restore_count", "restore_saved"]
 
@@ -96,7 +96,7 @@ def restore(
     with open_checkpoint(path, **options) as checkpoint:
         if request.tables is None:
             request = dataclasses.replace(request, tables=layer.sources_of(checkpoint.tables()))
-        vocabularies = live_vocabularies(layer)
+        vocabularies: dict[str, Vocabulary] = dict(getattr(layer, "vocabularies", {}))
         plans = plan_tables(checkpoint, live, request, vocabularies)
         names = names_by_number(checkpoint, live, plans, vocabularies, adopt=request.rows_only)
         updates, sources = count, {plan.table: plan.source for plan in plans}
@@ -106,8 +106,20 @@ def restore(
             if scheduled and updates is None:
                 _warn_of_schedules(checkpoint.path, scheduled, "does not say how many updates its tables have had")
         history = None if live.stamps is None or updates is None else _history(checkpoint, live, plans, updates)
-        _verify(checkpoint, plans)
-        _stamp(live, plans, updates)
+        # By slot: the tables whose checksums are not compared while their rows are read.
+        unproven: dict[str | None, list[str]] = {}
+        for plan in plans:
+            for slot in (None, *plan.slots):
+                if _recorded_checksum(checkpoint, plan, slot) is None:
+                    unproven.setdefault(slot, []).append(plan.source)
+        for slot, unread in unproven.items():
+            checkpoint.verify(unread, slot)
+        if live.stamps is not None and updates is not None:
+            live.stamps.rewritten()  # a new count of updates begins a new history
+        elif live.stamps is not None:
+            for plan in plans:
+                rows = live.state(plan.table).config.vocabulary_size
+                live.stamps.wrote(plan.table, 0, rows if plan.names else plan.rows + plan.new_rows)
         with live.writing():
             for plan in plans:
                 _restore_table(checkpoint, live, plan, request.slots)
@@ -117,23 +129,17 @@ def restore(
             live.updates.assign(updates)
         if live.stamps is not None and history is not None:
             for plan in plans:
-                _restore_stamps(checkpoint, live.stamps, plan)
+                saved_stamps, buffer = checkpoint.stamps[plan.source], np.empty(min(_STAMPS, plan.rows), np.int32)
+                for start in range(0, plan.rows, _STAMPS):
+                    piece = buffer[: plan.rows - start]
+                    saved_stamps.read(start, piece)
+                    live.stamps.write(plan.table, start, piece)
+                if plan.new_rows:
+                    live.stamps.wrote(plan.table, plan.rows, plan.rows + plan.new_rows)
             live.stamps.adopt(history, live.states)
         for node in live.nodes:
             node.given.note_restored(node, checkpoint.path, sources, is_chosen=not request.rows_only)
         return RestoreReport(checkpoint.path, checkpoint.format, tuple(plans), updates)
-
-
-def _stamp(live: LiveTables, plans: Iterable[TablePlan], updates: int | None) -> None:
-    """Stamp the rows that are about to be written. A new count of updates begins a new history."""
-    if live.stamps is None:
-        return
-    if updates is not None:
-        live.stamps.rewritten()
-        return
-    for plan in plans:
-        written = plan.rows + plan.new_rows if plan.names is None else live.state(plan.table).config.vocabulary_size
-        live.stamps.wrote(plan.table, 0, written)
 
 
 def _history(checkpoint: Checkpoint, live: LiveTables, plans: Sequence[TablePlan], updates: int) -> RowHistory | None:
@@ -151,17 +157,6 @@ def _history(checkpoint: Checkpoint, live: LiveTables, plans: Sequence[TablePlan
     if history is None or any(other != history for other in found) or same != live.states.keys():
         return None
     return history if history.updates == updates else None
-
-
-def _verify(checkpoint: Checkpoint, plans: Sequence[TablePlan]) -> None:
-    """Compare the checksums that are not compared during the read."""
-    unproven: dict[str | None, list[str]] = {}
-    for plan in plans:
-        for slot in (None, *plan.slots):
-            if _recorded_checksum(checkpoint, plan, slot) is None:
-                unproven.setdefault(slot, []).append(plan.source)
-    for slot, sources in unproven.items():
-        checkpoint.verify(sources, slot)
 
 
 def _updates(path: str, counts: Mapping[str, int], live: LiveTables, sources: Mapping[str, str]) -> int | None:
@@ -217,17 +212,6 @@ def _restore_table(checkpoint: Checkpoint, live: LiveTables, plan: TablePlan, sl
             write_rows(live.variable(plan.table, slot), start, rows)
 
 
-def _restore_stamps(checkpoint: Checkpoint, stamps: RowStamps, plan: TablePlan) -> None:
-    """Write the stamps of a table that was restored. The layer's count of updates is restored already."""
-    saved, buffer = checkpoint.stamps[plan.source], np.empty(min(_STAMPS, plan.rows), np.int32)
-    for start in range(0, plan.rows, _STAMPS):
-        piece = buffer[: plan.rows - start]
-        saved.read(start, piece)
-        stamps.write(plan.table, start, piece)
-    if plan.new_rows:
-        stamps.wrote(plan.table, plan.rows, plan.rows + plan.new_rows)
-
-
 def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable: Any) -> None:
     step = piece_rows(plan.dim)
     buffer = np.empty((min(step, plan.rows), plan.dim), plan.dtypes[slot])
@@ -236,7 +220,15 @@ def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable:
         piece = buffer[: plan.rows - start]
         checkpoint.read_into(plan.source, start, piece, slot)
         checksum = crc.extend(checksum, piece.reshape(-1).view(np.uint8))
-        rows = _as_float32(checkpoint, plan, slot, piece)
+        try:
+            with np.errstate(over="raise"):
+                rows = piece.astype(np.float32, copy=False)
+        except FloatingPointError:
+            what = "a row" if slot is None else f"a row of slot {slot!r}"
+            raise CheckpointMismatchError(
+                f"checkpoint {checkpoint.path}: table {plan.source!r}: {what} has a number beyond the range of float32. "
+                "Leave the table out."
+            ) from None
         if plan.names is None:
             write_rows(variable, start, rows)
         else:
@@ -250,15 +242,3 @@ def _stream(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, variable:
             f"checkpoint {checkpoint.path}: {what}: its index says CRC32C {stated:#010x}. The CRC32C of its bytes is "
             f"{checksum:#010x}"
         )
-
-
-def _as_float32(checkpoint: Checkpoint, plan: TablePlan, slot: str | None, piece: Array) -> Array:
-    try:
-        with np.errstate(over="raise"):
-            return piece.astype(np.float32, copy=False)
-    except FloatingPointError:
-        what = "a row" if slot is None else f"a row of slot {slot!r}"
-        raise CheckpointMismatchError(
-            f"checkpoint {checkpoint.path}: table {plan.source!r}: {what} has a number beyond the range of float32. "
-            "Leave the table out."
-        ) from None

@@ -11,7 +11,7 @@ from tpuembed.errors import CheckpointMismatchError, ConfigError, warn
 from tpuembed.layer.tables import LiveTables
 from tpuembed.vocabulary import Vocabulary
 
-__all__ = ["NamesPlan", "live_vocabularies", "names_by_number", "plan_names"]
+__all__ = ["NamesPlan", "names_by_number", "plan_names"]
 
 Array = np.ndarray[Any, Any]
 
@@ -63,11 +63,6 @@ class NamesPlan:
             buckets=(old.oov_buckets, new.oov_buckets),
             numbers=numbers,
         )
-
-
-def live_vocabularies(layer: Any) -> dict[str, Vocabulary]:
-    """Return table name -> vocabulary, of the tables of `layer` whose features have one."""
-    return dict(getattr(layer, "vocabularies", {}))
 
 
 def names_by_number(

@@ -10,7 +10,7 @@ from tpuembed.backends.table_state import TableState
 from tpuembed.checkpoint import Checkpoint, TableInfo
 from tpuembed.config import FTRL
 from tpuembed.config.checks import check_choice, did_you_mean
-from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError, warn
+from tpuembed.errors import CheckpointMismatchError, ConfigError, UnknownTableError, first_few, warn
 from tpuembed.layer.restore.names import NamesPlan, plan_names
 from tpuembed.layer.tables import LiveTables
 from tpuembed.vocabulary import Vocabulary
@@ -19,7 +19,6 @@ __all__ = ["RestoreRequest", "TablePlan", "plan_tables"]
 
 _GROW, _SHRINK = "grow", "shrink"
 _EXACT: Final = ("float32", "float16", "bfloat16")
-_SHOWN: Final = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,51 +113,21 @@ def plan_tables(
     Raises:
         UnknownTableError: `tables` or `resize` name a table that the layer or the checkpoint does not have.
         CheckpointMismatchError: checkpoint and layer differ, and `request` does not allow it.
-        ConfigError: a value of `resize` is not grow or shrink.
+        ConfigError: `resize` names a table that is not restored, or a value of it is not grow or shrink.
     """
     infos = checkpoint.tables()
-    pairs = _pairs(checkpoint, infos, live, request)
-    _check_resize(live, pairs, request.resize)
-    names = plan_names(checkpoint, live.layer, pairs, vocabularies) if request.by_name else {}
-    return [
-        _plan_table(checkpoint, infos[source], live, table, request, names.get(table))
-        for table, source in pairs.items()
-    ]
-
-
-def _pairs(
-    checkpoint: Checkpoint, infos: Mapping[str, TableInfo], live: LiveTables, request: RestoreRequest
-) -> Mapping[str, str]:
-    if request.tables is None:
+    pairs = request.tables
+    if pairs is None:
         _check_same_tables(checkpoint, infos, live)
-        return {table: table for table in live.states}
-    for table, source in request.tables.items():
+        pairs = {table: table for table in live.states}
+    for table, source in pairs.items():
         live.state(table)
         if source not in infos:
             raise UnknownTableError(
                 f"checkpoint {checkpoint.path}: has no table {source!r} for the layer's table {table!r}; "
                 f"{did_you_mean(str(source), infos)}"
             )
-    return request.tables
-
-
-def _check_same_tables(checkpoint: Checkpoint, infos: Mapping[str, TableInfo], live: LiveTables) -> None:
-    missing, extra = sorted(live.states.keys() - infos.keys()), sorted(infos.keys() - live.states.keys())
-    if missing:
-        raise CheckpointMismatchError(
-            f"checkpoint {checkpoint.path}: has no table {_shown(missing)} of layer {live.layer!r}. It has "
-            f"{_shown(sorted(infos))}. Name the tables to restore, tables=[...], or map the names, "
-            f"tables={{{missing[0]!r}: <the checkpoint's name>}}."
-        )
-    if extra:
-        raise CheckpointMismatchError(
-            f"checkpoint {checkpoint.path}: has {_shown(extra)}, which layer {live.layer!r} does not have. The layer has "
-            f"{_shown(sorted(live.states))}. Name the tables to restore, tables=[...]."
-        )
-
-
-def _check_resize(live: LiveTables, pairs: Mapping[str, str], resize: Mapping[str, str]) -> None:
-    for table, how in resize.items():
+    for table, how in request.resize.items():
         live.state(table)
         if table not in pairs:
             raise ConfigError(
@@ -166,6 +135,26 @@ def _check_resize(live: LiveTables, pairs: Mapping[str, str], resize: Mapping[st
             )
         if how not in (_GROW, _SHRINK):
             raise ConfigError(f"restore_tables: resize[{table!r}] must be 'grow' or 'shrink', got {how!r}.")
+    names = plan_names(checkpoint, live.layer, pairs, vocabularies) if request.by_name else {}
+    return [
+        _plan_table(checkpoint, infos[source], live, table, request, names.get(table))
+        for table, source in pairs.items()
+    ]
+
+
+def _check_same_tables(checkpoint: Checkpoint, infos: Mapping[str, TableInfo], live: LiveTables) -> None:
+    missing, extra = sorted(live.states.keys() - infos.keys()), sorted(infos.keys() - live.states.keys())
+    if missing:
+        raise CheckpointMismatchError(
+            f"checkpoint {checkpoint.path}: has no table {_shown(missing)} of layer {live.layer!r}. It has "
+            f"{_shown(infos)}. Name the tables to restore, tables=[...], or map the names, "
+            f"tables={{{missing[0]!r}: <the checkpoint's name>}}."
+        )
+    if extra:
+        raise CheckpointMismatchError(
+            f"checkpoint {checkpoint.path}: has {_shown(extra)}, which layer {live.layer!r} does not have. The layer has "
+            f"{_shown(live.states)}. Name the tables to restore, tables=[...]."
+        )
 
 
 def _plan_table(
@@ -187,11 +176,9 @@ def _plan_table(
             raise CheckpointMismatchError(
                 f"{what} is {dtype.name}. Layer {live.layer!r} holds float32, which would round it. Pass lossy=True to round."
             )
-    if names is not None:
-        return TablePlan(table, info.name, info.rows, 0, 0, info.dim, slots, dtypes, names)
-    rows = min(info.rows, state.config.vocabulary_size)
-    new_rows, skipped_rows = state.config.vocabulary_size - rows, info.rows - rows
-    return TablePlan(table, info.name, rows, new_rows, skipped_rows, info.dim, slots, dtypes)
+    own_rows = info.rows if names is not None else state.config.vocabulary_size
+    rows = min(info.rows, own_rows)
+    return TablePlan(table, info.name, rows, own_rows - rows, info.rows - rows, info.dim, slots, dtypes, names)
 
 
 def _check_shape(
@@ -228,7 +215,7 @@ def _checked_slots(
         if state.slots:
             warn(
                 f"{where} has no slots. The slots of table {state.config.name!r} of layer {layer!r} "
-                f"({_shown(sorted(state.slots))}) are not changed.",
+                f"({_shown(state.slots)}) are not changed.",
             )
         return ()
     if set(info.slots) != set(state.slots):
@@ -238,30 +225,22 @@ def _checked_slots(
             f"{_slots_of(state.slots)}. Build the layer with the optimizer that trained it, or pass slots=False to restore "
             "the rows only."
         )
-    _check_linears(checkpoint, where, info, layer, state)
+    saved = (checkpoint.layer_config or {}).get("tables", {}).get(info.name, {}).get("optimizer")
+    if isinstance(state.optimizer, FTRL) and isinstance(saved, Mapping) and saved.get("kind") == FTRL.kind:
+        option = "multiply_linear_by_learning_rate"
+        in_checkpoint, in_layer = saved.get(option, False), state.optimizer.multiply_linear_by_learning_rate
+        if in_checkpoint != in_layer:
+            raise CheckpointMismatchError(
+                f"{where} was trained by FTRL with {option}={in_checkpoint}. Table {state.config.name!r} of layer {layer!r} has "
+                f"{option}={in_layer}, so its linears have another scale. Build the layer with {option}={in_checkpoint}, or "
+                "pass slots=False."
+            )
     return tuple(state.slots)
 
 
-def _check_linears(checkpoint: Checkpoint, where: str, info: TableInfo, layer: str, state: TableState) -> None:
-    """Raise CheckpointMismatchError if only one of checkpoint and layer multiplies FTRL's `linears` by the learning rate."""
-    tables = (checkpoint.layer_config or {}).get("tables", {})
-    saved = tables.get(info.name, {}).get("optimizer")
-    if not isinstance(state.optimizer, FTRL) or not isinstance(saved, Mapping) or saved.get("kind") != FTRL.kind:
-        return
-    option = "multiply_linear_by_learning_rate"
-    in_checkpoint, in_layer = saved.get(option, False), state.optimizer.multiply_linear_by_learning_rate
-    if in_checkpoint != in_layer:
-        raise CheckpointMismatchError(
-            f"{where} was trained by FTRL with {option}={in_checkpoint}. Table {state.config.name!r} of layer {layer!r} has "
-            f"{option}={in_layer}, so its linears have another scale. Build the layer with {option}={in_checkpoint}, or pass "
-            "slots=False."
-        )
-
-
 def _slots_of(slots: Iterable[str]) -> str:
-    return f"slots {_shown(sorted(slots))}" if slots else "no slots"
+    return f"slots {_shown(slots)}" if slots else "no slots"
 
 
-def _shown(names: list[str]) -> str:
-    left = len(names) - _SHOWN
-    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {left} more" if left > 0 else "")
+def _shown(names: Iterable[str]) -> str:
+    return first_few(map(repr, sorted(names)), 8)

@@ -123,85 +123,65 @@ def test_tables_without_names_are_restored_by_number(tmp_path: Path) -> None:
     assert_held(other, {"x": {None: tables["films"][None][::-1]}})
 
 
-def _refusals() -> dict[str, tuple[type[Exception], Callable[[Path], Any]]]:
-    rows = _rows(2, 3)
-    numbered = FeatureConfig(TableConfig(2, 3, "films", optimizer="sgd"))
-    two = {
-        "f": FeatureConfig(TableConfig(2, 3, "films"), vocabulary=Vocabulary(["a", "b"])),
-        "p": FeatureConfig(TableConfig(5, 3, "plain")),
-    }
-
-    def both(path: Path) -> str:
-        return write_named(
-            path / "ckpt", named_layer({"films": rows, "plain": rows}), {"films": Vocabulary(["a", "b"])}
-        )
-
-    def none(path: Path) -> str:
-        return write_named(path / "ckpt", named_layer({"films": rows}), {})
-
-    return {
-        "by": (ConfigError, lambda path: _layer(["a"], 2).restore_tables(_write(path, ["a"], rows), by="names")),
-        "resize": (
-            ConfigError,
-            lambda path: _layer(["a"], 2).restore_tables(
-                _write(path, ["a"], rows), by="name", resize={"films": "grow"}
-            ),
-        ),
-        "resize-by-number": (
-            ConfigError,
-            lambda path: _layer(["a"], 2).restore_tables(_write(path, ["a"], rows), resize=True),
-        ),
-        "no-vocabulary-in-the-layer": (
-            CheckpointMismatchError,
-            lambda path: TPUEmbedding(numbered).restore_tables(_write(path, ["a"], rows), by="name"),
-        ),
-        "no-vocabulary-in-the-checkpoint": (
-            CheckpointMismatchError,
-            lambda path: _layer(["a"], 2).restore_tables(none(path), by="name"),
-        ),
-        "no-vocabulary": (
-            CheckpointMismatchError,
-            lambda path: TPUEmbedding(numbered).restore_tables(none(path), by="name"),
-        ),
-        "dtype": (
-            CheckpointMismatchError,
-            lambda path: _layer(Vocabulary([1], dtype="int64"), 2).restore_tables(_write(path, ["1"], rows), by="name"),
-        ),
-        "no-names-in-the-layer": (
-            CheckpointMismatchError,
-            lambda path: _layer([], 2).restore_tables(_write(path, ["a"], rows), by="name"),
-        ),
-        "dim": (
-            CheckpointMismatchError,
-            lambda path: _layer(["a"], 2, 4).restore_tables(_write(path, ["a"], rows), by="name", resize=True),
-        ),
-        "rows": (
-            CheckpointMismatchError,
-            lambda path: _layer(["a"], 5).restore_tables(_write(path, ["a"], rows), by="name"),
-        ),
-        "rows-by-number": (
-            CheckpointMismatchError,
-            lambda path: TPUEmbedding(two, "sgd").restore_tables(both(path), by="name", resize=True),
-        ),
-        "slots": (
-            CheckpointMismatchError,
-            lambda path: _layer(["a"], 2, 3, "accumulators").restore_tables(_write(path, ["a"], rows), by="name"),
-        ),
-        "damaged": (
-            CheckpointCorruptError,
-            lambda path: _layer(["a"], 2).restore_tables(
-                write_named(path / "ckpt", named_layer({"films": rows}), {"films": Vocabulary(["a"]).to_bytes()[:-1]}),
-                by="name",
-            ),
-        ),
-    }
+def _named(path: Path) -> str:
+    return _write(path, ["a"], _rows(2, 3))
 
 
-@pytest.mark.parametrize("why", _refusals())
-def test_refusals(tmp_path: Path, why: str) -> None:
-    kind, act = _refusals()[why]
+def _without_names(path: Path) -> str:
+    return write_named(path / "ckpt", named_layer({"films": _rows(2, 3)}), {})
+
+
+def _named_and_plain(path: Path) -> str:
+    layer = named_layer({"films": _rows(2, 3), "plain": _rows(2, 3)})
+    return write_named(path / "ckpt", layer, {"films": Vocabulary(["a", "b"])})
+
+
+def _damaged(path: Path) -> str:
+    layer = named_layer({"films": _rows(2, 3)})
+    return write_named(path / "ckpt", layer, {"films": Vocabulary(["a"]).to_bytes()[:-1]})
+
+
+def _numbered() -> TPUEmbedding:
+    return TPUEmbedding(FeatureConfig(TableConfig(2, 3, "films", optimizer="sgd")))
+
+
+def _two() -> TPUEmbedding:
+    films = FeatureConfig(TableConfig(2, 3, "films"), vocabulary=Vocabulary(["a", "b"]))
+    return TPUEmbedding({"f": films, "p": FeatureConfig(TableConfig(5, 3, "plain"))}, "sgd")
+
+
+_MISMATCH, _BY_NAME, _RESIZED = CheckpointMismatchError, {"by": "name"}, {"by": "name", "resize": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "write", "options"),
+    [
+        pytest.param(ConfigError, lambda: _layer(["a"], 2), _named, {"by": "names"}, id="by"),
+        pytest.param(
+            ConfigError, lambda: _layer(["a"], 2), _named, {"by": "name", "resize": {"films": "grow"}}, id="resize"
+        ),
+        pytest.param(ConfigError, lambda: _layer(["a"], 2), _named, {"resize": True}, id="resize-by-number"),
+        pytest.param(_MISMATCH, _numbered, _named, _BY_NAME, id="no-vocabulary-in-the-layer"),
+        pytest.param(_MISMATCH, lambda: _layer(["a"], 2), _without_names, _BY_NAME, id="no-vocabulary-in-the-file"),
+        pytest.param(_MISMATCH, _numbered, _without_names, _BY_NAME, id="no-vocabulary"),
+        pytest.param(_MISMATCH, lambda: _layer(Vocabulary([1], dtype="int64"), 2), _named, _BY_NAME, id="dtype"),
+        pytest.param(_MISMATCH, lambda: _layer([], 2), _named, _BY_NAME, id="no-names-in-the-layer"),
+        pytest.param(_MISMATCH, lambda: _layer(["a"], 2, 4), _named, _RESIZED, id="dim"),
+        pytest.param(_MISMATCH, lambda: _layer(["a"], 5), _named, _BY_NAME, id="rows"),
+        pytest.param(_MISMATCH, _two, _named_and_plain, _RESIZED, id="rows-by-number"),
+        pytest.param(_MISMATCH, lambda: _layer(["a"], 2, 3, "accumulators"), _named, _BY_NAME, id="slots"),
+        pytest.param(CheckpointCorruptError, lambda: _layer(["a"], 2), _damaged, _BY_NAME, id="damaged"),
+    ],
+)
+def test_refusals(
+    tmp_path: Path,
+    kind: type[Exception],
+    make: Callable[[], TPUEmbedding],
+    write: Callable[[Path], str],
+    options: dict[str, Any],
+) -> None:
     with refused(kind):
-        act(tmp_path)
+        make().restore_tables(write(tmp_path), **options)
 
 
 def test_by_number_names_follow_their_rows(tmp_path: Path) -> None:
