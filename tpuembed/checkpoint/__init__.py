@@ -1,6 +1,6 @@
 """Opens checkpoints of every supported format behind one protocol, `Checkpoint`.
 
-To add a format, write one module with a class of that protocol and name it in `formats`.
+To add a format, write one folder with a class of that protocol and name it in `formats`.
 """
 
 import functools
@@ -42,6 +42,7 @@ class Format(Protocol):
 
         Raises:
             ConfigError: the value of an option is invalid, or contradicts the checkpoint.
+            CheckpointError: as `open_checkpoint`.
         """
 
 
@@ -99,7 +100,25 @@ def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:
     if not isinstance(path, str | os.PathLike | FilePath):
         raise ConfigError(f"open_checkpoint: path must be a path or a URL, got {path!r}.")
     try:
-        return _open(as_path(path), options)
+        place, known = as_path(path), frozenset[str]().union(*(reader.accepted_options for reader in formats()))
+        check_keys("checkpoint options", options, known)
+        reader = find_format(place)
+        if reader is None:
+            looked_for = (
+                "a `checkpoint` file, *.index, saved_model.pb with variables, Keras weights or an Orbax checkpoint"
+            )
+            if place.is_dir():
+                problem = f"this directory contains none (looked for {looked_for}). Give the path of one"
+            elif place.exists():
+                problem = "this file is not part of one. Give the checkpoint's prefix, such as ckpt-1"
+            else:
+                problem = f"no such file, directory or prefix (looked for {place}.index). Check the path"
+            raise CheckpointNotFoundError(f"checkpoint {place}: {problem}.")
+        for name in sorted(options.keys() - reader.accepted_options):
+            raise ConfigError(
+                f"checkpoint {place}: option {name!r} is not supported for this checkpoint format. Leave it out."
+            )
+        return reader.open(place, options)
     except TpuEmbedError:
         raise
     except MissingBucketError as error:
@@ -108,26 +127,3 @@ def open_checkpoint(path: str | FilePath, **options: Any) -> Checkpoint:
         file = str(error.filename or "") if isinstance(error, PermissionError) else ""
         where = f"{file}: " if file and "://" not in file else ""  # the credentials are for the whole store
         raise CheckpointError(f"checkpoint {path}: {where}cannot be read: {reason(error)}.") from None
-
-
-def _open(path: FilePath, options: Mapping[str, Any]) -> Checkpoint:
-    check_keys(
-        "checkpoint options", options, frozenset[str]().union(*(reader.accepted_options for reader in formats()))
-    )
-    reader = find_format(path)
-    if reader is None:
-        raise CheckpointNotFoundError(f"checkpoint {path}: {_nothing_there(path)}.")
-    for name in sorted(options.keys() - reader.accepted_options):
-        raise ConfigError(
-            f"checkpoint {path}: option {name!r} is not supported for this checkpoint format. Leave it out."
-        )
-    return reader.open(path, options)
-
-
-def _nothing_there(path: FilePath) -> str:
-    looked_for = "a `checkpoint` file, *.index, saved_model.pb with variables, Keras weights or an Orbax checkpoint"
-    if path.is_dir():
-        return f"this directory contains none (looked for {looked_for}). Give the path of one"
-    if path.exists():
-        return "this file is not part of one. Give the checkpoint's prefix, such as ckpt-1"
-    return f"no such file, directory or prefix (looked for {path}.index). Check the path"

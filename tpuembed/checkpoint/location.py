@@ -41,31 +41,35 @@ def find_bundle(path: FilePath) -> FilePath | None:
         return as_path(ending["prefix"])
     if index_path(path).is_file():
         return path
-    return _find_in_directory(path) if path.is_dir() else None
-
-
-def _find_in_directory(directory: FilePath) -> FilePath | None:
-    if (directory / "saved_model.pb").is_file():
-        prefix = directory / "variables" / "variables"
+    if not path.is_dir():
+        return None
+    if (path / "saved_model.pb").is_file():
+        prefix = path / "variables" / "variables"
         if not index_path(prefix).is_file():
             return None
-        if others := _prefixes(directory):
+        if others := _prefixes(path):
             raise CheckpointFormatError(
-                f"directory {directory}: contains a SavedModel ({index_path(prefix)}) and a checkpoint "
+                f"directory {path}: contains a SavedModel ({index_path(prefix)}) and a checkpoint "
                 f"({index_path(others[0])}). Give the path of one of them."
             )
         return prefix
-    if (directory / _STATE_FILE).is_file():
-        return _named_by(directory / _STATE_FILE)
-    return _highest(directory)
+    if (path / _STATE_FILE).is_file():
+        return _named_by(path / _STATE_FILE)
+    names = [prefix.name for prefix in _prefixes(path)]
+    if len(names) < 2:
+        return path / names[0] if names else None
+    numbered = [match for match in map(_NUMBERED.fullmatch, names) if match]
+    if len(numbered) < len(names) or len({match["stem"] for match in numbered}) > 1:
+        raise CheckpointFormatError(
+            f"directory {path}: contains several checkpoints ({first_few(names)}). Give the path of one."
+        )
+    return path / max(numbered, key=lambda match: int(match["number"]))[0]
 
 
 def _prefixes(directory: FilePath) -> list[FilePath]:
     """Return the prefixes of the bundles directly in `directory`, sorted. In a store, only names are checked, to save
     requests.
     """
-    if not directory.is_dir():
-        return []
     indices = sorted(path for path in directory.iterdir() if path.name.endswith(".index"))
     found = [path for path in indices if not isinstance(path, Path) or path.is_file()]
     return [directory / path.name.removesuffix(".index") for path in found]
@@ -86,7 +90,15 @@ def _named_by(state_file: FilePath) -> FilePath:
             f"checkpoint state {state_file}: has no model_checkpoint_path. Give the checkpoint's own path."
         )
     named = _unescape(match["path"])
-    candidates = _candidates(state_file, named)
+    folder = state_file.parent
+    beside: FilePath = folder / Path(named).name
+    # Always in the same store or bucket, or on the disk.
+    if isinstance(folder, Path):
+        candidates = [beside, Path(named)] if Path(named).is_absolute() else [folder / named, beside]
+    elif named.startswith(f"{folder.scheme}://{folder.bucket}/"):
+        candidates = [beside, as_path(named)]
+    else:
+        candidates = [beside] if "://" in named or Path(named).is_absolute() else [folder / named, beside]
     for candidate in candidates:
         if index_path(candidate).is_file():
             return candidate
@@ -96,35 +108,11 @@ def _named_by(state_file: FilePath) -> FilePath:
     )
 
 
-def _candidates(state_file: FilePath, named: str) -> list[FilePath]:
-    """Return the paths that a `checkpoint` file may mean, always in the same store or bucket, or on the disk."""
-    folder = state_file.parent
-    base: FilePath = folder / Path(named).name
-    if isinstance(folder, Path):
-        return [base, Path(named)] if Path(named).is_absolute() else [folder / named, base]
-    if named.startswith(f"{folder.scheme}://{folder.bucket}/"):
-        return [base, as_path(named)]
-    return [base] if "://" in named or Path(named).is_absolute() else [folder / named, base]
-
-
 def _unescape(text: str) -> str:
     """Decode a string of protocol buffers' text format."""
-
-    def replace(match: re.Match[bytes]) -> bytes:
-        code = match[1]
-        return bytes([int(code, 8) & 0xFF]) if code.isdigit() else _ESCAPED.get(code, code)
-
-    return _ESCAPE.sub(replace, text.encode()).decode(errors="replace")
+    return _ESCAPE.sub(_unescaped, text.encode()).decode(errors="replace")
 
 
-def _highest(directory: FilePath) -> FilePath | None:
-    """Return the only bundle of `directory`, or the one of the highest number if all have the same stem."""
-    names = [prefix.name for prefix in _prefixes(directory)]
-    if len(names) < 2:
-        return directory / names[0] if names else None
-    numbered = [match for match in map(_NUMBERED.fullmatch, names) if match]
-    if len(numbered) < len(names) or len({match["stem"] for match in numbered}) > 1:
-        raise CheckpointFormatError(
-            f"directory {directory}: contains several checkpoints ({first_few(names)}). Give the path of one."
-        )
-    return directory / max(numbered, key=lambda match: int(match["number"]))[0]
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    code = match[1]
+    return bytes([int(code, 8) & 0xFF]) if code.isdigit() else _ESCAPED.get(code, code)

@@ -36,7 +36,7 @@ class SavedArray:
     shape: tuple[int, ...] | None
     fill: Callable[[int, Array], None]
 
-    def is_of(self, dtype: str, shape: tuple[int, ...]) -> bool:
+    def is_of(self, dtype: str, shape: tuple[int | None, ...]) -> bool:
         """Returns True if it has this dtype and shape."""
         return (self.dtype, self.shape) == (dtype, shape)
 
@@ -67,6 +67,7 @@ class OwnLayer:
         updates: its count of updates, if it has one.
         history: reads the history of its rows; None if it tracks no rows.
         stamps: finds the stamps of a table.
+        verify: compares an array with its checksum, the first time that it is called with its key.
         vocabularies: by the names that they are stored by.
         stored_name: returns the name that the vocabulary of a table is stored by.
     """
@@ -76,6 +77,7 @@ class OwnLayer:
     updates: SavedArray | None
     history: Callable[[], bytes] | None
     stamps: Callable[[str], SavedArray]
+    verify: Callable[[str], None]
     vocabularies: Mapping[str, SavedArray]
     stored_name: Callable[[str], str]
 
@@ -83,7 +85,7 @@ class OwnLayer:
 class CheckpointOfLayers(Checkpoint):
     """A checkpoint that layers of tpuembed may have written."""
 
-    @functools.cached_property
+    @property
     @abc.abstractmethod
     def _own_layers(self) -> Sequence[OwnLayer]:
         """Return what each layer of tpuembed saved."""
@@ -111,12 +113,13 @@ class CheckpointOfLayers(Checkpoint):
                 continue
             history, shapes = RowHistory.from_json(layer.history(), layer.where)
             for table in layer.config["tables"]:
-                array, rows = layer.stamps(table), shapes.get(table, [0])[0]
+                array, rows = layer.stamps(table), shapes.get(table, [None])[0]
                 if not array.is_of("int32", (rows,)):
                     raise CheckpointCorruptError.of(
                         f"{layer.where}: the stamps of table {table!r} are {array.shown}, not int32 [{rows}]"
                     )
-                found[table] = RowStamps(self._named(table), self._tables[table].rows, history, array.fill)
+                fill = functools.partial(_fill_proven, layer, array)
+                found[table] = RowStamps(self._named(table), self._tables[table].rows, history, fill)
         return found
 
     @functools.cached_property
@@ -130,13 +133,18 @@ class CheckpointOfLayers(Checkpoint):
                     raise CheckpointCorruptError.of(
                         f"{layer.where}: has a vocabulary of {name!r}, which is not a table of its layer's config"
                     )
-                if array.shape is None or not array.is_of("uint8", array.shape[:1]):
+                if array.shape is None or array.dtype != "uint8" or len(array.shape) != 1:
                     raise CheckpointCorruptError.of(
                         f"{layer.where}: the vocabulary of table {table!r} ({array.key}) is {array.shown}, not uint8 [bytes]"
                     )
                 where, rows = f"{self._shown}: the vocabulary of table {table!r}", self._tables[table].rows
                 found[table] = SavedVocabulary(where, rows, array.shape[0], functools.partial(_first_bytes, array))
         return found
+
+
+def _fill_proven(layer: OwnLayer, array: SavedArray, start: int, out: Array) -> None:
+    layer.verify(array.key)  # a wrong stamp would hide a changed row
+    array.fill(start, out)
 
 
 def _first_bytes(array: SavedArray, size: int) -> bytes:

@@ -41,10 +41,8 @@ class BundleCheckpoint(CheckpointOfLayers):
     Attributes:
         format: of its tables: "dense", "tpu_v1", "sparsecore" or "partitioned", joined with "+" if they differ.
         path: the bundle's prefix; its index file if there is also a directory of the prefix's name.
-        options: as they were given.
         bundle: all tensors of the checkpoint.
         graph: its objects; None for TensorFlow 1.
-        layer_config: of the tpuembed layers that wrote it; None for others.
     """
 
     kind: Final = "a TensorFlow checkpoint"
@@ -56,13 +54,28 @@ class BundleCheckpoint(CheckpointOfLayers):
         self.options = dict(options)
         if "partition_strategy" in options:
             check_choice("partition_strategy", options["partition_strategy"], PARTITION_STRATEGIES)
+        where = f"checkpoint {bundle.prefix}"
         try:
             has_graph = OBJECT_GRAPH_KEY in bundle.entries
             graph = ObjectGraph.parse(bundle.read_string(OBJECT_GRAPH_KEY)) if has_graph else None
-            self.graph = _below_root(graph, options.get("root"), f"checkpoint {bundle.prefix}")
-            self._keys, self.layer_config = _tables_of(bundle, self.graph, options.get("partition_strategy"))
+            if (root := options.get("root")) is not None:
+                if not isinstance(root, str) or not root.strip("/"):
+                    raise ConfigError(
+                        f"{where}: option root must be the path of an object, such as model/query, got {root!r}."
+                    )
+                if graph is None:
+                    raise ConfigError(
+                        f"{where}: option root={root!r}: a checkpoint of TensorFlow 1 has no objects. Leave it out."
+                    )
+                graph = graph.below(find_root(graph, root, where))
+            self.graph = graph
+            self._configs = {} if graph is None else own_layer_configs(bundle, graph)
+            self._keys = _tables_of(bundle, graph, self._configs, options.get("partition_strategy"))
+            if graph is not None:
+                by_path = {graph.path(number): config for number, config in self._configs.items()}
+                self.layer_config = merge_configs(by_path)
         except MalformedError as error:
-            raise CheckpointCorruptError.of(f"checkpoint {bundle.prefix}: its object graph: {error}") from None
+            raise CheckpointCorruptError.of(f"{where}: its object graph: {error}") from None
         self.format = "+".join(sorted({keys.rows.format for keys in self._keys.values()}))
         self._tables = {name: table_info(bundle, keys) for name, keys in self._keys.items()}
 
@@ -102,15 +115,7 @@ class BundleCheckpoint(CheckpointOfLayers):
         return self._keys[table].rows.buffer_bytes(self.bundle, entry, rows)
 
     def verify(self, tables: Iterable[str], slot: str | None = None) -> None:
-        """Read every tensor that holds some of `tables`, or that slot of theirs, once, and compare it with its
-        checksums.
-
-        A checksum covers a whole slice, so every table of a stack is read.
-
-        Raises:
-            UnknownTableError: there is no such table or slot.
-            CheckpointCorruptError: a checksum is wrong; the message names data file, tensor and both checksums.
-        """
+        """See Checkpoint.verify. A checksum covers a whole slice, so every table of a stack is read, once."""
         piece_bytes = DISK_PIECE_BYTES if isinstance(self.bundle.prefix, Path) else _STORE_PIECE_BYTES
         for key in sorted({self._key(table, slot) for table in tables}):
             self.bundle.verify(key, piece_bytes)
@@ -119,10 +124,6 @@ class BundleCheckpoint(CheckpointOfLayers):
     def layers(self) -> "_GraphLayers | None":
         """See Checkpoint.layers; None for TensorFlow 1."""
         return None if self.graph is None else _GraphLayers(self, self.graph)
-
-    @functools.cached_property
-    def _configs(self) -> Mapping[int, dict[str, Any]]:
-        return {} if self.graph is None else own_layer_configs(self.bundle, self.graph)
 
     @functools.cached_property
     def _own_layers(self) -> Sequence[OwnLayer]:
@@ -180,32 +181,13 @@ class _GraphLayers:
         return self._checkpoint.bundle.read(weight.key)
 
 
-def _below_root(graph: ObjectGraph | None, root: Any, where: str) -> ObjectGraph | None:
-    """Return the objects below the one that the option `root` names; all objects without the option."""
-    if root is None:
-        return graph
-    if not isinstance(root, str) or not root.strip("/"):
-        raise ConfigError(f"{where}: option root must be the path of an object, such as model/query, got {root!r}.")
-    if graph is None:
-        raise ConfigError(f"{where}: option root={root!r}: a checkpoint of TensorFlow 1 has no objects. Leave it out.")
-    return graph.below(find_root(graph, root, where))
-
-
 def _tables_of(
-    bundle: Bundle, graph: ObjectGraph | None, strategy: str | None
-) -> tuple[dict[str, TableKeys], dict[str, Any] | None]:
-    """Return the tables of embedding layers by name, and the config of the layers that wrote them, if there is one. If the
-    checkpoint has no such layer, return all matrices of floats.
+    bundle: Bundle, graph: ObjectGraph | None, configs: Mapping[int, Mapping[str, Any]], strategy: str | None
+) -> dict[str, TableKeys]:
+    """Return the tables of embedding layers by name; if the checkpoint has no such layer, all matrices of floats.
 
     A TensorFlow 1 checkpoint has no `graph`, and may need the partition `strategy` of its partitioned variables.
-
-    Raises:
-        ConfigError: a partition strategy is given for a checkpoint with an object graph, whose rows are in order.
-        CheckpointFormatError: there is no table, two have the same name, or a layer's format is not supported.
-        CheckpointCorruptError: graph, config and bundle contradict each other.
-        MalformedError: the graph is far too deep.
     """
-    config = None
     if graph is None:
         tables = _by_name(bundle, named_variables(bundle, strategy))
     elif strategy is not None:
@@ -215,7 +197,6 @@ def _tables_of(
         )
     else:
         _check_no_holes(bundle)
-        configs = own_layer_configs(bundle, graph)
         tables = _by_name(
             bundle,
             [
@@ -225,7 +206,6 @@ def _tables_of(
                 *keras_rs_tables(bundle, graph),
             ],
         )
-        config = merge_configs({graph.path(number): config for number, config in configs.items()})
         if not tables and not configs and not mid_level_nodes(graph):
             check_keras_model(bundle, graph)
             tables = _by_name(bundle, graph_variables(bundle, graph))
@@ -249,7 +229,7 @@ def _tables_of(
                 f"checkpoint {bundle.prefix}: its object graph puts {graph.path(number)} at {node.value_key}, which "
                 "the index does not have"
             )
-    return tables, config
+    return tables
 
 
 def _by_name(bundle: Bundle, tables: Iterable[TableKeys]) -> dict[str, TableKeys]:

@@ -111,30 +111,22 @@ def _matches(
     recorded = _recorded(entry)
     if recorded is None or not read.bytes:
         return None
-    runs = np.concatenate([_runs(source, rows) for source, rows in tables if source is not None])
+    found = []  # [parts, 2] of each table: the first stored row of each part, and the number of rows
+    for source, rows in tables:
+        if source is not None:
+            parts = np.arange(min(source.count, rows))
+            found.append(np.stack([source.first_rows(parts), (rows - parts + source.count - 1) // source.count], 1))
+    runs = np.concatenate(found)
     runs = runs[np.argsort(runs[:, 0])]
     ends = runs[:, 0] + runs[:, 1]
     if (ends[:-1] > runs[1:, 0]).any() or int(runs[:, 1].sum()) * _row_bytes(entry) != read.bytes:
         return None
-    between = zip([0, *ends.tolist()], [*runs[:, 0].tolist(), entry.shape[0]], strict=True)
-    return (read + _read_between(bundle, key, between)).checksum == recorded
-
-
-def _runs(source: ModSharded, rows: int) -> Array:
-    """Return the stored rows of a table: [parts, 2], the first row of each part and the number of rows."""
-    parts = np.arange(min(source.count, rows))
-    return np.stack([source.first_rows(parts), (rows - parts + source.count - 1) // source.count], 1)
-
-
-def _read_between(bundle: Bundle, key: str, ranges: Iterable[tuple[int, int]]) -> PartialChecksum:
-    """Return the partial checksum of ranges of stored rows."""
-    total, entry = PartialChecksum(), bundle.entries[key]
     step = max(1, DISK_PIECE_BYTES // max(1, _row_bytes(entry)))
-    for begin, end in ranges:
+    for begin, end in zip([0, *ends.tolist()], [*runs[:, 0].tolist(), entry.shape[0]], strict=True):
         for row in range(begin, end, step):
             data = bundle.read_rows(key, row, min(row + step, end)).reshape(-1).view(np.uint8)
-            total += _sum_of(entry, np.array([row]), np.array([len(data)]), np.array([crc.value(data)]))
-    return total
+            read += _sum_of(entry, np.array([row]), np.array([len(data)]), np.array([crc.value(data)]))
+    return read.checksum == recorded
 
 
 def _sum_of(entry: Entry, rows: Array, sizes: Array, checksums: Array) -> PartialChecksum:

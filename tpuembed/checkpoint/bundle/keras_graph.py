@@ -33,13 +33,17 @@ _NUMBER: Final = re.compile(r"_\d+$")
 
 
 def keras_rs_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
-    """Yield the tables that only an optimizer holds: `<layer>/<table>/embeddings`.
-
-    Raises:
-        CheckpointFormatError: a table may have lost its name, as in subclassed models and SavedModels; or a layer's tables are on
-            SparseCores, and not in the checkpoint.
-    """
-    _check_sparse_core_layers(bundle, graph)
+    """Yield the tables that only an optimizer holds: `<layer>/<table>/embeddings`."""
+    # A layer on SparseCores has one weight of its own, and its tables only below an object of TensorFlow's class.
+    # Source: `_gradient_trap_dummy` in keras_rs/src/layers/embedding/tensorflow/distributed_embedding.py.
+    weights = [graph.nodes[node.children[_TRAP]] for node in graph.nodes if _TRAP in node.children]
+    if len(weights) > len(mid_level_nodes(graph)):
+        layers = sorted(weight.full_name.rpartition("/")[0] or str(weight.value_key) for weight in weights)
+        raise CheckpointFormatError(
+            f"checkpoint {bundle.prefix}: the tables of keras_rs.layers.DistributedEmbedding {first_few(layers)} are "
+            "on SparseCores, and TensorFlow does not save them with the model. Save them with "
+            "tf.train.Checkpoint(emb=layer._tpu_embedding)."
+        )
     if any(_KERAS_RS_LAYERS in node.children for node in graph.nodes):
         raise _saved_model(bundle)
     lists = {node.children[_TRAINABLE] for node in graph.nodes if is_keras_3_optimizer(node.children)}
@@ -69,22 +73,6 @@ def _saved_model(bundle: Bundle) -> CheckpointFormatError:
     )
 
 
-def _check_sparse_core_layers(bundle: Bundle, graph: ObjectGraph) -> None:
-    """Raise an error if there are more layers on SparseCores, which have one weight of their own, than objects with
-    tables.
-
-    Source: `_gradient_trap_dummy` in keras_rs/src/layers/embedding/tensorflow/distributed_embedding.py.
-    """
-    weights = [graph.nodes[node.children[_TRAP]] for node in graph.nodes if _TRAP in node.children]
-    if len(weights) > len(mid_level_nodes(graph)):
-        layers = sorted(weight.full_name.rpartition("/")[0] or str(weight.value_key) for weight in weights)
-        raise CheckpointFormatError(
-            f"checkpoint {bundle.prefix}: the tables of keras_rs.layers.DistributedEmbedding {first_few(layers)} are "
-            "on SparseCores, and TensorFlow does not save them with the model. Save them with "
-            "tf.train.Checkpoint(emb=layer._tpu_embedding)."
-        )
-
-
 def _is_path(graph: ObjectGraph, number: int, layer: str, table: str) -> bool:
     """Returns True if a variable's path ends with `<layer>/<table>/embeddings`. Its slots are named after it, joined by
     "_".
@@ -96,21 +84,15 @@ def _is_path(graph: ObjectGraph, number: int, layer: str, table: str) -> bool:
     """
     scopes = "".join(f"(?:{re.escape(scope)}|{re.escape(_NUMBER.sub('', scope))})_" for scope in layer.split("/"))
     found = re.compile(rf"(?<![^_/])(?={scopes}{re.escape(table)}_(?P<rest>.+))")
-    names = list(_slot_names(graph, number))
-    rests = [[match["rest"] for match in found.finditer(name)] for name in names]
-    return bool(names) and all(len(rest) == 1 and _SLOT_REST.fullmatch(rest[0]) for rest in rests)
-
-
-def _slot_names(graph: ObjectGraph, number: int) -> Iterator[str]:
-    """Yield TensorFlow's names of everything that optimizers keep for a variable, in lists parallel to the trained
-    variables.
-    """
+    names = []  # of everything that optimizers keep for the variable, in lists parallel to the trained variables
     for optimizer in (node for node in graph.nodes if is_keras_3_optimizer(node.children)):
         trained = graph.nodes[optimizer.children[_TRAINABLE]].children
         for attribute in optimizer.children.keys() - {_TRAINABLE, _VARIABLES}:
             kept = graph.nodes[optimizer.children[attribute]].children
             if set(kept) == set(trained):
-                yield from (graph.nodes[kept[index]].full_name for index in trained if trained[index] == number)
+                names += [graph.nodes[kept[index]].full_name for index in trained if trained[index] == number]
+    rests = [[match["rest"] for match in found.finditer(name)] for name in names]
+    return bool(names) and all(len(rest) == 1 and _SLOT_REST.fullmatch(rest[0]) for rest in rests)
 
 
 def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
@@ -118,9 +100,17 @@ def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
     if set(graph.nodes[0].children) >= _ARCHIVE:
         raise _saved_model(bundle)
     names = sorted(filter(None, (node.full_name for node in graph.nodes)))
-    if not _is_keras_3_model(graph) or any(name.rpartition("/")[2] == "embeddings" for name in names):
+    is_keras_3 = any(_is_keras_3(graph, node) for node in graph.nodes)
+    if not is_keras_3 or any(name.rpartition("/")[2] == "embeddings" for name in names):
         return
-    empty = [graph.path(number) for number in graph.parents if _is_empty_layer(graph, number)]
+    # A layer that saved nothing is an empty object below a model or, in a functional one, an operation.
+    empty = []
+    for number, (parent, name) in graph.parents.items():
+        node = graph.nodes[number]
+        is_operation = parent != 0 and graph.parents[parent][1] == "_operations"
+        is_attribute = "_operations" not in graph.nodes[parent].children and not name.startswith("_")
+        if not node.children and not node.attributes and (is_operation or is_attribute):
+            empty.append(graph.path(number))
     raise CheckpointFormatError(
         f"checkpoint {bundle.prefix}: has no embedding table. Of a Keras 3 model it has {first_few(names) or 'no variable'}, and "
         f"nothing of {first_few(empty) or 'no variable'}. TensorFlow saves a keras_rs.layers.DistributedEmbedding only in the "
@@ -129,11 +119,7 @@ def check_keras_model(bundle: Bundle, graph: ObjectGraph) -> None:
     )
 
 
-def _is_keras_3_model(graph: ObjectGraph) -> bool:
-    return any(_is_keras_layer(graph, node) for node in graph.nodes)
-
-
-def _is_keras_layer(graph: ObjectGraph, node: Node) -> bool:
+def _is_keras_3(graph: ObjectGraph, node: Node) -> bool:
     """Returns True if `node` is a functional model, an optimizer or a layer with a kernel, by Keras 3's names of their
     parts.
     """
@@ -143,12 +129,3 @@ def _is_keras_layer(graph: ObjectGraph, node: Node) -> bool:
         or is_keras_3_optimizer(node.children)
         or (kernel is not None and graph.nodes[kernel].full_name.endswith("/kernel"))
     )
-
-
-def _is_empty_layer(graph: ObjectGraph, number: int) -> bool:
-    """Returns True for a layer that saved nothing: an empty object below a model or, in a functional one, an operation."""
-    node = graph.nodes[number]
-    parent, name = graph.parents[number]
-    is_operation = parent != 0 and graph.parents[parent][1] == "_operations"
-    is_attribute = "_operations" not in graph.nodes[parent].children and not name.startswith("_")
-    return not node.children and not node.attributes and (is_operation or is_attribute)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
-from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
+from tpuembed.checkpoint.bundle.object_graph import ObjectGraph
 from tpuembed.checkpoint.bundle.own_layer import CONFIG_ATTRIBUTE, ENGINE
 from tpuembed.checkpoint.bundle.rows import DENSE, RowLayout
 from tpuembed.checkpoint.bundle.sparsecore import sparse_core_layouts, sparse_core_tables
@@ -20,6 +20,7 @@ __all__ = ["keras_layer_tables", "mid_level_tables"]
 
 _KERAS_LAYERS: Final = "_keras_embedding_layers"
 _SAVER: Final = "tf.TPUEmbeddingCallback"
+"""What the class for TPU v2 to v4 registers."""
 _ROW_ALIGNMENT: Final = 8
 """SparseCores pad rows and columns to a multiple of this."""
 _HOSTS: Final = RowLayout("tpu_v1", "row slices")
@@ -29,19 +30,15 @@ table. Source: TPUEmbeddingVariable in tpu_embedding_v2.py; DIV_DEFAULT in tpu_e
 
 
 def mid_level_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
-    """Yield the tables of all mid-level objects, each with the order of its rows.
-
-    Raises:
-        CheckpointFormatError: the class that saved an object is not certain, so neither is the order of rows.
-        CheckpointCorruptError: a table has no value, or SparseCore layouts contradict it.
-    """
+    """Yield the tables of all mid-level objects, each with the order of its rows."""
     engines = {node.children.get(ENGINE) for node in graph.nodes if CONFIG_ATTRIBUTE in node.attributes}
     for number in mid_level_nodes(graph):
         if number in engines:
             continue
         node = graph.nodes[number]
         layouts = sparse_core_layouts(bundle, graph, node)
-        if layouts and _saved_by_hosts(node):
+        by_hosts = node.registered_saver == _SAVER
+        if layouts and by_hosts:
             raise CheckpointFormatError(
                 f"checkpoint {bundle.prefix}: {graph.path(number) or 'its root'} is signed by TPUEmbedding, which "
                 "keeps rows on hosts, but has the SparseCore layouts of TPUEmbeddingV2. Use the checkpoint it "
@@ -51,7 +48,21 @@ def mid_level_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
             yield from sparse_core_tables(bundle, graph, node, layouts)
             continue
         for table in mid_level_variables(bundle, graph, node):
-            yield dataclasses.replace(table, rows=_host_rows(bundle, node, table.name, table.key))
+            entry = bundle.entries.get(table.key)
+            if not by_hosts and entry is not None and _could_be_sparse_cores(entry):
+                raise CheckpointFormatError(
+                    f"checkpoint {bundle.prefix}: table {table.name!r} is in {len(entry.slices)} equal slices. TPUEmbedding "
+                    "saves such from TPU hosts and TPUEmbeddingV2 from SparseCores, in different orders of rows, and the "
+                    "checkpoint does not record which class wrote it. Save it again with TensorFlow 2.19 or later."
+                )
+            yield dataclasses.replace(table, rows=_HOSTS if by_hosts else DENSE)
+
+
+def _could_be_sparse_cores(entry: Entry) -> bool:
+    if len(entry.shape) != 2 or len(entry.slices) < 2 or entry.shape[1] % _ROW_ALIGNMENT:
+        return False
+    shapes = {piece.shape for piece in entry.slices}
+    return len(shapes) == 1 and all(dim == entry.shape[1] and not rows % _ROW_ALIGNMENT for rows, dim in shapes)
 
 
 def keras_layer_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys]:
@@ -70,32 +81,3 @@ def keras_layer_tables(bundle: Bundle, graph: ObjectGraph) -> Iterator[TableKeys
             if embeddings is None or (key := graph.nodes[embeddings].value_key) is None:
                 continue
             yield TableKeys(name, key, optimizer_slots(bundle, graph, embeddings))
-
-
-def _saved_by_hosts(node: Node) -> bool:
-    """Returns True if the class for TPU v2 to v4 saved this mid-level object."""
-    return node.registered_saver == _SAVER
-
-
-def _host_rows(bundle: Bundle, node: Node, table: str, key: str) -> RowLayout:
-    """Return the order of rows in the variable of a mid-level object that has no SparseCore layouts.
-
-    Raises:
-        CheckpointFormatError: slices are cut as SparseCores cut them, and the class that saved them is not recorded.
-    """
-    if _saved_by_hosts(node):
-        return _HOSTS
-    if key in bundle.entries and _could_be_sparse_cores(bundle.entries[key]):
-        raise CheckpointFormatError(
-            f"checkpoint {bundle.prefix}: table {table!r} is in {len(bundle.entries[key].slices)} equal slices. "
-            "TPUEmbedding saves such from TPU hosts and TPUEmbeddingV2 from SparseCores, in different orders of rows, "
-            "and the checkpoint does not record which class wrote it. Save it again with TensorFlow 2.19 or later."
-        )
-    return DENSE
-
-
-def _could_be_sparse_cores(entry: Entry) -> bool:
-    if len(entry.shape) != 2 or len(entry.slices) < 2 or entry.shape[1] % _ROW_ALIGNMENT:
-        return False
-    shapes = {piece.shape for piece in entry.slices}
-    return len(shapes) == 1 and all(dim == entry.shape[1] and not rows % _ROW_ALIGNMENT for rows, dim in shapes)

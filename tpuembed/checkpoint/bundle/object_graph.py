@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Final, Self
 
 from tpuembed.formats.protobuf import MalformedError, Message
@@ -72,25 +71,6 @@ def is_optimizer(attributes: Iterable[str]) -> bool:
 def is_keras_3_optimizer(attributes: Iterable[str]) -> bool:
     """Returns True if these are attributes of an optimizer of Keras 3. Only those list the variables that they train."""
     return _OPTIMIZER | {"_trainable_variables"} <= set(attributes)
-
-
-def _slot_lists(attributes: Iterable[str]) -> Mapping[str, str]:
-    """Return attribute -> slot name for the attributes of an optimizer that are lists of slots; empty if it is unknown."""
-    return _SLOTS.get(frozenset(attributes) - _OF_EVERY_OPTIMIZER, {})
-
-
-def _legacy_slot_name(name: str, beside: Iterable[str], scope: str) -> str:
-    """Return the slot name for `name` of a legacy optimizer of Keras 2, or of TensorFlow 1; `name` itself if it has no
-    other.
-
-    Args:
-        name: the optimizer's name of the slot.
-        beside: the names of all its slots: RMSprop's "momentum" is another quantity than SGD's.
-        scope: the name of the slot's variable, which begins with the optimizer's: the "v" of Adamax is a maximum.
-    """
-    if (name == "momentum" and "rms" in beside) or (name == "v" and _ADAMAX in scope.split("/")):
-        return name
-    return _LEGACY_SLOTS.get(name, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +152,13 @@ class ObjectGraph:
                 if child not in numbers:
                     numbers[child] = len(kept)
                     kept.append(child)
-        return type(self)(tuple(_renumbered(self.nodes[number], numbers) for number in kept))
+        nodes = []
+        for node in (self.nodes[number] for number in kept):
+            slots = (slot for slot in node.slot_variables if slot.original in numbers and slot.slot in numbers)
+            moved = (SlotVariable(numbers[slot.original], slot.name, numbers[slot.slot]) for slot in slots)
+            children = {name: numbers[child] for name, child in node.children.items()}
+            nodes.append(dataclasses.replace(node, children=children, slot_variables=tuple(moved)))
+        return type(self)(tuple(nodes))
 
     @functools.cached_property
     def parents(self) -> Mapping[int, tuple[int, str]]:
@@ -216,18 +202,22 @@ class ObjectGraph:
         return found
 
     def _legacy_slots(self, optimizer: Node) -> Iterator[SlotVariable]:
-        """Yield the slots of an optimizer that names its slots and their variables."""
-        names = {slot.name for slot in optimizer.slot_variables}
+        """Yield the slots of an optimizer that names its slots and their variables: of Keras 2, or of TensorFlow 1."""
+        beside = {slot.name for slot in optimizer.slot_variables}
         for slot in optimizer.slot_variables:
-            name = _legacy_slot_name(slot.name, names, self.nodes[slot.slot].full_name)
-            yield dataclasses.replace(slot, name=name)
+            # RMSprop's "momentum" is another quantity than SGD's. The "v" of Adamax is a maximum, and the name of its
+            # variable begins with the optimizer's.
+            keeps_name = slot.name == "momentum" and "rms" in beside
+            keeps_name |= slot.name == "v" and _ADAMAX in self.nodes[slot.slot].full_name.split("/")
+            yield slot if keeps_name else dataclasses.replace(slot, name=_LEGACY_SLOTS.get(slot.name, slot.name))
 
     def _keras_3_slots(self, optimizer: Node) -> Iterator[SlotVariable]:
         """Yield the slots of an optimizer of Keras 3: lists of variables, parallel to the list of trained variables."""
         if not is_keras_3_optimizer(optimizer.children):
             return
         trained = self.nodes[optimizer.children["_trainable_variables"]].children
-        for attribute, name in _slot_lists(optimizer.children).items():
+        lists = _SLOTS.get(frozenset(optimizer.children) - _OF_EVERY_OPTIMIZER, {})  # empty if it is unknown
+        for attribute, name in lists.items():
             kept = self.nodes[optimizer.children[attribute]].children
             if set(kept) == set(trained):
                 yield from (SlotVariable(trained[index], name, kept[index]) for index in trained)
@@ -249,13 +239,6 @@ class ObjectGraph:
         return frozenset(new | legacy)
 
 
-def _renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
-    children = {name: numbers[child] for name, child in node.children.items()}
-    slots = (slot for slot in node.slot_variables if slot.original in numbers and slot.slot in numbers)
-    moved = (dataclasses.replace(slot, original=numbers[slot.original], slot=numbers[slot.slot]) for slot in slots)
-    return dataclasses.replace(node, children=MappingProxyType(children), slot_variables=tuple(moved))
-
-
 def _parse_node(message: Message) -> Node:
     children = [(child.text(2), child.signed(1)) for child in message.messages(1)]
     attributes = [(value.text(1), Attribute(value.text(2), value.text(3))) for value in message.messages(2)]
@@ -264,8 +247,8 @@ def _parse_node(message: Message) -> Node:
             raise MalformedError(f"a node gives a name twice, among {', '.join(sorted(names))}")
     slots = (SlotVariable(slot.signed(1), slot.text(2), slot.signed(3)) for slot in message.messages(3))
     return Node(
-        children=MappingProxyType(dict(children)),
-        attributes=MappingProxyType(dict(attributes)),
+        children=dict(children),
+        attributes=dict(attributes),
         slot_variables=tuple(slots),
         registered_saver=message.message(4).text(1),
     )

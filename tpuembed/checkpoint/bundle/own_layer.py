@@ -4,14 +4,13 @@ Tables on SparseCores are in children `<stack>`, `<stack>/<slot>` instead, and a
 stacks.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from tpuembed.checkpoint.bundle.object_graph import Node, ObjectGraph
 from tpuembed.checkpoint.bundle.rows import DENSE
-from tpuembed.checkpoint.bundle.sparsecore import LAYOUTS, SparseCoreRows, TableLayout, sparse_core_layouts
+from tpuembed.checkpoint.bundle.sparsecore import LAYOUTS, SparseCoreRows, sparse_core_layouts
 from tpuembed.checkpoint.bundle.table_keys import TableKeys, table_info
 from tpuembed.checkpoint.own_layer import OwnLayer, SavedArray, check_size, parse_config, slot_names
 from tpuembed.checkpoint.types import Array
@@ -33,11 +32,7 @@ CONFIG_ATTRIBUTE: Final = "tpuembed_config"
 
 
 def own_layer_configs(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str, Any]]:
-    """Return node number -> config, for each of tpuembed's layers.
-
-    Raises:
-        CheckpointCorruptError: a config is missing or does not parse.
-    """
+    """Return node number -> config, for each of tpuembed's layers."""
     configs: dict[int, dict[str, Any]] = {}
     for number, node in enumerate(graph.nodes):
         if CONFIG_ATTRIBUTE not in node.attributes:
@@ -53,12 +48,7 @@ def own_layer_configs(bundle: Bundle, graph: ObjectGraph) -> dict[int, dict[str,
 def own_layer_tables(
     bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[TableKeys]:
-    """Yield the tables that the `configs` name, each checked against its config.
-
-    Raises:
-        CheckpointCorruptError: a table or slot is missing, has another shape, or is not in the config.
-        CheckpointFormatError: a table's optimizer is unknown.
-    """
+    """Yield the tables that the `configs` name, each checked against its config."""
     where = f"checkpoint {bundle.prefix}"
     for number, config in configs.items():
         node = graph.nodes[number]
@@ -84,52 +74,54 @@ def own_layer_tables(
         unknown = sorted(set(node.children) - roles.keys() - {ENGINE, LAYOUTS})
         if unknown:
             raise _corrupt(bundle, f"it has {unknown[0]!r}, which is not a table or slot of its layer's config")
-        _check_layouts(bundle, [rows.layout for rows in stacked.values()], config)
+        if (repeated := config.get("layouts")) is None:
+            continue
+        found_layouts = {
+            name: {
+                "stack": rows.layout.stack,
+                "rows": rows.layout.shape[0],
+                "dim": rows.layout.shape[1],
+                "sparse_cores": rows.layout.num_sparse_cores,
+                "rows_per_core": rows.layout.shard_rows,
+                "offset": rows.layout.offset,
+                "rotation": rows.layout.rotation,
+            }
+            for name, rows in stacked.items()
+        }
+        for name in sorted(found_layouts.keys() | set(repeated)):
+            if found_layouts.get(name) != repeated.get(name):
+                by_config = f"table {name!r} is at {repeated.get(name)} by its layer's config"
+                raise _corrupt(bundle, f"{by_config}, but at {found_layouts.get(name)} by its {LAYOUTS}")
 
 
 def own_layers(bundle: Bundle, graph: ObjectGraph, configs: Mapping[int, Mapping[str, Any]]) -> Iterator[OwnLayer]:
-    """Yield what each layer saved beside its tables.
-
-    Raises:
-        CheckpointCorruptError: a layer has stamps of rows without their history.
-    """
+    """Yield what each layer saved beside its tables."""
     verify = functools.cache(bundle.verify)
     for number, config in configs.items():
         holders = [node for node in graph.nodes if node.children.get(_TABLES) == number]
         beside = {name: graph.nodes[child] for node in holders for name, child in node.children.items()}
-        history, find_stamps = None, functools.partial(saved_array, bundle)
-        if (node := beside.get(_STAMPS)) is not None:
-            attribute = node.attributes.get(_HISTORY)
+        history, stamps = None, beside.get(_STAMPS)
+        if stamps is not None:
+            attribute = stamps.attributes.get(_HISTORY)
             if attribute is None or attribute.checkpoint_key not in bundle.entries:
                 raise _corrupt(bundle, "a layer has stamps of rows without their history")
             history = functools.partial(bundle.read_string, attribute.checkpoint_key)
-            find_stamps = functools.partial(_stamps, bundle, graph, node, verify)
         names = beside[_VOCABULARIES].attributes if _VOCABULARIES in beside else {}
-        count = graph.nodes[number].attributes.get(_UPDATES)
+        count = (
+            graph.nodes[number].attributes[_UPDATES].checkpoint_key
+            if _UPDATES in graph.nodes[number].attributes
+            else ""
+        )
         yield OwnLayer(
             where=f"checkpoint {bundle.prefix}",
             config=config,
-            updates=saved_array(bundle, count.checkpoint_key)
-            if count and count.checkpoint_key in bundle.entries
-            else None,
+            updates=saved_array(bundle, count) if count in bundle.entries else None,
             history=history,
-            stamps=find_stamps,
+            stamps=lambda table, node=stamps: saved_array(bundle, _value_key(bundle, graph, node, table)),  # type: ignore[misc]
+            verify=verify,
             vocabularies={name: saved_array(bundle, one.checkpoint_key) for name, one in names.items()},
             stored_name=attribute_of,
         )
-
-
-def _stamps(bundle: Bundle, graph: ObjectGraph, node: Node, verify: Callable[[str], None], table: str) -> SavedArray:
-    """Return the stamps of a table. They are compared with their checksum at the first read: a wrong one would hide a
-    changed row.
-    """
-    stamps = saved_array(bundle, _value_key(bundle, graph, node, table))
-
-    def fill(start: int, out: Array) -> None:
-        verify(stamps.key)
-        stamps.fill(start, out)
-
-    return dataclasses.replace(stamps, fill=fill)
 
 
 def saved_array(bundle: Bundle, key: str) -> SavedArray:
@@ -159,29 +151,6 @@ def _stacked_tables(
     if unknown:
         raise _corrupt(bundle, f"its {LAYOUTS} have {unknown[0]!r}, which is not a table of its layer's config")
     return {layout.table: SparseCoreRows(layout) for layout in layouts}
-
-
-def _check_layouts(bundle: Bundle, layouts: Iterable[TableLayout], config: Mapping[str, Any]) -> None:
-    """Raise CheckpointCorruptError unless `layouts` equal those in the layer's config, if it has them."""
-    repeated = config.get("layouts")
-    if repeated is None:
-        return
-    found = {
-        layout.table: {
-            "stack": layout.stack,
-            "rows": layout.shape[0],
-            "dim": layout.shape[1],
-            "sparse_cores": layout.num_sparse_cores,
-            "rows_per_core": layout.shard_rows,
-            "offset": layout.offset,
-            "rotation": layout.rotation,
-        }
-        for layout in layouts
-    }
-    for table in sorted(found.keys() | set(repeated)):
-        if found.get(table) != repeated.get(table):
-            by_config = f"table {table!r} is at {repeated.get(table)} by its layer's config"
-            raise _corrupt(bundle, f"{by_config}, but at {found.get(table)} by its {LAYOUTS}")
 
 
 def _value_key(bundle: Bundle, graph: ObjectGraph, node: Node, child: str) -> str:

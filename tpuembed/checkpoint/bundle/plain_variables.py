@@ -49,9 +49,6 @@ def named_variables(bundle: Bundle, strategy: str | None) -> Iterator[TableKeys]
     created in a variable_scope; see `Entry.holes`.
 
     `strategy`, "mod" or "div", assigned ids to the parts of partitioned variables; None if the user did not state it.
-
-    Raises:
-        CheckpointFormatError: a variable is partitioned, and no strategy was stated or its parts are uneven.
     """
     matrices = {name: entry for name, entry in bundle.entries.items() if is_table(entry) and not entry.holes}
     slots = _slots_by_name(matrices)
@@ -75,18 +72,13 @@ def _slots_by_name(matrices: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
             if not key.endswith(f"/{optimizer}"):
                 continue
             keys = [key, *(f"{key}_{number}" for number in range(1, len(slots)))]
-            variables = _named(key.removesuffix(f"/{optimizer}"), matrices)
+            parts = key.split("/")[:-1]  # VARIABLE of SCOPE/VARIABLE for any scope, or with none
+            variables = [name for start in range(len(parts)) if (name := "/".join(parts[start:])) in matrices]
             if len(variables) != 1 or f"{key}_{len(slots)}" in matrices:
                 continue
             if all(_pieces(matrices.get(one)) == _pieces(matrices[variables[0]]) for one in keys):
                 found.setdefault(variables[0], []).append(dict(zip(slots, keys, strict=True)))
     return {variable: of_one[0] for variable, of_one in found.items() if len(of_one) == 1}
-
-
-def _named(scoped: str, matrices: Mapping[str, Entry]) -> list[str]:
-    """Return the variables that `scoped` may mean: VARIABLE of SCOPE/VARIABLE for any scope, or `scoped` itself."""
-    parts = scoped.split("/")
-    return [name for start in range(len(parts)) if (name := "/".join(parts[start:])) in matrices]
 
 
 def _pieces(entry: Entry | None) -> object:
@@ -95,11 +87,7 @@ def _pieces(entry: Entry | None) -> object:
 
 
 def _partitioned_rows(bundle: Bundle, name: str, strategy: str | None) -> RowLayout:
-    """Return the order of rows in variable `name` of a TensorFlow 1 checkpoint.
-
-    Raises:
-        CheckpointFormatError: it is partitioned and `strategy` is None, or no partitioner makes such parts.
-    """
+    """Return the order of rows in variable `name` of a TensorFlow 1 checkpoint."""
     entry = bundle.entries[name]
     if len({piece.start[0] for piece in entry.slices}) < 2:  # in one piece, or cut by columns
         return DENSE

@@ -190,11 +190,7 @@ class SparseCoreRows(RowLayout):
 
 
 def sparse_core_layouts(bundle: Bundle, graph: ObjectGraph, node: Node) -> Mapping[str, Sequence[TableLayout]]:
-    """Return the layouts of a mid-level object's stacks, by name; empty if it was not saved from SparseCores.
-
-    Raises:
-        CheckpointCorruptError: the layouts are missing, do not parse, or contradict themselves.
-    """
+    """Return the layouts of a mid-level object's stacks, by name; empty if it was not saved from SparseCores."""
     if LAYOUTS not in node.children:
         return {}
     attributes = graph.nodes[node.children[LAYOUTS]].attributes.values()
@@ -214,12 +210,7 @@ def sparse_core_layouts(bundle: Bundle, graph: ObjectGraph, node: Node) -> Mappi
 def sparse_core_tables(
     bundle: Bundle, graph: ObjectGraph, node: Node, layouts: Mapping[str, Sequence[TableLayout]]
 ) -> Iterator[TableKeys]:
-    """Yield the tables of a mid-level object whose stacks have these `layouts`.
-
-    Raises:
-        CheckpointFormatError: the layouts are older than the variables.
-        CheckpointCorruptError: a stack has no layout.
-    """
+    """Yield the tables of a mid-level object whose stacks have these `layouts`."""
     if any(_is_stale(graph, node, stack) for stack in layouts):
         raise CheckpointFormatError(
             f"checkpoint {bundle.prefix}: its SparseCore layouts are stale. (It was saved again on CPU after a restore "

@@ -43,12 +43,7 @@ def is_table(entry: Entry) -> bool:
 
 
 def table_info(bundle: Bundle, table: TableKeys) -> TableInfo:
-    """Return shape, dtype, slots and layout of a table.
-
-    Raises:
-        CheckpointCorruptError: the tensor is missing, is not a matrix of floats, or contradicts the layout; or a slot
-            has another shape.
-    """
+    """Return shape, dtype, slots and layout of a table."""
     entry = _entry(bundle, table, table.key)
     if not is_table(entry):
         raise CheckpointCorruptError.of(
@@ -80,11 +75,7 @@ def _entry(bundle: Bundle, table: TableKeys, key: str) -> Entry:
 
 
 def optimizer_slots(bundle: Bundle, graph: ObjectGraph, variable: int) -> dict[str, str]:
-    """Return slot name -> key of the slots that the checkpoint's optimizers keep for variable node `variable`.
-
-    Raises:
-        CheckpointFormatError: two optimizers keep a slot of the same name.
-    """
+    """Return slot name -> key of the slots that the checkpoint's optimizers keep for variable node `variable`."""
     found: dict[str, str] = {}
     for slot, nodes in graph.slots.get(variable, {}).items():
         keys = {graph.nodes[node].value_key for node in nodes}
@@ -106,11 +97,7 @@ def mid_level_nodes(graph: ObjectGraph) -> list[int]:
 
 
 def mid_level_variables(bundle: Bundle, graph: ObjectGraph, node: Node) -> Iterator[TableKeys]:
-    """Yield the tables of a mid-level object, or its stacks if it was saved from SparseCores, with their slots.
-
-    Raises:
-        CheckpointCorruptError: one has no value.
-    """
+    """Yield the tables of a mid-level object, or its stacks if it was saved from SparseCores, with their slots."""
     variables = graph.nodes[node.children["_variables"]] if "_variables" in node.children else None
     for name, child in variables.children.items() if variables is not None else ():
         roles = graph.nodes[child].children  # `parameters`, and each slot of its own optimizer

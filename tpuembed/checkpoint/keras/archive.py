@@ -6,7 +6,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from tpuembed.checkpoint.keras.hdf5 import Window
@@ -15,12 +15,12 @@ from tpuembed.files import ByteStream
 
 __all__ = [
     "CONFIG_NAME",
+    "MAX_CONFIG_BYTES",
     "WEIGHTS_NAME",
     "Archive",
     "check_crc32",
-    "member_damage",
-    "member_sizes",
     "open_archive",
+    "opened_archive",
     "parse_config",
 ]
 
@@ -31,10 +31,9 @@ _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, and the lengths o
 _SIGNATURE: Final = b"PK\x03\x04"
 _MAX_READ_BYTES: Final = 64 << 20
 """The most bytes of the archive's directory to read at a time."""
-_MAX_CONFIG_BYTES: Final = 16 << 20
+MAX_CONFIG_BYTES: Final = 16 << 20
 _MIN_ARCHIVE_BYTES: Final = 22
 """What the record at the end of every zip archive has (APPNOTE.TXT 4.3.16)."""
-_PIECE_BYTES: Final = 1 << 20
 _CRC_PIECE_BYTES: Final = 2 << 20
 
 
@@ -54,13 +53,8 @@ class Archive:
 
 
 def open_archive(file: Window) -> Archive:
-    """Return the parts of the `.keras` file `file`.
-
-    Raises:
-        CheckpointFormatError: the weights are compressed, or not HDF5.
-        CheckpointCorruptError: it is not a zip archive, contradicts itself, or lacks a part.
-    """
-    with _opened(file) as archive:
+    """Return the parts of the `.keras` file `file`."""
+    with opened_archive(file) as archive:
         names = archive.namelist()
         if len(set(names)) != len(names):
             raise _corrupt(file, f"has two files of the same name, among {len(names)}")
@@ -73,11 +67,17 @@ def open_archive(file: Window) -> Archive:
                 )
             raise _corrupt(file, f"has no {WEIGHTS_NAME}, only {', '.join(sorted(names)[:5]) or 'nothing'}")
         member = archive.getinfo(WEIGHTS_NAME)
-        return Archive(_stored_member(file, member), member.CRC, _config(file, archive))
+        if CONFIG_NAME not in names:
+            raise _corrupt(file, f"has no {CONFIG_NAME}")
+        with archive.open(CONFIG_NAME) as config:
+            text = config.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise _corrupt(file, f"has a {CONFIG_NAME} of over {MAX_CONFIG_BYTES} bytes")
+        return Archive(_stored_member(file, member), member.CRC, parse_config(file.name, text))
 
 
 @contextlib.contextmanager
-def _opened(file: Window) -> Iterator[zipfile.ZipFile]:
+def opened_archive(file: Window) -> Iterator[zipfile.ZipFile]:
     """Return a context with the archive. Every error of a damaged one becomes a CheckpointCorruptError."""
     if file.size < _MIN_ARCHIVE_BYTES:  # zipfile would look for its end before its beginning
         raise _corrupt(file, f"is no zip archive: it has {file.size} bytes" if file.size else "is empty, 0 bytes")
@@ -90,33 +90,8 @@ def _opened(file: Window) -> Iterator[zipfile.ZipFile]:
         raise _corrupt(file, f"cannot be read as a zip archive: {error}") from None
 
 
-def member_sizes(file: Window) -> dict[str, int]:
-    """Return the sizes of the files in the `.keras` file `file`.
-
-    Raises:
-        CheckpointCorruptError: it is not a zip archive.
-    """
-    with _opened(file) as archive:
-        return {member.filename: member.file_size for member in archive.infolist()}
-
-
-def member_damage(file: Window, name: str, on_read: Callable[[int], None]) -> str | None:
-    """Return the reason why the bytes of member `name` do not match its CRC32, or None if they do."""
-    try:
-        with _opened(file) as archive, archive.open(name) as member:
-            while piece := member.read(_PIECE_BYTES):
-                on_read(len(piece))
-    except CheckpointCorruptError as error:
-        return str(error)
-    return None
-
-
 def check_crc32(window: Window, stated: int) -> None:
-    """Read `window` through, and compare its CRC32 with `stated`.
-
-    Raises:
-        CheckpointCorruptError: it differs.
-    """
+    """Read `window` through, and compare its CRC32 with `stated`."""
     checksum, buffer = 0, memoryview(bytearray(min(_CRC_PIECE_BYTES, window.size)))
     for start in range(0, window.size, _CRC_PIECE_BYTES):
         piece = buffer[: window.size - start]
@@ -135,16 +110,6 @@ def parse_config(name: str, text: bytes) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointCorruptError.of(f"model file {name}: {CONFIG_NAME} is not an object")
     return config
-
-
-def _config(file: Window, archive: zipfile.ZipFile) -> dict[str, Any]:
-    if CONFIG_NAME not in archive.namelist():
-        raise _corrupt(file, f"has no {CONFIG_NAME}")
-    with archive.open(CONFIG_NAME) as member:
-        text = member.read(_MAX_CONFIG_BYTES + 1)
-    if len(text) > _MAX_CONFIG_BYTES:
-        raise _corrupt(file, f"has a {CONFIG_NAME} of over {_MAX_CONFIG_BYTES} bytes")
-    return parse_config(file.name, text)
 
 
 def _stored_member(file: Window, member: zipfile.ZipInfo) -> Window:

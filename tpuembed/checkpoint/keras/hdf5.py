@@ -74,11 +74,6 @@ class Dataset:
     stated_dtype: str | None
 
     @property
-    def shown(self) -> str:
-        """Returns the name for messages."""
-        return f"weights file {self.file.name}: dataset {self.path!r}"
-
-    @property
     def bytes(self) -> int:
         """Returns the bytes of all elements."""
         return 0 if self.shape is None else self.handle.dtype.itemsize * math.prod(self.shape)
@@ -98,7 +93,9 @@ class Dataset:
         with _parsing(self.file):
             found = self.handle.id.get_storage_size()
         if self.shape is None or found != self.bytes:
-            raise CheckpointCorruptError.of(f"{self.shown} has {found} bytes in the file, but should have {self.bytes}")
+            raise CheckpointCorruptError.of(
+                f"weights file {self.file.name}: dataset {self.path!r} has {found} bytes in the file, but should have {self.bytes}"
+            )
 
     def read_into(self, start: int, out: Array) -> None:
         """Fill `out`, [n, ...] of the array's dtype, with the existing rows [start, start + n)."""
@@ -162,28 +159,23 @@ def list_file(window: Window) -> Listing:
             path, group = pending.pop()
             if path.rpartition("/")[2] == _VARS:
                 groups[path] = _text(group, "name")
-            for name, child in _children(h5py, path, group, seen):
+            for key in group:
+                name = f"{path}/{key}" if path else key
+                link = group.get(key, getlink=True)
+                # A link could lead to any other file of this machine.
+                if not isinstance(link, h5py.HardLink):
+                    raise ValueError(f"{name!r} is a {type(link).__name__}, which is not followed")
+                child = group[key]
+                address = h5py.h5o.get_info(child.id).addr
+                if address in seen:
+                    raise ValueError(f"object {name!r} is listed twice, or is inside itself")
+                seen.add(address)
                 if isinstance(child, h5py.Group):
                     pending.append((name, child))
                 elif isinstance(child, h5py.Dataset):
                     datasets[name] = _dataset(h5py, window, name, child)
         opened.pop_all()
     return Listing(file, groups, datasets)
-
-
-def _children(h5py: Any, path: str, group: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    for name in group:
-        child = f"{path}/{name}" if path else name
-        link = group.get(name, getlink=True)
-        # A link could lead to any other file of this machine.
-        if not isinstance(link, h5py.HardLink):
-            raise ValueError(f"{child!r} is a {type(link).__name__}, which is not followed")
-        found = group[name]
-        address = h5py.h5o.get_info(found.id).addr
-        if address in seen:
-            raise ValueError(f"object {child!r} is listed twice, or is inside itself")
-        seen.add(address)
-        yield child, found
 
 
 def _dataset(h5py: Any, window: Window, path: str, dataset: Any) -> Dataset:
@@ -198,16 +190,10 @@ def _dataset(h5py: Any, window: Window, path: str, dataset: Any) -> Dataset:
             f"weights file {window.name}: dataset {path!r} is stored in chunks, which Keras does not write. Write it in one "
             "piece: h5repack -l CONTI -f NONE IN OUT."
         )
-    dtype = _dtype(h5py, dataset)
+    dtype, stored = str(dataset.dtype.str), dataset.id.get_type()
+    if stored.get_class() != h5py.h5t.OPAQUE and not stored.equal(h5py.h5t.py_create(dataset.dtype)):
+        dtype = f"unusual {dtype}"  # numpy has no type that is exactly that one
     return Dataset(window, path, dataset, dataset.shape, dtype, _text(dataset, "dtype"))
-
-
-def _dtype(h5py: Any, dataset: Any) -> str:
-    """Returns the dtype as numpy spells it, if the type in the file is exactly that one."""
-    dtype, stored = dataset.dtype, dataset.id.get_type()
-    if stored.get_class() == h5py.h5t.OPAQUE or stored.equal(h5py.h5t.py_create(dtype)):
-        return str(dtype.str)
-    return f"unusual {dtype.str}"
 
 
 def _text(thing: Any, name: str) -> str | None:

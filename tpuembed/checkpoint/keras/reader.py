@@ -9,10 +9,9 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from tpuembed.checkpoint.keras.discovery import discover, optimizer_steps
 from tpuembed.checkpoint.keras.hdf5 import READ_BYTES
 from tpuembed.checkpoint.keras.layers import config_below, objects_of_weights
-from tpuembed.checkpoint.keras.tables import Table, own_layer_configs, own_layers
+from tpuembed.checkpoint.keras.tables import Table, discover, optimizer_steps, own_layer_configs, own_layers
 from tpuembed.checkpoint.keras.weights import Weights, find_weights
 from tpuembed.checkpoint.own_layer import CheckpointOfLayers, OwnLayer
 from tpuembed.checkpoint.saved_objects import Objects, Weight
@@ -25,13 +24,7 @@ __all__ = ["KerasCheckpoint"]
 
 class KerasCheckpoint(CheckpointOfLayers):
     """A checkpoint in `.weights.h5`, sharded `.weights.json` or `.keras`, with tables of keras-rs or of
-    `tpuembed.TPUEmbedding`.
-
-    Attributes:
-        format: "keras".
-        path: of the file.
-        options: as they were given.
-        layer_config: of tpuembed's layers, and of keras-rs' layers if a `.keras` file has it; None otherwise.
+    `tpuembed.TPUEmbedding`. If a `.keras` file has the config of keras-rs' layers, it is part of `layer_config`.
     """
 
     format = "keras"
@@ -43,13 +36,23 @@ class KerasCheckpoint(CheckpointOfLayers):
         self.options = dict(options)
         self._config = config_below(weights, str(options.get("root", "")))
         self._weights = weights = weights.below(options["root"]) if "root" in options else weights
-        tables, self.layer_config = discover(weights)
+        self._own_configs = own_layer_configs(weights)
+        tables, self.layer_config = discover(weights, self._own_configs)
         self._found = tables
         for table in tables.values():
             for dataset in (table.dataset, *table.slots.values()):
                 dataset.check_written()
         self._is_verified = False
-        self._tables = {name: _info(table, weights) for name, table in tables.items()}
+        self._tables = {
+            name: TableInfo(
+                name,
+                *table.shape,
+                table.dtype,
+                tuple(sorted(table.slots)),
+                f"in {table.dataset.file.name.rpartition('/')[2]}" if len(weights.windows) > 1 else "",
+            )
+            for name, table in tables.items()
+        }
 
     @classmethod
     def recognises(cls, path: FilePath) -> bool:
@@ -95,7 +98,7 @@ class KerasCheckpoint(CheckpointOfLayers):
 
     @functools.cached_property
     def _own_layers(self) -> Sequence[OwnLayer]:
-        return tuple(own_layers(self._weights, own_layer_configs(self._weights), self._verify))
+        return tuple(own_layers(self._weights, self._own_configs, self._verify))
 
     def _optimizer_steps(self) -> int | None:
         return optimizer_steps(self._weights)
@@ -133,17 +136,7 @@ class _FileLayers:
         return objects_of_weights(self.weights, self.tables)
 
     def read(self, weight: Weight) -> Array:
-        """Return the array of a weight, once all weights are verified.
-
-        Raises:
-            CheckpointCorruptError: as `verify`, or some of it was never written.
-        """
+        """Return the array of a weight, once all weights are verified."""
         self.verify()
         group, _, name = weight.key.rpartition("/")
         return self.weights.groups[group].datasets[name].read()
-
-
-def _info(table: Table, weights: Weights) -> TableInfo:
-    rows, dim = table.shape
-    shard = f"in {table.dataset.file.name.rpartition('/')[2]}" if len(weights.windows) > 1 else ""
-    return TableInfo(table.name, rows, dim, table.dtype, tuple(sorted(table.slots)), shard)

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Self
 
-from tpuembed.checkpoint.keras.archive import CONFIG_NAME, WEIGHTS_NAME, check_crc32, open_archive, parse_config
+from tpuembed.checkpoint.keras.archive import (
+    CONFIG_NAME,
+    MAX_CONFIG_BYTES,
+    WEIGHTS_NAME,
+    check_crc32,
+    open_archive,
+    parse_config,
+)
 from tpuembed.checkpoint.keras.hdf5 import Dataset, Listing, Window, list_file
 from tpuembed.errors import (
     CheckpointCorruptError,
@@ -29,7 +36,6 @@ _ARCHIVE_ENDING: Final = ".keras"
 _H5_ENDINGS: Final = (".h5", ".hdf5")
 _H5_SIGNATURE: Final = b"\x89HDF\r\n\x1a\n"
 _SHARD_NAME: Final = re.compile(r"(?P<base>.+)_\d{5}\.weights\.h5")
-_MAX_CONFIG_BYTES: Final = 16 << 20
 _INDEX_ENDING: Final = ".weights.json"
 """Of a file that maps groups of variables to HDF5 files beside it."""
 _MAX_INDEX_BYTES: Final = 64 << 20
@@ -59,7 +65,7 @@ class Weights:
         path: of the file that a user would give.
         files: all files that were read.
         windows: those of them that are HDF5, opened.
-        handles: the same, as h5py opened them.
+        opened: closes them.
         groups: by path; none in a file that Keras 3 did not write.
         config: the model's, of a `.keras` file; None elsewhere.
         crc32: of the one window, as the `.keras` file that it lies in states it; None elsewhere.
@@ -68,7 +74,7 @@ class Weights:
     path: FilePath
     files: tuple[FilePath, ...]
     windows: tuple[Window, ...]
-    handles: tuple[Any, ...]
+    opened: contextlib.ExitStack
     groups: Mapping[str, Group]
     config: dict[str, Any] | None
     crc32: int | None = None
@@ -84,7 +90,16 @@ class Weights:
         """
         index = _read_index(path) if path.name.endswith(_INDEX_ENDING) else None
         names = sorted({name for names in (index or {}).values() for name in names})
-        parts = [path] if index is None else [_shard_path(path, name) for name in names]
+        parts = [path] if index is None else [path.parent / name for name in names]
+        for part in () if index is None else parts:
+            if isinstance(part, Path) and part.resolve().parent != Path(path.parent).resolve():
+                raise _corrupt_index(
+                    path, f"names {part.name!r}, which is a link to another folder. Copy the file here"
+                )
+            if not part.is_file():
+                raise CheckpointCorruptError(
+                    f"weights file {part}: is missing, but {path} puts weights in it. Copy it here."
+                )
         with contextlib.ExitStack() as opened:
             windows: list[Window] = []
             for part in parts:
@@ -96,8 +111,12 @@ class Weights:
             if path.suffix == _ARCHIVE_ENDING:
                 archive = open_archive(windows[0])
                 windows, config, crc32 = [archive.weights], archive.config, archive.weights_crc32
-            elif (config := _config_beside(path)) is not None:
-                files = (path, path.parent / CONFIG_NAME)
+            elif path.name == WEIGHTS_NAME and (beside := path.parent / CONFIG_NAME).is_file():  # saved unzipped
+                if versions([beside])[0].size > MAX_CONFIG_BYTES:
+                    raise CheckpointCorruptError(
+                        f"model file {beside}: has over {MAX_CONFIG_BYTES} bytes. Give another copy."
+                    )
+                files, config = (path, beside), parse_config(str(path.parent), beside.read_bytes())
             listings: list[Listing] = []
             for window in windows:
                 listings.append(list_file(window))
@@ -109,9 +128,7 @@ class Weights:
             loose = [name for listing in listings for name in listing.datasets if name not in inside]
             if groups and loose:
                 raise _corrupt(path, f"has {loose[0]!r} outside of the groups that Keras writes")
-            opened.pop_all()
-            handles = tuple(listing.file for listing in listings)
-            return cls(path, files, tuple(windows), handles, groups, config, crc32)
+            return cls(path, files, tuple(windows), opened.pop_all(), groups, config, crc32)
 
     def below(self, root: Any) -> Self:
         """Return the groups of the object at `root`, such as layers/functional_1, and of everything below it.
@@ -136,9 +153,6 @@ class Weights:
         """Read the weights of a `.keras` file through, and compare them with the CRC32 of the archive; see `check_crc32`.
 
         Other files keep no checksums, and are not read.
-
-        Raises:
-            CheckpointCorruptError: it differs.
         """
         if self.crc32 is not None:
             check_crc32(self.windows[0], self.crc32)
@@ -151,10 +165,7 @@ class Weights:
 
     def close(self) -> None:
         """Close the files."""
-        for handle in self.handles:
-            handle.close()
-        for window in self.windows:
-            window.file.close()
+        self.opened.close()
 
 
 def find_weights(path: FilePath) -> FilePath | None:
@@ -167,17 +178,34 @@ def find_weights(path: FilePath) -> FilePath | None:
         CheckpointFormatError: a directory has several, or `path` is one of several files that belong together.
     """
     if path.is_file():
-        return _find_file(path)
+        shard = _SHARD_NAME.fullmatch(path.name)
+        if shard and (path.parent / f"{shard['base']}{_INDEX_ENDING}").is_file():
+            raise CheckpointFormatError(
+                f"weights file {path}: is one of several that belong together. Give {shard['base']}{_INDEX_ENDING}."
+            )
+        if path.name.endswith((_INDEX_ENDING, _ARCHIVE_ENDING, *_H5_ENDINGS)):
+            return path
+        if not isinstance(path, Path):
+            return None
+        with open(path, "rb") as file:
+            return path if file.read(len(_H5_SIGNATURE)) == _H5_SIGNATURE else None
     if not path.is_dir():
         return None
-    found = _weights_in(path)
-    latest = _latest([file.name for file in found])
-    if latest is not None:
-        return path / latest
-    if len(found) > 1:
-        shown = first_few(file.name for file in found)
-        raise CheckpointFormatError(f"directory {path}: contains several weight files ({shown}). Give the path of one.")
-    return found[0] if found else None
+    if (path / WEIGHTS_NAME).is_file() and (path / CONFIG_NAME).is_file():
+        return path / WEIGHTS_NAME
+    endings = (_ARCHIVE_ENDING, ".weights.h5", _INDEX_ENDING)
+    names = sorted(child.name for child in path.iterdir() if child.name.endswith(endings))
+    bases = {name.removesuffix(_INDEX_ENDING) for name in names if name.endswith(_INDEX_ENDING)}
+    names = [name for name in names if not ((shard := _SHARD_NAME.fullmatch(name)) and shard["base"] in bases)]
+    names = [name for name in names if (path / name).is_file()]
+    if len(names) < 2:
+        return path / names[0] if names else None
+    latest = _latest(names)
+    if latest is None:
+        raise CheckpointFormatError(
+            f"directory {path}: contains several weight files ({first_few(names)}). Give the path of one."
+        )
+    return path / latest
 
 
 def _latest(names: list[str]) -> str | None:
@@ -185,40 +213,13 @@ def _latest(names: list[str]) -> str | None:
     None.
     """
     parts = [re.split(r"(\d+)", name) for name in names]
-    if len(names) < 2 or len({len(part) for part in parts}) > 1:
+    if len({len(part) for part in parts}) > 1:
         return None
     differ = [index for index, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
     if len(differ) != 1 or differ[0] % 2 == 0:
         return None
     numbers = [int(part[differ[0]]) for part in parts]
     return names[numbers.index(max(numbers))] if len(set(numbers)) == len(numbers) else None
-
-
-def _weights_in(directory: FilePath) -> list[FilePath]:
-    """Return the weights directly in `directory`, sorted: those of an unzipped `.keras` file, or all by their
-    extensions.
-    """
-    if (directory / WEIGHTS_NAME).is_file() and (directory / CONFIG_NAME).is_file():
-        return [directory / WEIGHTS_NAME]
-    endings = (_ARCHIVE_ENDING, ".weights.h5", _INDEX_ENDING)
-    names = sorted(child.name for child in directory.iterdir() if child.name.endswith(endings))
-    bases = {name.removesuffix(_INDEX_ENDING) for name in names if name.endswith(_INDEX_ENDING)}
-    names = [name for name in names if not ((shard := _SHARD_NAME.fullmatch(name)) and shard["base"] in bases)]
-    return [directory / name for name in names if (directory / name).is_file()]
-
-
-def _find_file(path: FilePath) -> FilePath | None:
-    shard = _SHARD_NAME.fullmatch(path.name)
-    if shard and (path.parent / f"{shard['base']}{_INDEX_ENDING}").is_file():
-        raise CheckpointFormatError(
-            f"weights file {path}: is one of several that belong together. Give {shard['base']}{_INDEX_ENDING}."
-        )
-    if path.name.endswith((_INDEX_ENDING, _ARCHIVE_ENDING, *_H5_ENDINGS)):
-        return path
-    if isinstance(path, Path):
-        with open(path, "rb") as file:
-            return path if file.read(len(_H5_SIGNATURE)) == _H5_SIGNATURE else None
-    return None
 
 
 def open_window(path: FilePath) -> Window:
@@ -228,16 +229,6 @@ def open_window(path: FilePath) -> Window:
     except OSError as error:
         raise CheckpointError(f"weights file {path}: cannot be read: {reason(error)}.") from None
     return Window(str(path), file, 0, file.version.size)
-
-
-def _config_beside(path: FilePath) -> dict[str, Any] | None:
-    """Return the config of a model that was saved unzipped."""
-    config = path.parent / CONFIG_NAME
-    if path.name != WEIGHTS_NAME or not config.is_file():
-        return None
-    if versions([config])[0].size > _MAX_CONFIG_BYTES:
-        raise CheckpointCorruptError(f"model file {config}: has over {_MAX_CONFIG_BYTES} bytes. Give another copy.")
-    return parse_config(str(path.parent), config.read_bytes())
 
 
 def _merge_groups(path: FilePath, listings: list[Listing]) -> dict[str, Group]:
@@ -283,11 +274,7 @@ def _corrupt(path: FilePath, what: str) -> CheckpointCorruptError:
 
 
 def _read_index(path: FilePath) -> dict[str, tuple[str, ...]]:
-    """Return group of variables -> names of the files in the folder of `path` that have its arrays.
-
-    Raises:
-        CheckpointCorruptError: it does not parse, or names a file in another folder.
-    """
+    """Return group of variables -> names of the files in the folder of `path` that have its arrays."""
     try:
         if versions([path])[0].size > _MAX_INDEX_BYTES:
             raise _corrupt_index(path, f"has over {_MAX_INDEX_BYTES} bytes")
@@ -299,41 +286,20 @@ def _read_index(path: FilePath) -> dict[str, tuple[str, ...]]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise _corrupt_index(path, "has no mapping `weight_map` of groups to files")
-    found = {group.strip("/"): _names(path, group, value) for group, value in weight_map.items()}
+    found: dict[str, tuple[str, ...]] = {}
+    for group, value in weight_map.items():
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise _corrupt_index(path, f"maps group {group!r} to {value!r}, which are not names of files")
+        for name in names:
+            if not name.isprintable() or name in ("", ".", "..") or "/" in name or "\\" in name:
+                raise _corrupt_index(path, f"names {name!r}, which is not a file beside it")
+        if len(set(names)) != len(names):
+            raise _corrupt_index(path, f"maps group {group!r} to one file twice")
+        found[group.strip("/")] = tuple(names)
     if len(found) != len(weight_map) or len({name for names in found.values() for name in names}) > _MAX_FILES:
         raise _corrupt_index(path, f"names a group twice, or over {_MAX_FILES} files")
     return found
-
-
-def _names(path: FilePath, group: str, value: Any) -> tuple[str, ...]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise _corrupt_index(path, f"maps group {group!r} to {value!r}, which are not names of files")
-    for name in names:
-        _check_name(path, name)
-    if len(set(names)) != len(names):
-        raise _corrupt_index(path, f"maps group {group!r} to one file twice")
-    return tuple(names)
-
-
-def _check_name(path: FilePath, name: str) -> None:
-    """Raise CheckpointCorruptError unless `name` is a file beside the index, as Keras writes it."""
-    if not name.isprintable() or name in ("", ".", "..") or "/" in name or "\\" in name:
-        raise _corrupt_index(path, f"names {name!r}, which is not a file beside it")
-
-
-def _shard_path(index: FilePath, name: str) -> FilePath:
-    """Return the path of the file `name`, which `index` names.
-
-    Raises:
-        CheckpointCorruptError: it is missing, or a link out of the folder.
-    """
-    path = index.parent / name
-    if isinstance(path, Path) and path.resolve().parent != Path(index.parent).resolve():
-        raise _corrupt_index(index, f"names {name!r}, which is a link to another folder. Copy the file here")
-    if not path.is_file():
-        raise CheckpointCorruptError(f"weights file {path}: is missing, but {index} puts weights in it. Copy it here.")
-    return path
 
 
 def _corrupt_index(path: FilePath, what: str) -> CheckpointCorruptError:

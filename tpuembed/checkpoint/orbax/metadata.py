@@ -1,17 +1,124 @@
-"""Reads the tree of one item from its `_METADATA` file: its arrays and where they are stored.
+"""From a user's path to the items of one Orbax checkpoint, and to the trees of arrays in them.
 
-Source: orbax/checkpoint/_src/metadata/tree.py (InternalTreeMetadata) and its ParamInfo names (orbax-checkpoint 0.12).
+Orbax's CheckpointManager writes DIR/<step>/<item>/, and its Checkpointer one item at the given path. An item with
+arrays has a file `_METADATA`, one with a protocol buffer `proto.pbtxt`.
+
+Source: orbax/checkpoint/_src/path/step.py, orbax/checkpoint/_src/handlers; InternalTreeMetadata and ParamInfo names in
+orbax/checkpoint/_src/metadata/tree.py (orbax-checkpoint 0.12).
 """
 
 import dataclasses
 import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
-from tpuembed.checkpoint.orbax.location import MANIFEST, METADATA
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, first_few
 from tpuembed.files import FilePath
 
-__all__ = ["Item", "Leaf", "read_item"]
+__all__ = ["Item", "Leaf", "OrbaxStep", "find_step", "is_orbax", "metadata_files", "read_item"]
+
+_METADATA: Final = "_METADATA"
+_MANIFEST: Final = "manifest.ocdbt"
+_STEP_METADATA: Final = "_CHECKPOINT_METADATA"
+_PROTO: Final = "proto.pbtxt"
+_UNFINISHED: Final = ".orbax-checkpoint-tmp"
+_OLD_AGGREGATE: Final = "checkpoint"
+_NUMBERED: Final = re.compile(r"(?P<prefix>|[^.]*_)(?P<number>\d{1,18})")
+"""A step such as 1200, or with a prefix checkpoint_1200."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OrbaxStep:
+    """One checkpoint.
+
+    Attributes:
+        path: of its folder, or of the only item that the user named.
+        items: the folders with arrays, sorted.
+        protos: the files that may describe how tables are stacked, sorted.
+    """
+
+    path: FilePath
+    items: tuple[FilePath, ...]
+    protos: tuple[FilePath, ...]
+
+
+def is_orbax(path: FilePath) -> bool:
+    """Returns True if `path` is an item, a step, a folder of steps, or one of Orbax's own files."""
+    if path.name in {_METADATA, _MANIFEST, _STEP_METADATA}:
+        return path.is_file()
+    return _is_item(path) or _is_step(path) or _is_old(path) or bool(_steps(path))
+
+
+def find_step(path: FilePath) -> OrbaxStep:
+    """Return the checkpoint that `path`, which `is_orbax` accepts, names: the latest in a folder of steps."""
+    folder = path.parent if path.is_file() else path
+    if _UNFINISHED in folder.name:
+        raise CheckpointFormatError(
+            f"checkpoint {folder}: was never finished (Orbax renames a finished one). Give the path of a finished one."
+        )
+    if _is_old(folder):
+        raise CheckpointFormatError(
+            f"checkpoint {folder}: was written by a version of Orbax that saved no {_METADATA}, which is not "
+            "supported. Restore it with Orbax and save it again."
+        )
+    if _is_item(folder):
+        return OrbaxStep(folder, (folder,), _protos(folder.parent) if _is_step(folder.parent) else ())
+    step = folder
+    if not _is_step(folder):  # the step of the highest number
+        names = [child.name for child in _steps(folder) if _UNFINISHED not in child.name]
+        if not names:
+            raise CheckpointNotFoundError(
+                f"directory {folder}: contains only Orbax checkpoints that were never finished. Wait for one, or give "
+                "the path of another."
+            )
+        numbered = [match for match in map(_NUMBERED.fullmatch, names) if match]
+        if len({match["prefix"] for match in numbered}) > 1:
+            raise CheckpointFormatError(
+                f"directory {folder}: contains several checkpoints ({first_few(names)}). Give the path of one."
+            )
+        step = folder / max(numbered, key=lambda match: int(match["number"]))[0]
+    items = tuple(child for child in _folders(step) if _is_item(child))
+    if not items:
+        raise CheckpointCorruptError.of(f"checkpoint {step}: has {_STEP_METADATA} but no item with {_METADATA}")
+    return OrbaxStep(step, items, _protos(step))
+
+
+def _is_item(folder: FilePath) -> bool:
+    return (folder / _METADATA).is_file() or (folder / _MANIFEST).is_file()
+
+
+def _is_step(folder: FilePath) -> bool:
+    """Returns True for a step. Orbax of 2024 or before wrote no file into it: on a disk it is recognised by its items."""
+    if (folder / _STEP_METADATA).is_file():
+        return True
+    return isinstance(folder, Path) and any(_is_item(child) for child in _folders(folder))
+
+
+def _is_old(folder: FilePath) -> bool:
+    """Returns True for one aggregate file in msgpack beside one folder per array."""
+    if not isinstance(folder, Path) or not (folder / _OLD_AGGREGATE).is_file() or (folder / _METADATA).is_file():
+        return False
+    return any((child / ".zarray").is_file() for child in _folders(folder))
+
+
+def _folders(path: FilePath) -> list[FilePath]:
+    """Return the folders directly below `path`. In a store, files are included, to save requests."""
+    if isinstance(path, Path):
+        return sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
+    return sorted(path.iterdir())
+
+
+def _steps(path: FilePath) -> list[FilePath]:
+    """Return the steps directly below `path`, finished or not."""
+    children = [child for child in _folders(path) if _UNFINISHED in child.name or _NUMBERED.fullmatch(child.name)]
+    return [child for child in children if _UNFINISHED in child.name or _is_step(child)]
+
+
+def _protos(step: FilePath) -> tuple[FilePath, ...]:
+    return tuple(child / _PROTO for child in _folders(step) if (child / _PROTO).is_file())
+
 
 _NO_ARRAYS: Final = frozenset({"scalar", "string", "placeholder", "None", "Dict", "List", "Tuple", "NamedTuple"})
 _SEQUENCE: Final = 1
@@ -71,16 +178,17 @@ class Item:
 
 
 def read_item(folder: FilePath) -> Item:
-    """Return the tree of `folder`.
-
-    Raises:
-        CheckpointCorruptError: its metadata is missing, or not what Orbax writes.
-        CheckpointFormatError: Orbax wrote one array over another.
-    """
-    data, where = _load(folder), f"file {folder / METADATA}"
+    """Return the tree of `folder`."""
+    where = f"file {folder / _METADATA}"
+    try:
+        data = json.loads((folder / _METADATA).read_bytes(), object_pairs_hook=_unique)
+    except FileNotFoundError:
+        raise CheckpointCorruptError.of(f"checkpoint {folder}: has {_MANIFEST} but no {_METADATA}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError.of(f"{where}: is not JSON: {error}") from None
     item = Item(
         folder,
-        ocdbt=_get(where, data, "use_ocdbt", bool, (folder / MANIFEST).is_file()),
+        ocdbt=_get(where, data, "use_ocdbt", bool, (folder / _MANIFEST).is_file()),
         zarr3=_get(where, data, "use_zarr3", bool, False),
         complete=_get(where, data, "store_array_data_equal_to_fill_value", bool, False),
     )
@@ -95,16 +203,6 @@ def read_item(folder: FilePath) -> Item:
                 "over the other. Rename one and save again."
             )
     return dataclasses.replace(item, leaves=leaves)
-
-
-def _load(folder: FilePath) -> Any:
-    path = folder / METADATA
-    try:
-        return json.loads(path.read_bytes(), object_pairs_hook=_unique)
-    except FileNotFoundError:
-        raise CheckpointCorruptError.of(f"checkpoint {folder}: has {MANIFEST} but no {METADATA}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError.of(f"file {path}: is not JSON: {error}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -123,7 +221,7 @@ def _get(where: str, value: Any, key: str, kind: type, default: Any = None) -> A
 
 
 def _leaf(item: Item, name: str, node: Any) -> Leaf:
-    where = f"file {item.folder / METADATA}: {_short(name)!r}"
+    where = f"file {item.folder / _METADATA}: {_short(name)!r}"
     parts = _get(where, node, "key_metadata", list)
     keys = tuple(_get(where, part, "key", str) for part in parts)
     kinds = [_get(where, part, "key_type", int) for part in parts]
@@ -141,10 +239,22 @@ def _leaf(item: Item, name: str, node: Any) -> Leaf:
     leaf = Leaf(item, keys, None if shape is None else tuple(shape), is_array)
     if not item.ocdbt and any(part in {"", ".", ".."} for part in leaf.key.split("/")):
         raise CheckpointCorruptError.of(
-            f"file {item.folder / METADATA}: array {leaf.shown} would be in {leaf.key!r}, outside the checkpoint"
+            f"file {item.folder / _METADATA}: array {leaf.shown} would be in {leaf.key!r}, outside the checkpoint"
         )
     return leaf
 
 
 def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def metadata_files(step: OrbaxStep, items: Iterable[Item]) -> list[FilePath]:
+    """Return the files that change when any array does."""
+    files = list(step.protos)
+    if (step.path / _STEP_METADATA).is_file():
+        files.append(step.path / _STEP_METADATA)
+    for item in items:
+        files.append(item.folder / _METADATA)
+        if item.ocdbt and (item.folder / _MANIFEST).is_file():  # an item without arrays has none
+            files.append(item.folder / _MANIFEST)
+    return files

@@ -3,22 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 
 from tpuembed.checkpoint.orbax.arrays import ArrayStore
-from tpuembed.checkpoint.orbax.location import (
-    MANIFEST,
-    METADATA,
-    STEP_METADATA,
-    OrbaxStep,
-    find_step,
-    is_orbax,
-)
-from tpuembed.checkpoint.orbax.metadata import read_item
+from tpuembed.checkpoint.orbax.metadata import OrbaxStep, find_step, is_orbax, metadata_files, read_item
 from tpuembed.checkpoint.orbax.stack_specs import given_specs, saved_specs, to_mapping
 from tpuembed.checkpoint.orbax.tables import open_tables
 from tpuembed.checkpoint.types import Array, Checkpoint
@@ -35,10 +27,8 @@ class OrbaxCheckpoint(Checkpoint):
     """A checkpoint written by Orbax.
 
     Attributes:
-        format: "orbax".
         path: of the step's folder, of the item's, or of one of their files if that was named.
         options: embedding_spec as a mapping, chunk_memory_bytes.
-        layer_config: None.
     """
 
     format = "orbax"
@@ -47,7 +37,12 @@ class OrbaxCheckpoint(Checkpoint):
     recognises = staticmethod(is_orbax)
 
     def __init__(self, step: OrbaxStep, options: Mapping[str, Any]) -> None:
-        memory = _byte_count(options.get(_MEMORY))
+        memory = options.get(_MEMORY)
+        if isinstance(memory, str) and memory.isascii() and memory.isdigit() and len(memory) < 20:
+            memory = int(memory)  # a command line gives it as text
+        if memory is not None:
+            check_count(_MEMORY, memory)
+            memory = int(memory)
         given = given_specs(options[_SPEC]) if _SPEC in options else None
         self.path = str(step.path)
         self.options: dict[str, Any] = {} if given is None else {_SPEC: to_mapping(given)}
@@ -104,43 +99,18 @@ class OrbaxCheckpoint(Checkpoint):
         """
         digest = hashlib.sha256()
         try:
-            files = list(self._metadata_files())
+            files = metadata_files(self._step, self._items)
             for path in files:
                 digest.update(path.read_bytes())
             for folder in self._step.items:
-                files += _files_below(folder)
+                if isinstance(folder, Path):  # in a store, every change also renames files in the metadata
+                    files += sorted(Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
             digest.update(json.dumps([(version.size, version.tag) for version in versions(files)]).encode())
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.path}: cannot be read any more: {reason(error)}.") from None
         return digest.hexdigest()
 
-    def _metadata_files(self) -> Iterator[FilePath]:
-        yield from self._step.protos
-        if (self._step.path / STEP_METADATA).is_file():
-            yield self._step.path / STEP_METADATA
-        for item in self._items:
-            yield item.folder / METADATA
-            if item.ocdbt and (item.folder / MANIFEST).is_file():  # an item without arrays has none
-                yield item.folder / MANIFEST
-
     def _check(self, table: str, slot: str | None) -> None:
         if self._closed:
             raise CheckpointError(f"checkpoint {self.path}: is closed. Open it again.")
         super()._check(table, slot)
-
-
-def _byte_count(value: Any) -> int | None:
-    """Return chunk_memory_bytes as an integer. A command line gives it as text."""
-    if value is None:
-        return None
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
-        value = int(value)
-    check_count(_MEMORY, value)
-    return int(value)
-
-
-def _files_below(folder: FilePath) -> list[FilePath]:
-    """Return the files below `folder`, sorted; none in a store, where every change also renames files in the metadata."""
-    if not isinstance(folder, Path):
-        return []
-    return sorted(Path(parent, name) for parent, _, names in os.walk(folder) for name in names)

@@ -73,12 +73,7 @@ _MESSAGES: Final = {
 
 
 def saved_specs(protos: Iterable[FilePath]) -> tuple[StackSpec, ...]:
-    """Return the specs in the checkpoint's only EmbeddingSpecProto, or () if it has none.
-
-    Raises:
-        CheckpointCorruptError: it is damaged.
-        CheckpointFormatError: there are several.
-    """
+    """Return the specs in the checkpoint's only EmbeddingSpecProto, or () if it has none."""
     found = {}
     for path in protos:
         try:
@@ -146,25 +141,34 @@ def _read(path: FilePath) -> str:
 def _from_mapping(where: str, stacks: Any) -> tuple[StackSpec, ...]:
     """Return the specs in a mapping of the module's form. It may also have the proto's other fields."""
     specs = []
-    for name, stack in _checked(where, stacks).items():
+    _check_mapping(where, stacks)
+    for name, stack in stacks.items():
         inside = f"{where}: stack {name!r}"
-        check_keys(inside, _checked(inside, stack), (*_STACK_NUMBERS, "tables"))
-        tables = []
-        for table, numbers in _checked(f"{inside}: tables", stack.get("tables")).items():
-            of_table = f"{inside}: table {table!r}"
-            check_keys(of_table, _checked(of_table, numbers), _TABLE_NUMBERS)
-            counts = _counts(of_table, numbers, _TABLE_NUMBERS, ("vocab_size", "embedding_dim"))
-            tables.append(TableSpec(table, **counts))
-        counts = _counts(inside, stack, _STACK_NUMBERS, ("num_sparsecores",))
-        specs.append(StackSpec(name, tables=tuple(tables), **counts))
+        counts = _counts(inside, stack, _STACK_NUMBERS, ("num_sparsecores",), ("tables",))
+        _check_mapping(f"{inside}: tables", stack.get("tables"))
+        tables = tuple(
+            TableSpec(table, **_counts(f"{inside}: table {table!r}", numbers, _TABLE_NUMBERS, _TABLE_NUMBERS[:2]))
+            for table, numbers in stack["tables"].items()
+        )
+        specs.append(StackSpec(name, tables=tables, **counts))
     _check_apart(where, "tables", [table.name for spec in specs for table in spec.tables])
     return tuple(specs)
 
 
-def _checked(where: str, value: Any) -> Mapping[str, Any]:
+def _counts(
+    where: str, values: Any, names: Sequence[str], required: Sequence[str], others: Sequence[str] = ()
+) -> dict[str, int]:
+    _check_mapping(where, values)
+    check_keys(where, values, (*names, *others))
+    counts = {name: values.get(name, 0) for name in names}
+    for name, value in counts.items():
+        check_count(f"{where}: {name}", value, 1 if name in required else 0)
+    return counts
+
+
+def _check_mapping(where: str, value: Any) -> None:
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) and key for key in value):
         raise ConfigError(f"{where} must be a mapping by name, got {str(value)[:100]}.")
-    return value
 
 
 def _parse(text: str) -> Any:
@@ -198,13 +202,6 @@ def _from_proto(message: Any) -> tuple[StackSpec, ...]:
 def _numbers(message: Any, names: Sequence[str]) -> dict[str, int]:
     """Return the numbers of a spec, or of its proto, that are not missing."""
     return {name: number for name in names if (number := getattr(message, name))}
-
-
-def _counts(where: str, values: Mapping[str, Any], names: Sequence[str], required: Sequence[str]) -> dict[str, int]:
-    counts = {name: values.get(name, 0) for name in names}
-    for name, value in counts.items():
-        check_count(f"{where}: {name}", value, 1 if name in required else 0)
-    return counts
 
 
 def _check_apart(where: str, kind: str, names: Iterable[str]) -> None:

@@ -1,22 +1,151 @@
 """Finds the arrays of an Orbax checkpoint that are tables and slots, opens them, and checks their shapes and layouts.
 
-Source of the names: keras.Model.get_state_tree, keras/src/optimizers/base_optimizer.py (add_variable_from_reference).
+Source of the names: keras.Model.get_state_tree, keras/src/optimizers/base_optimizer.py (add_variable_from_reference);
+keras_rs/src/layers/embedding/jax/distributed_embedding.py (`var:{stack}:table[:slot:{slot}]`);
+jax_tpu_embedding/sparsecore/lib/nn/embedding.py (EmbeddingVariables: `table`, `slot`).
 """
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from tpuembed.checkpoint.bundle.rows import ModSharded
+from tpuembed.checkpoint.bundle.sparsecore import TableLayout, check_stack
 from tpuembed.checkpoint.orbax.arrays import ArrayStore, StoredArray
 from tpuembed.checkpoint.orbax.metadata import Leaf
-from tpuembed.checkpoint.orbax.stack_specs import StackSpec
-from tpuembed.checkpoint.orbax.stacks import TableLeaves, find_stacks, match_specs, place_tables
+from tpuembed.checkpoint.orbax.stack_specs import HOW_TO_SAY, StackSpec, short_stack_name
 from tpuembed.checkpoint.types import TableInfo, by_name
-from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMismatchError
+from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointMismatchError, first_few
+from tpuembed.formats.protobuf import MalformedError
 
 __all__ = ["StoredTable", "open_tables"]
+
+_PREFIX, _TABLE, _SLOT = "var:", ":table", ":table:slot:"
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLeaves:
+    """The leaves of a table or of a stack: its rows, and its slots by name."""
+
+    name: str
+    table: Leaf
+    slots: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
+
+
+def find_stacks(leaves: Sequence[Leaf], names: Iterable[str] = ()) -> list[TableLeaves]:
+    """Return the stacks of keras-rs and of jax-tpu-embedding, and other leaves with one of `names`, which a spec has."""
+    found: defaultdict[str, defaultdict[str | None, list[Leaf]]] = defaultdict(lambda: defaultdict(list))
+    known = frozenset(names)
+    children: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
+    for leaf in leaves:
+        for depth in range(1, len(leaf.path)):
+            children[leaf.path[:depth]].add(leaf.path[depth])
+    # The paths that have exactly `table` and, of any form, `slot` under them.
+    nodes = {path for path, below in children.items() if below == {"table", "slot"}}
+    for leaf in leaves:
+        role = _role(leaf, nodes, known)
+        if role is not None and leaf.is_array:
+            found[role[0]][role[1]].append(leaf)
+    return [
+        TableLeaves(
+            name,
+            _only(f"stack {name!r}", kept[None]),
+            {
+                slot: _only(f"slot {slot!r} of stack {name!r}", of_slot)
+                for slot, of_slot in kept.items()
+                if slot is not None
+            },
+        )
+        for name, kept in sorted(found.items())
+        if None in kept
+    ]
+
+
+def _only(what: str, found: Sequence[Leaf]) -> Leaf:
+    if len(found) > 1:
+        shown = " and ".join(leaf.shown for leaf in found[:3])
+        raise CheckpointFormatError(
+            f"checkpoint {found[0].item.folder}: {shown} are both {what}. Give the path of the item with the "
+            "tables, or save them without the other."
+        )
+    return found[0]
+
+
+def _role(leaf: Leaf, nodes: Collection[tuple[str, ...]], known: Collection[str]) -> tuple[str, str | None] | None:
+    """Return the stack that a leaf belongs to, and the slot that it is; None for its rows."""
+    path, name = leaf.path, leaf.path[-1]
+    if name.startswith(_PREFIX) and name.endswith(_TABLE):  # keras-rs
+        return name[len(_PREFIX) : -len(_TABLE)], None
+    if name.startswith(_PREFIX) and _SLOT in name[len(_PREFIX) :]:
+        stack, _, slot = name[len(_PREFIX) :].rpartition(_SLOT)
+        return stack, slot
+    if path[:-1] in nodes and name == "table":  # jax-tpu-embedding
+        return path[-2], None
+    for depth in range(1, len(path) - 1):
+        if path[:depth] in nodes and path[depth] == "slot":
+            return path[depth - 1], "/".join(path[depth + 1 :])
+    if name in known:
+        return name, None
+    return (path[-2], None) if path[-2:-1] and path[-2] in known and name == "table" else None
+
+
+def match_specs(where: str, stacks: Iterable[TableLeaves], specs: Sequence[StackSpec]) -> dict[str, StackSpec]:
+    """Return the spec of each stack."""
+    found = [stack.name for stack in stacks]
+    if found and not specs:
+        raise CheckpointFormatError(
+            f"checkpoint {where}: its tables are stacked on SparseCores ({_shown(found)}), and it does not record "
+            f"how. {HOW_TO_SAY}."
+        )
+    by_name = {spec.name if spec.name in found else short_stack_name(spec.name): spec for spec in specs}
+    missing = sorted(set(found) ^ set(by_name))
+    if missing:
+        raise CheckpointMismatchError(
+            f"checkpoint {where}: its stacks are {_shown(found)}, but those of the embedding spec are {_shown(by_name)}. "
+            f"{missing[0]!r} is in only one of them. Give the spec that the model was trained with."
+        )
+    return by_name
+
+
+def _shown(names: Iterable[str]) -> str:
+    return first_few(sorted(names)) or "none"
+
+
+def place_tables(where: str, spec: StackSpec, shape: tuple[int, int]) -> list[TableLayout]:
+    """Return the places of the tables of a stack [rows, dim], checked against its shape."""
+    rows, dim = shape
+    cores = spec.num_sparsecores
+    said = (spec.stack_vocab_size or rows, spec.stack_embedding_dim or dim)
+    layouts = []
+    try:
+        if said != shape or rows % cores:
+            raise MalformedError(f"its stack of {list(said)} does not fit {cores} SparseCores")
+        for table in spec.tables:
+            # A table takes the rows in its spec, or else the fewest possible; the rest is the stack's padding.
+            padded_rows = table.padded_vocab_size or -(-table.vocab_size // cores) * cores
+            layout = TableLayout(
+                table=table.name,
+                stack=spec.name,
+                num_sparse_cores=cores,
+                num_partitions=1,
+                shard_rows=rows // cores,
+                shape=(table.vocab_size, table.embedding_dim),
+                padded_shape=(padded_rows, table.padded_embedding_dim or dim),
+                offset=table.row_offset_in_shard,
+                rotation=table.shard_rotation,
+            )
+            if layout.stack_shape != shape:
+                raise MalformedError(f"the layout of table {table.name!r} has {layout.padded_shape[1]} columns")
+            layouts.append(layout)
+        check_stack(spec.name, layouts)
+    except MalformedError as error:
+        raise CheckpointMismatchError(
+            f"checkpoint {where}: stack {spec.name!r} is {list(shape)}, which does not match the embedding spec: "
+            f"{error}. Give the spec that the model was trained with."
+        ) from None
+    return layouts
+
 
 _FLOATS: Final = frozenset({"float32", "float64", "float16", "bfloat16"})
 _VARIABLES: Final = frozenset({"trainable_variables", "non_trainable_variables"})
@@ -47,11 +176,7 @@ for other quantities: RMSprop's velocity, Lion's momentum.
 
 
 def _keras_tables(leaves: Sequence[Leaf]) -> Iterator[TableLeaves]:
-    """Yield the embedding layers of keras-rs and Keras, by their table's name, with their slots in optimizers.
-
-    Raises:
-        CheckpointFormatError: a table is more than its `embeddings`.
-    """
+    """Yield the embedding layers of keras-rs and Keras, by their table's name, with their slots in optimizers."""
     variables = [leaf for leaf in leaves if leaf.path[0] in _VARIABLES]
     paths = {leaf.path for leaf in variables}
     kept = _optimizer_slots([leaf for leaf in leaves if leaf.path[0] == _OPTIMIZERS], variables)
@@ -117,10 +242,6 @@ def open_tables(
     """Return all tables by name: stacks and embedding layers, or else all matrices of floats.
 
     `specs` say how tables are stacked; () if that is not known.
-
-    Raises:
-        CheckpointFormatError: there is no table, or two have the same name.
-        CheckpointMismatchError, CheckpointCorruptError: specs or metadata contradict the arrays.
     """
     stacks = find_stacks(leaves, [spec.name for spec in specs])
     specs_by_name = match_specs(where, stacks, specs)

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.files import FilePath
 from tpuembed.manifest import Manifest
 
@@ -26,18 +25,18 @@ def describe_checkpoint(path: str | FilePath, *, checkpoint_options: Mapping[str
         TpuEmbedError: as `open_checkpoint`.
     """
     with open_checkpoint(path, **(checkpoint_options or {})) as checkpoint:
-        tables = [_describe(checkpoint, info) for info in checkpoint.tables().values()]
+        tables = []
+        for info in checkpoint.tables().values():
+            size = info.rows * info.dim * info.dtype.itemsize * (1 + len(info.slots))
+            table = dataclasses.asdict(info) | {"dtype": str(info.dtype), "bytes": size}
+            if stamps := checkpoint.stamps.get(info.name):
+                table["tracked_updates"] = stamps.history.updates
+            if names := checkpoint.vocabularies.get(info.name):
+                table["vocabulary"] = dataclasses.asdict(names.header)
+            tables.append(table)
         found = {"path": checkpoint.path, "format": checkpoint.format, "tables": tables}
         found["bytes"] = sum(table["bytes"] for table in tables)
         return found | ({"config": checkpoint.layer_config} if checkpoint.layer_config else {})
-
-
-def _describe(checkpoint: Checkpoint, info: TableInfo) -> dict[str, Any]:
-    size = info.rows * info.dim * info.dtype.itemsize * (1 + len(info.slots))
-    found = dataclasses.asdict(info) | {"dtype": str(info.dtype), "bytes": size}
-    stamps, names = checkpoint.stamps.get(info.name), checkpoint.vocabularies.get(info.name)
-    found |= {} if stamps is None else {"tracked_updates": stamps.history.updates}
-    return found | ({} if names is None else {"vocabulary": dataclasses.asdict(names.header)})
 
 
 def describe_export(version: FilePath, manifest: Manifest) -> dict[str, Any]:

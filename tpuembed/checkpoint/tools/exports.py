@@ -132,13 +132,11 @@ class _ExportTables(Checkpoint):
         self._entries = {table.name: table for table in manifest.tables}
         self._stacks = {stack.name: stack for stack in manifest.stacks}
         self._rows = {stack.name: StackRows(version, stack) for stack in manifest.stacks}
-        self._tables = {name: self._info(name) for name in self._entries}
-
-    def _info(self, table: str) -> TableInfo:
-        entry = self._entries[table]
-        stored = self._stacks[entry.stack].storage
-        dtype = numpy_dtype("float32" if stored == "int8" else stored)
-        return TableInfo(table, entry.rows, entry.dim, dtype, layout=f"stored as {stored}")
+        self._tables = {}
+        for table in manifest.tables:
+            stored = self._stacks[table.stack].storage
+            dtype = numpy_dtype("float32" if stored == "int8" else stored)
+            self._tables[table.name] = TableInfo(table.name, table.rows, table.dim, dtype, layout=f"stored as {stored}")
 
     def _dtype(self, table: str, slot: str | None) -> np.dtype[Any]:  # noqa: ARG002 - exports have no slots
         return self._tables[table].dtype

@@ -126,8 +126,16 @@ def stream_named_rows(
     """
     with open_tables(path, checkpoint_options or {}) as checkpoint:
         vocabulary = vocabulary_of(checkpoint, table)
-        numbers = _numbers_of(checkpoint.path, table, vocabulary, names)
-        info = checkpoint.tables()[table]
+        where, info = f"{checkpoint.path}: table {table!r}", checkpoint.tables()[table]
+        if vocabulary.dtype == "int64":
+            try:
+                names = [int(name) for name in names]
+            except ValueError:
+                raise ConfigError(f"{where}: its names are integers, got {list(names)!r}.") from None
+        numbers = vocabulary.lookup(names)
+        for name, number in zip(names, numbers.tolist(), strict=True):
+            if number < vocabulary.oov_buckets:
+                raise ConfigError(f"{where} has no row of the name {name!r}. Print names with head --names.")
         step = max(1, _PIECE_BYTES // max(1, info.dim * info.dtype.itemsize))
         for first in range(0, len(numbers), step):
             chosen = numbers[first : first + step]
@@ -142,17 +150,3 @@ def _names_of(vocabulary: Vocabulary | None, numbers: Array) -> tuple[Name, ...]
     named = numbers[numbers < vocabulary.rows]
     found = dict(zip(named.tolist(), vocabulary.names(named), strict=True))
     return tuple(found.get(number) for number in numbers.tolist())
-
-
-def _numbers_of(path: str, table: str, vocabulary: Vocabulary, names: Sequence[str | bytes | int]) -> Array:
-    where = f"{path}: table {table!r}"
-    if vocabulary.dtype == "int64":
-        try:
-            names = [int(name) for name in names]
-        except ValueError:
-            raise ConfigError(f"{where}: its names are integers, got {list(names)!r}.") from None
-    numbers = vocabulary.lookup(names)
-    for name, number in zip(names, numbers.tolist(), strict=True):
-        if number < vocabulary.oov_buckets:
-            raise ConfigError(f"{where} has no row of the name {name!r}. Print names with head --names.")
-    return numbers

@@ -1,5 +1,6 @@
 """Verifies every checksum of a checkpoint or export, in bounded memory."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 
 from tpuembed.checkpoint import find_format, open_checkpoint
 from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
-from tpuembed.checkpoint.keras.archive import member_damage, member_sizes
+from tpuembed.checkpoint.keras.archive import opened_archive
 from tpuembed.checkpoint.keras.weights import open_window
 from tpuembed.checkpoint.location import find_bundle
 from tpuembed.checkpoint.tools.exports import find_export
@@ -19,14 +20,14 @@ from tpuembed.files import FilePath, as_path, names_below, versions
 from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, graph_crc32c, mapped_folders, size_faults
 from tpuembed.formats.tensor_bundle import Bundle
 from tpuembed.formats.tensor_bundle.verification import Damage, damaged_parts, unchecked_keys
-from tpuembed.manifest import MANIFEST_PATH, FileEntry, Manifest
+from tpuembed.manifest import MANIFEST_PATH, Manifest
 
 __all__ = ["VerifyReport", "verify_files"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
 
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES, _MEMBER_PIECE_BYTES = 16 << 20, 1 << 20
 _VARIABLES = Path("variables") / "variables"
 _FREE = MANIFEST_PATH.parent.name
 """A folder that may have other files: warm-up records, notes of a deployment."""
@@ -82,24 +83,37 @@ def verify_files(
     if export:
         counter.total = _total_bytes(export[1])
         return _verify_export(*export, counter)
-    prefix = _bundle_of(as_path(path))
+    try:
+        # What `open_checkpoint` would read, even if it has no tables.
+        prefix = find_bundle(as_path(path)) if find_format(as_path(path)) is BundleCheckpoint else None
+    except (OSError, ValueError):  # no permission, or a name too long: `open_checkpoint` raises the same error
+        prefix = None
     if prefix is not None:
         with Bundle.open(prefix) as bundle:
-            return _verify_bundle(bundle, counter)
+            unchecked = unchecked_keys(bundle)
+            entries = [entry for key, entry in bundle.entries.items() if key not in unchecked]
+            counter.total = sum(part.size for entry in entries for part in entry.parts())
+            return VerifyReport(
+                path=str(prefix),
+                entries=len(bundle.entries),
+                bytes=counter.total,
+                damaged=tuple(damaged_parts(bundle, counter)),
+                unchecked=tuple(
+                    f"tensor {key!r}: has dtype variant, whose checksum is not supported" for key in unchecked
+                ),
+            )
     with open_checkpoint(path, **(checkpoint_options or {})) as checkpoint:
         if checkpoint.path.endswith(".keras"):
             report = _verify_archive(checkpoint.path, counter)
         else:
             report = _read_through(checkpoint, counter)
-        return dataclasses.replace(report, damaged=(*report.damaged, *_damaged_vocabularies(checkpoint)))
-
-
-def _bundle_of(path: FilePath) -> FilePath | None:
-    """Return the prefix of the bundle that `open_checkpoint` would read, even if it has no tables."""
-    try:
-        return find_bundle(path) if find_format(path) is BundleCheckpoint else None
-    except (OSError, ValueError):  # no permission, or a name too long: `open_checkpoint` raises the same error
-        return None
+        damaged = list(report.damaged)
+        for table in checkpoint.tables():
+            try:
+                checkpoint.vocabulary(table)
+            except CheckpointCorruptError as error:
+                damaged.append(Damage(f"vocabulary of table {table!r}", checkpoint.path, str(error)))
+        return dataclasses.replace(report, damaged=tuple(damaged))
 
 
 class _Counter:
@@ -114,38 +128,21 @@ class _Counter:
             self._on_progress(self.done, self.total)
 
 
-def _verify_bundle(bundle: Bundle, counter: _Counter) -> VerifyReport:
-    unchecked = unchecked_keys(bundle)
-    parts = [part for key, entry in bundle.entries.items() if key not in unchecked for part in entry.parts()]
-    counter.total += sum(part.size for part in parts)
-    return VerifyReport(
-        path=str(bundle.prefix),
-        entries=len(bundle.entries),
-        bytes=sum(part.size for part in parts),
-        damaged=tuple(damaged_parts(bundle, counter)),
-        unchecked=(*(f"tensor {key!r}: has dtype variant, whose checksum is not supported" for key in unchecked),),
-    )
-
-
-def _damaged_vocabularies(checkpoint: Checkpoint) -> Iterator[Damage]:
-    for table in checkpoint.tables():
-        try:
-            checkpoint.vocabulary(table)
-        except CheckpointCorruptError as error:
-            yield Damage(f"vocabulary of table {table!r}", checkpoint.path, str(error))
-
-
 def _verify_archive(path: str, counter: _Counter) -> VerifyReport:
     """Verify a `.keras` file: a zip archive has a CRC32 of every file in it."""
-    window = open_window(as_path(path))
-    try:
-        sizes = member_sizes(window)
+    window, damaged = open_window(as_path(path)), []
+    with contextlib.closing(window.file):
+        with opened_archive(window) as archive:
+            sizes = {member.filename: member.file_size for member in archive.infolist()}
         counter.total = sum(sizes.values())
-        found = ((name, member_damage(window, name, counter)) for name in sizes)
-        damaged = tuple(Damage(name, path, reason) for name, reason in found if reason is not None)
-    finally:
-        window.file.close()
-    return VerifyReport(path=path, entries=len(sizes), bytes=counter.done, damaged=damaged)
+        for name in sizes:
+            try:
+                with opened_archive(window) as archive, archive.open(name) as member:
+                    while piece := member.read(_MEMBER_PIECE_BYTES):
+                        counter(len(piece))
+            except CheckpointCorruptError as error:
+                damaged.append(Damage(name, path, str(error)))
+    return VerifyReport(path=path, entries=len(sizes), bytes=counter.done, damaged=tuple(damaged))
 
 
 def _read_through(checkpoint: Checkpoint, counter: _Counter) -> VerifyReport:
@@ -221,29 +218,26 @@ def _damaged_stacks(version: FilePath, manifest: Manifest, on_read: OnRead) -> I
 
 def _damaged_files(version: FilePath, manifest: Manifest, on_read: OnRead) -> Iterator[Damage]:
     for name, entry in manifest.files.items():
+        path, reason, actual = version / name, "", entry.crc32c
         try:
-            reason = _file_fault(version, name, entry, manifest, on_read)
+            if name == GRAPH_FILE.as_posix():
+                graph = path.read_bytes()
+                on_read(entry.size)
+                actual = graph_crc32c(graph, manifest)
+                if manifest.layout == "mmap" and len(folders := mapped_folders(graph, manifest)) > 1:
+                    reason = f"maps its tables from several folders: {', '.join(map(repr, sorted(folders)))}"
+            elif (size := versions([path])[0].size) != entry.size:
+                reason = f"has {size} bytes, but the manifest has {entry.size}"
+            else:
+                actual = file_crc32c(path, on_read)
         except FileNotFoundError:
             reason = "is missing"
         except (OSError, ConfigError) as error:
             reason = f"cannot be read: {error}"
+        if not reason and actual != entry.crc32c:
+            reason = f"has CRC32C {actual:#010x}, but the manifest has {entry.crc32c:#010x}"
         if reason:
-            yield Damage(name, str(version / name), reason)
-
-
-def _file_fault(version: FilePath, name: str, entry: FileEntry, manifest: Manifest, on_read: OnRead) -> str | None:
-    path = version / name
-    if name == GRAPH_FILE.as_posix():
-        graph = path.read_bytes()
-        on_read(entry.size)
-        actual = graph_crc32c(graph, manifest)
-        if manifest.layout == "mmap" and len(folders := mapped_folders(graph, manifest)) > 1:
-            return f"maps its tables from several folders: {', '.join(map(repr, sorted(folders)))}"
-    elif (size := versions([path])[0].size) != entry.size:
-        return f"has {size} bytes, but the manifest has {entry.size}"
-    else:
-        actual = file_crc32c(path, on_read)
-    return None if actual == entry.crc32c else f"has CRC32C {actual:#010x}, but the manifest has {entry.crc32c:#010x}"
+            yield Damage(name, str(path), reason)
 
 
 def _other_folder(version: FilePath, manifest: Manifest) -> Iterator[str]:

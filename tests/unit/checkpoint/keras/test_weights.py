@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -17,10 +15,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
+from tests.support.checkpoint.keras_files import LAYER, write_archive, write_sparse_table, write_tables
 from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.keras.discovery import layer_configs
 from tpuembed.checkpoint.tools import verify_files
 from tpuembed.config import ServingConfig, feature_config_from_dict
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, UnknownTableError
@@ -177,47 +174,43 @@ def distributed_embedding(**fields: Any) -> dict[str, Any]:
     return {"class_name": "DistributedEmbedding", "config": {"name": "de", **fields}}
 
 
-def test_tuples_and_lists_of_features() -> None:
-    """As Keras' serialization writes them."""
-    tables = [{"name": name, "vocabulary_size": 9, "embedding_dim": 4} for name in ("a", "b")]
-    leaf = {"name": "x", "table": 1}
-    nested = {"class_name": "__tuple__", "items": [leaf, [{"deep": {"name": "y", "table": 0}}]]}
-    (found,) = layer_configs({"layers": [distributed_embedding(tables=tables, feature_configs=nested)]})
-    assert found.features == [{"table": "b"}, [{"deep": {"table": "a"}}]]
-
-
-@pytest.mark.parametrize(
-    "features",
-    [None, 3, {"x": {"name": "x", "table": 7}}, {"x": {"name": "x", "table": -1}}, {"x": None}, [[]] * 2 + [1]],
-)
-def test_features_that_are_none(features: Any) -> None:
-    tables = [{"name": "a", "vocabulary_size": 9, "embedding_dim": 4}]
-    (found,) = layer_configs(distributed_embedding(tables=tables, feature_configs=features))
-    assert found.features is None
-    assert list(found.tables) == ["a"]
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"tables": 3}, {"tables": [3]}, {"tables": [{"name": "a"}]}, {"name": 3, "tables": []}]
-)
-def test_layers_that_are_none(fields: dict[str, Any]) -> None:
-    assert not list(layer_configs(distributed_embedding(**fields)))
-
-
-def archive_with(tmp_path: Path, *tables: dict[str, Any]) -> Path:
+def archive_with(tmp_path: Path, *tables: Any, features: Any = None, name: Any = "de") -> Path:
+    """A `.keras` file with tables user and item, and a config of them."""
     weights = write_tables(tmp_path / "m.weights.h5", {"user": TABLE, "item": TABLE[:5]})
-    features = {"x": {"name": "x", "table": 0}}
-    config = {"layers": [distributed_embedding(tables=list(tables), feature_configs=features)]}
-    return write_archive(tmp_path / "m.keras", weights, config)
+    features = features or {"x": {"name": "x", "table": 0}}
+    layer = distributed_embedding(name=name, tables=list(tables), feature_configs=features)
+    return write_archive(tmp_path / "m.keras", weights, {"layers": [layer]})
 
 
 USER = {"name": "user", "vocabulary_size": 9, "embedding_dim": 4, "combiner": "sum"}
 ITEM = {"name": "item", "vocabulary_size": 5, "embedding_dim": 4, "combiner": "sum"}
 
 
-def test_config_and_weights_agree(tmp_path: Path) -> None:
-    with open_checkpoint(archive_with(tmp_path, USER, ITEM)) as checkpoint:
+@pytest.mark.parametrize(
+    ("features", "found"),
+    [
+        # As Keras' serialization writes tuples and lists.
+        (
+            {"class_name": "__tuple__", "items": [{"name": "x", "table": 1}, [{"deep": {"name": "y", "table": 0}}]]},
+            [{"table": "item"}, [{"deep": {"table": "user"}}]],
+        ),
+        (3, None),
+        ({"x": {"name": "x", "table": 7}}, None),
+        ({"x": {"name": "x", "table": -1}}, None),
+        ({"x": None}, None),
+        ([[]] * 2 + [1], None),
+    ],
+)
+def test_features_in_a_config(tmp_path: Path, features: Any, found: Any) -> None:
+    with open_checkpoint(archive_with(tmp_path, USER, ITEM, features=features)) as checkpoint:
         assert set(checkpoint.tables()) == {"user", "item"}
+        assert (checkpoint.layer_config or {}).get("features") == found
+
+
+@pytest.mark.parametrize("tables", [[3], [{"name": "a"}], [USER, ITEM]])
+def test_layers_that_are_none(tmp_path: Path, tables: list[Any]) -> None:
+    with open_checkpoint(archive_with(tmp_path, *tables, name=3)) as checkpoint:
+        assert checkpoint.layer_config is None
 
 
 def test_tables_that_are_not_in_the_weights(tmp_path: Path) -> None:
@@ -421,48 +414,10 @@ def test_many_threads_and_strided_targets(tmp_path: Path) -> None:
     assert not wrong
 
 
-PEAK = """
-import sys, numpy as np
-from tpuembed.checkpoint import open_checkpoint
-def peak():
-    return next(int(line.split()[1]) // 1024 for line in open("/proc/self/status") if line.startswith("VmHWM:"))
-with open_checkpoint(sys.argv[1]) as checkpoint:
-    info, total = checkpoint.tables()["user"], 0.0
-    out = np.empty((65536, info.dim), info.dtype)
-    for start in range(0, info.rows, len(out)):
-        checkpoint.read_into("user", start, out)
-        total += float(out[:, 0].sum(dtype="f8"))
-print(peak(), total)
-"""
-
-
-def test_peak_memory(tmp_path: Path) -> None:
-    rows = np.zeros((2**21, 16), np.float32)  # 128 MiB
-    rows[:, 0] = np.arange(2**21) % 1000
-    path = write_tables(tmp_path / "m.weights.h5", {"user": rows})
-    done = subprocess.run([sys.executable, "-c", PEAK, path], capture_output=True, text=True, check=True)
-    peak, total = done.stdout.split()
-    assert float(total) == rows[:, 0].sum(dtype="f8")
-    assert int(peak) < 100
-
-
 def test_two_terabytes_of_nothing(tmp_path: Path) -> None:
     """A sparse file whose table has 2^33 rows: opened and read beyond row 2^32 in under a second."""
     rows, last = 2**33, np.arange(64, dtype=np.float32)
-    path = tmp_path / "m.weights.h5"
-    with h5py.File(path, "w") as file:
-        add_table(file, 0, "user", np.zeros((1, 1), np.float32))
-        name = f"{LAYER}/_default_device_embedding_layers/embed_reduce/vars"
-        del file[name]["0"]
-        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        space = h5py.h5s.create_simple((rows, 64))
-        h5py.h5d.create(file[name].id, b"0", h5py.h5t.IEEE_F32LE, space, properties)
-        offset = file[name]["0"].id.get_offset()
-    with open(path, "r+b") as file:
-        file.seek(offset + (rows - 1) * 256)
-        file.write(last.tobytes())
+    path = write_sparse_table(tmp_path / "m.weights.h5", "user", rows, last)
     started = time.monotonic()
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.tables()["user"].rows == rows
@@ -488,9 +443,3 @@ def test_every_flipped_bit_of_an_archived_row_is_found(tmp_path: Path) -> None:
         (found,) = verify_files(keras).damaged
         assert found.name == "model.weights.h5"
         assert "Bad CRC-32 for file 'model.weights.h5'" in found.reason
-
-
-def test_weights_without_checksums_say_so() -> None:
-    report = verify_files(GOLDEN / "keras_rs" / "weights_h5")
-    assert report.damaged == ()
-    assert "keras has no checksums" in report.unchecked[0]
