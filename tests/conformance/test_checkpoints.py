@@ -1,7 +1,6 @@
 """What every checkpoint reader must do, run over everything that is written to disk in a known way."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,34 @@ import tensorflow as tf
 
 from tests.support.checkpoint.bundles import save
 from tests.support.checkpoint.conformance import Case, CheckpointConformance, Truth, random_table
+from tests.support.goldens import FOLDER, read_golden
 from tests.support.stores import S3, GcsStub, moto_server
 from tpuembed.files import remote
 
 Array = np.ndarray[Any, Any]
-GOLDENS = Path(__file__).parents[1] / "golden" / "tfrs"
+SIMILAR = {"checkpoint_adagrad", "checkpoint_momentum", "keras_ftrl", "keras_momentum", "keras_sgd"}
+"""Goldens of keras_rs that differ from others by their optimizer alone."""
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in GOLDENS.iterdir()))
-class TestRecommendersGoldens(CheckpointConformance):
-    """Written by tensorflow_recommenders; the truth by the script that wrote them."""
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(f"{group}/{path.name}", marks=[pytest.mark.nightly] if path.name in SIMILAR else [])
+        for group in ("keras_rs", "orbax", "tensorflow", "tfrs", "tpu")
+        for path in sorted((FOLDER / group).iterdir())
+    ],
+)
+class TestGoldens(CheckpointConformance):
+    """Of every writer and format; the truth by the scripts that wrote them."""
 
     @pytest.fixture
     def case(self, name: str) -> Case:
-        truth = json.loads((GOLDENS / name / "truth.json").read_text())
-
-        def load(table: Mapping[str, Any]) -> Truth:
-            slots = {slot: np.load(GOLDENS / name / file) for slot, file in table["slots"].items()}
-            return Truth(np.load(GOLDENS / name / table["rows"]), slots)
-
-        tables = {table: load(files) for table, files in truth["tables"].items()}
-        return Case(GOLDENS / name / truth["checkpoint"], tables)
+        golden = read_golden(name)
+        tables = {
+            table: Truth(arrays[None], {slot: rows for slot, rows in arrays.items() if slot})
+            for table, arrays in golden.tables.items()
+        }
+        return Case(golden.path, tables, golden.options)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])

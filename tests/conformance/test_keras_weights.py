@@ -1,6 +1,5 @@
-"""Keras' weight files: goldens that keras-rs wrote, files of tpuembed's own layer, and arrays in chunks of every form."""
+"""Keras' weight files: files of tpuembed's own layer, and arrays in chunks of every form."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,32 +13,6 @@ import tpuembed
 from tests.support.checkpoint.conformance import Case, CheckpointConformance, Truth, random_table
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "keras_rs"
-
-
-SIMILAR = {"checkpoint_adagrad", "checkpoint_momentum", "keras_ftrl", "keras_momentum", "keras_sgd"}
-"""Goldens that differ from others by their optimizer alone."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.name, marks=[pytest.mark.nightly] if path.name in SIMILAR else [])
-        for path in sorted(GOLDENS.iterdir())
-    ],
-)
-class TestKerasRsGoldens(CheckpointConformance):
-    """The truth by the script that wrote them: what the layer and the optimizer's variables said by name."""
-
-    @pytest.fixture
-    def case(self, name: str) -> Case:
-        folder = GOLDENS / name
-        truth = json.loads((folder / "truth.json").read_text())
-
-        def load(table: Mapping[str, Any]) -> Truth:
-            slots = {slot: np.load(folder / file) for slot, file in table["slots"].items()}
-            return Truth(np.load(folder / table["rows"]), slots)
-
-        return Case(folder / truth["checkpoint"], {table: load(files) for table, files in truth["tables"].items()})
 
 
 def own_model() -> Any:

@@ -1,37 +1,11 @@
-"""Checkpoints of JAX: goldens that Orbax, keras-rs and jax-tpu-embedding wrote, and trees in chunks of every form."""
+"""Checkpoints of JAX: trees in chunks of every form."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from tests.support.checkpoint.conformance import Case, CheckpointConformance, Truth, random_table
 from tests.support.checkpoint.orbax_trees import Leaves, write_tree
-
-GOLDENS = Path(__file__).parents[1] / "golden" / "orbax"
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in GOLDENS.iterdir()))
-class TestOrbaxGoldens(CheckpointConformance):
-    """The truth by the script that wrote them; stacked tables are padded with NaN."""
-
-    @pytest.fixture
-    def case(self, name: str) -> Case:
-        folder = GOLDENS / name
-        truth = json.loads((folder / "truth.json").read_text())
-
-        def load(table: Mapping[str, Any]) -> Truth:
-            rows = np.load(folder / table["rows"])
-            slots = {slot: np.load(folder / file) for slot, file in table["slots"].items()}
-            return Truth(rows.astype(ml_dtypes.bfloat16) if table["dtype"] == "bfloat16" else rows, slots)
-
-        tables = {table: load(files) for table, files in truth["tables"].items()}
-        options = {name: str(folder / value) for name, value in truth["options"].items()}
-        return Case(folder / truth["checkpoint"], tables, options)
 
 
 @pytest.mark.parametrize("zarr3", [False, True], ids=["zarr2", "zarr3"])

@@ -17,23 +17,8 @@ from tests.support.checkpoint.tpu_checkpoints import (
     serving_embedding,
     stack_tables,
 )
-from tests.support.goldens import FOLDER, read_golden
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in (FOLDER / "tensorflow").iterdir()))
-class TestTensorFlowGoldens(CheckpointConformance):
-    """The truth is what was assigned."""
-
-    @pytest.fixture
-    def case(self, name: str) -> Case:
-        golden = read_golden(f"tensorflow/{name}")
-        tables = {
-            table: Truth(slots[None], {slot: rows for slot, rows in slots.items() if slot})
-            for table, slots in golden.tables.items()
-        }
-        return Case(golden.path, tables, golden.options)
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad_momentum", "ftrl"])

@@ -1,7 +1,6 @@
 """The conformance suite over checkpoints as TPUs and TensorFlow 1 clusters write them."""
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -97,25 +96,6 @@ class TestPartitionedVariables(CheckpointConformance):
     @pytest.fixture
     def case(self, strategy: str, dtype: str, folder: Path) -> Case:
         return partitioned_case(folder, strategy, dtype)
-
-
-GOLDENS = Path(__file__).parents[1] / "golden" / "tpu"
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in GOLDENS.iterdir()))
-class TestTpuGoldens(CheckpointConformance):
-    """Written by TensorFlow 2.19; the truth by the script that wrote them."""
-
-    @pytest.fixture
-    def case(self, name: str) -> Case:
-        truth = json.loads((GOLDENS / name / "truth.json").read_text())
-
-        def load(files: dict[str, Any]) -> Truth:
-            slots = {slot: np.load(GOLDENS / name / file) for slot, file in files["slots"].items()}
-            return Truth(np.load(GOLDENS / name / files["rows"]), slots)
-
-        tables = {table: load(files) for table, files in truth["tables"].items()}
-        return Case(GOLDENS / name / truth["checkpoint"], tables, truth.get("options", {}))
 
 
 def test_every_optimizer_is_among_the_cases() -> None:

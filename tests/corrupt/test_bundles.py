@@ -399,7 +399,17 @@ def test_an_optimizer_whose_variables_have_names_of_a_million_scopes(tmp_path: P
             checkpoint.read("other")
 
 
-@pytest.mark.parametrize("damaged", [b"\xff" * 9, GRAPH + b"\x0a\x04\x0a\x02\x08\x63"])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"\xff" * 9,
+        b"",  # no nodes
+        GRAPH + b"\x0a\x04\x0a\x02\x08\x63",  # a child of number 99
+        graph_of([[-1]], [0]),
+        graph_of([[0, 0]], [0]),  # two children of one name
+        GRAPH + b"\x0a\x04\x1a\x02\x08\x63",  # a slot of variable 99
+    ],
+)
 def test_graphs_that_do_not_parse_or_lead_nowhere(tmp_path: Path, damaged: bytes) -> None:
     write(tmp_path / "ckpt", {"_CHECKPOINTABLE_OBJECT_GRAPH": np.array(damaged, object)} | TENSORS)
     message = refusal(tmp_path / "ckpt", CheckpointCorruptError, tmp_path / "ckpt")

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,9 @@ import tensorflow as tf
 
 from tests.support.checkpoint.bundles import save
 from tests.support.checkpoint.objects import GRAPH_KEY, Children, mid_level, with_registered_saver
-from tests.support.checkpoint.strings import encode_strings
 from tests.support.checkpoint.tpu_checkpoints import layout_fields, serialized_layouts
 from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.checkpoint.bundle.checkpoint import BundleCheckpoint
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
 
 
@@ -211,11 +207,8 @@ def test_a_layer_beside_dense_variables(tmp_path: Path) -> None:
     layer = OwnLayer(own_config(a=(4, 2, None)), a=matrix(4, 2))
     with open_checkpoint(write(tmp_path, layer=layer, kernel=matrix(9, 9))) as checkpoint:
         assert set(checkpoint.tables()) == {"a"}
-        assert isinstance(checkpoint, BundleCheckpoint)
-        assert checkpoint.graph is not None
-        kernel = checkpoint.graph.nodes[checkpoint.graph.nodes[0].children["kernel"]].value_key
-        assert kernel is not None
-        assert checkpoint.bundle.read(kernel).shape == (9, 9)
+        assert checkpoint.layers is not None
+        assert [weight.shape for weight in checkpoint.layers.objects({"a"}).weights().values()] == [(9, 9)]
 
 
 def test_empty_sparse_core_layouts_are_no_layouts(tmp_path: Path) -> None:
@@ -250,15 +243,6 @@ def test_a_layer_that_was_never_built(tmp_path: Path) -> None:
         open_checkpoint(write(tmp_path, layer=node, kernel=matrix(3, 3)))
 
 
-def test_partitioned_variables_without_a_strategy(tmp_path: Path) -> None:
-    prefixes = [
-        save(tmp_path / f"part{i}", {"emb": np.ones((2, 3), np.float32)}, {"emb": f"4 3 {2 * i},2:-"}) for i in (0, 1)
-    ]
-    tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=prefixes, destination_prefix=str(tmp_path / "ckpt"))
-    with refused(CheckpointFormatError, match="variable 'emb'"):
-        open_checkpoint(tmp_path / "ckpt")
-
-
 def test_the_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
     prefix = write(tmp_path, table=matrix(3, 3))
     seen = set()
@@ -287,50 +271,3 @@ def test_a_checkpoint_that_another_takes_the_place_of(tmp_path: Path) -> None:
             late.read("a")
     with open_checkpoint(tmp_path / "ckpt") as again:
         np.testing.assert_array_equal(again.read("a"), second)
-
-
-SCRIPT = """
-import random, re, sys
-import numpy as np
-from tpuembed.checkpoint import open_checkpoint
-def kilobytes(name):
-    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
-rows = 4096
-out, big = np.ones((rows, 64), np.float32), np.ones((1 << 18, 64), np.float32)
-with open_checkpoint(sys.argv[1]) as checkpoint:
-    checkpoint.read("table", 0, 1)
-    before = kilobytes("VmRSS")
-    for _ in range(200):
-        start = random.randrange((1 << 22) - rows)
-        assert not checkpoint.read("table", start, start + rows).any()
-        checkpoint.read_into("table", start, out)
-        assert not out.any()
-    checkpoint.read_into("table", 7, big)
-    assert not big.any()
-print(kilobytes("VmHWM") - before)
-"""
-
-
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "columns"])
-def test_memory_is_bounded_by_the_rows_asked_for(tmp_path: Path, cut: bool) -> None:
-    """1 MB and 64 MB ranges of a 1 GB table, in one piece and in two halves of its columns; what a 64 MB array is read
-    into is not counted. The files are sparse and take no disk.
-    """
-    from tpuembed.formats.tensor_bundle import Entry, Slice, shard_path, write_index
-
-    rows, size = 1 << 22, 1 << 30
-    small = write(tmp_path, table=matrix(2, 2))
-    graph, checksum = encode_strings([tf.train.load_checkpoint(small).get_tensor(GRAPH_KEY)])
-    halves = tuple(
-        Slice(start=(0, 32 * half), shape=(rows, 32), shard=half, offset=0, size=size // 2, crc32c=0) for half in (0, 1)
-    )
-    table = Entry(dtype="float32", shape=(rows, 64), **({"slices": halves} if cut else {"size": size}))
-    for shard in (0, 1):
-        with open(shard_path(tmp_path / "big", shard, 3), "wb") as file:
-            file.truncate(size)
-    shard_path(tmp_path / "big", 2, 3).write_bytes(graph)
-    text = Entry(dtype="string", shape=(), shard=2, size=len(graph), crc32c=checksum)
-    write_index(tmp_path / "big.index", {"table/.ATTRIBUTES/VARIABLE_VALUE": table, GRAPH_KEY: text}, 3)
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "big")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 8 * 1024

@@ -1,20 +1,15 @@
 """Mod-sharded rows, against numpy: TensorFlow writes the parts, and a loop deals the rows out."""
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.sparse_core_files import write_sparse_core_checkpoint
 from tests.support.checkpoint.partitioned import partitioned
 from tpuembed.checkpoint import open_checkpoint
-from tpuembed.formats.tensor_bundle import shard_path
 
 Array = np.ndarray[Any, Any]
 
@@ -53,37 +48,3 @@ def empty(rows: int, dim: int, dtype: str, form: str) -> Array:
     if form == "Fortran":
         return np.empty((rows, dim), dtype, order="F")
     return np.empty((rows, dim), dtype)[:: -1 if form == "backwards" else 1]
-
-
-SCRIPT = """
-import re, sys
-import numpy as np
-from tpuembed.checkpoint import open_checkpoint
-def kilobytes(name):
-    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
-small, big = np.ones((4096, 64), np.float32), np.ones((1 << 18, 64), np.float32)
-with open_checkpoint(sys.argv[1]) as checkpoint:
-    checkpoint.read("table", 0, 1)
-    before = kilobytes("VmRSS")
-    for start in range(5, 1 << 22, 40_000):
-        assert not checkpoint.read("table", start, start + 4096).any()
-        checkpoint.read_into("table", start, small)
-        assert not small.any()
-    grown = kilobytes("VmHWM") - before
-    checkpoint.read_into("table", 7, big)
-    assert not big.any()
-print(grown, kilobytes("VmHWM") - before)
-"""
-
-
-@pytest.mark.parametrize("cores", [8, 256])
-def test_memory_is_bounded_by_the_rows_asked_for(tmp_path: Any, cores: int) -> None:
-    """1 MB and 64 MB ranges of a 1 GB table in a sparse file; what a range is read into is not counted."""
-    size = write_sparse_core_checkpoint(tmp_path / "ckpt", 1 << 22, 64, cores)
-    with open(shard_path(tmp_path / "ckpt", 0, 2), "wb") as file:
-        file.truncate(size)
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "ckpt")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    small, big = map(int, done.stdout.split())
-    assert small < 8 * 1024
-    assert big < 16 * 1024

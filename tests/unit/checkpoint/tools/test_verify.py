@@ -15,16 +15,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.checkpoint.bundles import write
+from tests.support.checkpoint.bundles import save, write
 from tests.support.checkpoint.orbax_trees import Leaves, write_tree
-from tests.support.checkpoint.strings import encode_strings
+from tests.support.goldens import read_golden
 from tests.support.messages import refused
 from tests.support.stores import GcsStub
 from tpuembed.checkpoint.tools import find_export, verify_files
 from tpuembed.errors import CheckpointCorruptError, CheckpointError
 from tpuembed.export import export_saved_model
 from tpuembed.files import open_bytes, remote
-from tpuembed.formats.protobuf import MalformedError
 from tpuembed.formats.saved_model import relocate_export
 from tpuembed.formats.tensor_bundle import (
     Entry,
@@ -32,12 +31,8 @@ from tpuembed.formats.tensor_bundle import (
     index_path,
     read_index,
     shard_path,
-    verification,
     write_index,
 )
-from tpuembed.formats.tensor_bundle.strings import strings_crc
-
-GOLDENS = Path(__file__).parents[3] / "golden"
 
 
 @pytest.fixture
@@ -71,15 +66,6 @@ def test_sound_files(prefix: Path) -> None:
     assert report.bytes == size
     assert calls[-1] == (size, size)
     assert report.entries == len(tf.train.list_variables(str(prefix)))
-
-
-def test_damage_is_found_in_files_read_in_pieces(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files larger than what is held at a time."""
-    monkeypatch.setattr(verification, "_PIECE_BYTES", 7)
-    assert not verify_files(prefix).damaged
-    [path, *_] = sorted(prefix.parent.glob("*.data-*"))
-    flip(path, path.stat().st_size - 1, 0)
-    assert len(verify_files(prefix).damaged) == 1
 
 
 def test_all_damage_is_listed(prefix: Path) -> None:
@@ -347,13 +333,12 @@ def test_a_stack_that_lies_elsewhere(export: Path, fields: dict[str, Any], reaso
     assert [reason in damage.reason for damage in damages] == [True]
 
 
-def test_formats_without_checksums_say_so(tmp_path: Path) -> None:
-    golden = GOLDENS / "orbax" / "keras_rs_adam"
-    truth = json.loads((golden / "truth.json").read_text())
-    report = verify_files(golden / truth["checkpoint"])
+@pytest.mark.parametrize(("name", "kind"), [("orbax/keras_rs_adam", "orbax"), ("keras_rs/weights_h5", "keras")])
+def test_formats_without_checksums_say_so(name: str, kind: str) -> None:
+    report = verify_files(read_golden(name).path)
     assert report.damaged == ()
     assert report.unchecked == (
-        "format orbax has no checksums of rows: they were read, but damage to them is not noticed",
+        f"format {kind} has no checksums of rows: they were read, but damage to them is not noticed",
     )
     assert report.bytes > 0
 
@@ -372,37 +357,26 @@ def test_what_cannot_be_read_without_checksums(tmp_path: Path, lost: str, name: 
     assert [damage.name for damage in verify_files(path).damaged] == [name]
 
 
-def strings(values: list[bytes], piece: int) -> int:
-    payload, _ = encode_strings(values)
-    pieces = (payload[start : start + piece] for start in range(0, len(payload), piece))
-    return strings_crc(pieces, len(values), len(payload))
-
-
-@pytest.mark.parametrize("piece", [1, 3, 11, 1 << 20])
 @pytest.mark.parametrize(
-    "values", [[b""], [b"abc"], [b"x" * 300, b"", b"y" * 20_000], [bytes([i]) for i in range(200)]]
-)
-def test_strings_in_pieces_of_any_size(tmp_path: Path, values: list[bytes], piece: int) -> None:
-    """The truth is what TensorFlow's index says."""
-    prefix = str(tmp_path / "strings")
-    tf.raw_ops.SaveV2(
-        prefix=prefix, tensor_names=["s"], shape_and_slices=[""], tensors=[tf.constant(values, tf.string)]
-    )
-    assert strings(values, piece) == read_index(f"{prefix}.index").entries["s"].crc32c
-
-
-@pytest.mark.parametrize(
-    ("payload", "count", "size"),
+    "values",
     [
-        (b"\x05", 1, 1),
-        (b"\xff", 1, 1),
-        (b"", 2**62, 0),
-        (b"\x01abcdx", 1, 6),
+        [b""],
+        [b"abc"],
+        [b"x" * 300, b"", b"y" * 20_000],
+        [bytes([i]) for i in range(200)],
+        [b"z" * 20_000_000, b"a" * 200],
     ],
+    ids=len,
 )
-def test_strings_that_are_none(payload: bytes, count: int, size: int) -> None:
-    with refused(MalformedError):
-        strings_crc([payload], count, size)
+def test_strings_are_compared_with_what_tensorflow_says(tmp_path: Path, values: list[bytes]) -> None:
+    prefix = tmp_path / "strings"
+    save(prefix, {"s": tf.constant(values, tf.string)})
+    assert verify_files(prefix).damaged == ()
+    data = shard_path(prefix, 0, 1)
+    for position in (0, data.stat().st_size // 2, data.stat().st_size - 1):  # lengths, checksums, and texts
+        flip(data, position, 5)
+        assert [damage.name for damage in verify_files(prefix).damaged] == ["s"]
+        flip(data, position, 5)
 
 
 @pytest.mark.nightly
