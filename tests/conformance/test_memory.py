@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from benchmarks.sparse_core_files import write_sparse_core_checkpoint
-from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive
+from tests.support.checkpoint.keras_files import write_archive, write_sparse_table
 from tests.support.checkpoint.objects import mid_level, with_registered_saver
 from tests.support.checkpoint.orbax_trees import write_tree
 from tests.support.checkpoint.strings import encode_strings
@@ -103,22 +103,7 @@ def bundle(folder: Path, parts: int = 0) -> Path:
 
 
 def weights_h5(folder: Path) -> Path:
-    """A matrix that the HDF5 library gives a place in the file, and does not fill."""
-    path = folder / "m.weights.h5"
-    with h5py.File(path, "w") as file:
-        add_table(file, 0, "table", np.zeros((1, 1), np.float32))
-        group = file[f"{LAYER}/_default_device_embedding_layers/embed_reduce/vars"]
-        del group["0"]
-        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        space = h5py.h5s.create_simple((ROWS, DIM))
-        h5py.h5d.create(group.id, b"0", h5py.h5t.IEEE_F32LE, space, properties)
-        end = group["0"].id.get_offset() + SIZE
-    with open(path, "r+b") as file:
-        file.seek(end - LAST.nbytes)
-        file.write(LAST.tobytes())
-    return path
+    return write_sparse_table(folder / "m.weights.h5", "table", ROWS, LAST)
 
 
 def weights_json(folder: Path) -> Path:

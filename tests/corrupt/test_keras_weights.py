@@ -445,3 +445,27 @@ def test_counts_of_updates(count: Any, tmp_path: Path) -> None:
     wrong = own_file(tmp_path / "wrong.weights.h5", **{"|updates": count})
     with open_checkpoint(wrong) as checkpoint, pytest.raises(CheckpointCorruptError, match="count of updates"):
         _ = checkpoint.update_counts
+
+
+HISTORY = np.frombuffer(json.dumps({"spans": [["a", 0]], "updates": 3, "shapes": {"user": [9, 4]}}).encode(), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"|vocabulary|user": np.uint8(3)}, "table 'user' (|vocabulary|user) is uint8 [], not uint8 [bytes]"),
+        ({"|vocabulary|user": np.zeros(3, np.int32)}, "is int32 [3], not uint8 [bytes]"),
+        ({"|vocabulary|item": np.zeros(3, np.uint8)}, "has a vocabulary of 'item', which is not a table"),
+        ({"|history": np.float32(1)}, "its history is <f4 (), not bytes"),
+        ({"|history": HISTORY[:-1]}, "layers/tpu_embedding"),
+        ({"|history": HISTORY}, "the stamps of table 'user' are missing, not int32 [9]"),
+        ({"|history": HISTORY, "|stamps|user": np.zeros(8, np.int32)}, "are int32 [8], not int32 [9]"),
+        ({"|history": HISTORY, "|stamps|user": np.zeros(9, np.int64)}, "are int64 [9], not int32 [9]"),
+    ],
+)
+def test_what_lies_beside_the_tables(arrays: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with (
+        open_checkpoint(own_file(tmp_path / "x.weights.h5", **arrays)) as checkpoint,
+        pytest.raises(CheckpointCorruptError, match=re.escape(says)),
+    ):
+        _ = checkpoint.vocabularies, checkpoint.stamps

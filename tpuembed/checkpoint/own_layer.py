@@ -36,7 +36,7 @@ class SavedArray:
     shape: tuple[int, ...] | None
     fill: Callable[[int, Array], None]
 
-    def is_of(self, dtype: str, shape: tuple[int, ...]) -> bool:
+    def is_of(self, dtype: str, shape: tuple[int | None, ...]) -> bool:
         """Returns True if it has this dtype and shape."""
         return (self.dtype, self.shape) == (dtype, shape)
 
@@ -85,7 +85,7 @@ class OwnLayer:
 class CheckpointOfLayers(Checkpoint):
     """A checkpoint that layers of tpuembed may have written."""
 
-    @functools.cached_property
+    @property
     @abc.abstractmethod
     def _own_layers(self) -> Sequence[OwnLayer]:
         """Return what each layer of tpuembed saved."""
@@ -113,7 +113,7 @@ class CheckpointOfLayers(Checkpoint):
                 continue
             history, shapes = RowHistory.from_json(layer.history(), layer.where)
             for table in layer.config["tables"]:
-                array, rows = layer.stamps(table), shapes.get(table, [0])[0]
+                array, rows = layer.stamps(table), shapes.get(table, [None])[0]
                 if not array.is_of("int32", (rows,)):
                     raise CheckpointCorruptError.of(
                         f"{layer.where}: the stamps of table {table!r} are {array.shown}, not int32 [{rows}]"
@@ -133,7 +133,7 @@ class CheckpointOfLayers(Checkpoint):
                     raise CheckpointCorruptError.of(
                         f"{layer.where}: has a vocabulary of {name!r}, which is not a table of its layer's config"
                     )
-                if array.shape is None or not array.is_of("uint8", array.shape[:1]):
+                if array.shape is None or array.dtype != "uint8" or len(array.shape) != 1:
                     raise CheckpointCorruptError.of(
                         f"{layer.where}: the vocabulary of table {table!r} ({array.key}) is {array.shown}, not uint8 [bytes]"
                     )

@@ -9,7 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-__all__ = ["LAYER", "add_table", "write_archive", "write_tables"]
+__all__ = ["LAYER", "add_table", "write_archive", "write_sparse_table", "write_tables"]
 
 Array = np.ndarray[Any, Any]
 LAYER = "layers/distributed_embedding"
@@ -52,4 +52,22 @@ def write_archive(
             archive.write(weights, "model.weights.h5")
         for name, data in (more or {}).items():
             archive.writestr(name, data)
+    return path
+
+
+def write_sparse_table(path: Path, name: str, rows: int, last: Any) -> Path:
+    """A table of keras-rs with `last` in its last row. The others are a hole in the file, which takes no disk."""
+    with h5py.File(path, "w") as file:
+        add_table(file, 0, name, np.zeros((1, 1), np.float32))
+        group = file[f"{LAYER}/_default_device_embedding_layers/embed_reduce/vars"]
+        del group["0"]
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        space = h5py.h5s.create_simple((rows, len(last)))
+        h5py.h5d.create(group.id, b"0", h5py.h5t.IEEE_F32LE, space, properties)
+        end = group["0"].id.get_offset() + rows * last.nbytes
+    with open(path, "r+b") as file:
+        file.seek(end - last.nbytes)
+        file.write(last.tobytes())
     return path

@@ -69,7 +69,11 @@ class BundleCheckpoint(CheckpointOfLayers):
                     )
                 graph = graph.below(find_root(graph, root, where))
             self.graph = graph
-            self._keys, self.layer_config = _tables_of(bundle, self.graph, options.get("partition_strategy"))
+            self._configs = {} if graph is None else own_layer_configs(bundle, graph)
+            self._keys = _tables_of(bundle, graph, self._configs, options.get("partition_strategy"))
+            if graph is not None:
+                by_path = {graph.path(number): config for number, config in self._configs.items()}
+                self.layer_config = merge_configs(by_path)
         except MalformedError as error:
             raise CheckpointCorruptError.of(f"{where}: its object graph: {error}") from None
         self.format = "+".join(sorted({keys.rows.format for keys in self._keys.values()}))
@@ -120,10 +124,6 @@ class BundleCheckpoint(CheckpointOfLayers):
     def layers(self) -> "_GraphLayers | None":
         """See Checkpoint.layers; None for TensorFlow 1."""
         return None if self.graph is None else _GraphLayers(self, self.graph)
-
-    @functools.cached_property
-    def _configs(self) -> Mapping[int, dict[str, Any]]:
-        return {} if self.graph is None else own_layer_configs(self.bundle, self.graph)
 
     @functools.cached_property
     def _own_layers(self) -> Sequence[OwnLayer]:
@@ -182,14 +182,12 @@ class _GraphLayers:
 
 
 def _tables_of(
-    bundle: Bundle, graph: ObjectGraph | None, strategy: str | None
-) -> tuple[dict[str, TableKeys], dict[str, Any] | None]:
-    """Return the tables of embedding layers by name, and the config of the layers that wrote them, if there is one. If the
-    checkpoint has no such layer, return all matrices of floats.
+    bundle: Bundle, graph: ObjectGraph | None, configs: Mapping[int, Mapping[str, Any]], strategy: str | None
+) -> dict[str, TableKeys]:
+    """Return the tables of embedding layers by name; if the checkpoint has no such layer, all matrices of floats.
 
     A TensorFlow 1 checkpoint has no `graph`, and may need the partition `strategy` of its partitioned variables.
     """
-    config = None
     if graph is None:
         tables = _by_name(bundle, named_variables(bundle, strategy))
     elif strategy is not None:
@@ -199,7 +197,6 @@ def _tables_of(
         )
     else:
         _check_no_holes(bundle)
-        configs = own_layer_configs(bundle, graph)
         tables = _by_name(
             bundle,
             [
@@ -209,7 +206,6 @@ def _tables_of(
                 *keras_rs_tables(bundle, graph),
             ],
         )
-        config = merge_configs({graph.path(number): config for number, config in configs.items()})
         if not tables and not configs and not mid_level_nodes(graph):
             check_keras_model(bundle, graph)
             tables = _by_name(bundle, graph_variables(bundle, graph))
@@ -233,7 +229,7 @@ def _tables_of(
                 f"checkpoint {bundle.prefix}: its object graph puts {graph.path(number)} at {node.value_key}, which "
                 "the index does not have"
             )
-    return tables, config
+    return tables
 
 
 def _by_name(bundle: Bundle, tables: Iterable[TableKeys]) -> dict[str, TableKeys]:

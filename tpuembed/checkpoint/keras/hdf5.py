@@ -74,11 +74,6 @@ class Dataset:
     stated_dtype: str | None
 
     @property
-    def shown(self) -> str:
-        """Returns the name for messages."""
-        return f"weights file {self.file.name}: dataset {self.path!r}"
-
-    @property
     def bytes(self) -> int:
         """Returns the bytes of all elements."""
         return 0 if self.shape is None else self.handle.dtype.itemsize * math.prod(self.shape)
@@ -98,7 +93,9 @@ class Dataset:
         with _parsing(self.file):
             found = self.handle.id.get_storage_size()
         if self.shape is None or found != self.bytes:
-            raise CheckpointCorruptError.of(f"{self.shown} has {found} bytes in the file, but should have {self.bytes}")
+            raise CheckpointCorruptError.of(
+                f"weights file {self.file.name}: dataset {self.path!r} has {found} bytes in the file, but should have {self.bytes}"
+            )
 
     def read_into(self, start: int, out: Array) -> None:
         """Fill `out`, [n, ...] of the array's dtype, with the existing rows [start, start + n)."""

@@ -36,7 +36,8 @@ class KerasCheckpoint(CheckpointOfLayers):
         self.options = dict(options)
         self._config = config_below(weights, str(options.get("root", "")))
         self._weights = weights = weights.below(options["root"]) if "root" in options else weights
-        tables, self.layer_config = discover(weights)
+        self._own_configs = own_layer_configs(weights)
+        tables, self.layer_config = discover(weights, self._own_configs)
         self._found = tables
         for table in tables.values():
             for dataset in (table.dataset, *table.slots.values()):
@@ -97,7 +98,7 @@ class KerasCheckpoint(CheckpointOfLayers):
 
     @functools.cached_property
     def _own_layers(self) -> Sequence[OwnLayer]:
-        return tuple(own_layers(self._weights, own_layer_configs(self._weights), self._verify))
+        return tuple(own_layers(self._weights, self._own_configs, self._verify))
 
     def _optimizer_steps(self) -> int | None:
         return optimizer_steps(self._weights)

@@ -199,9 +199,12 @@ def _saved_array(datasets: Mapping[str, Dataset], key: str) -> SavedArray:
     return SavedArray(key, _DTYPES.get(dataset.dtype, dataset.dtype), dataset.shape, fill)
 
 
-def discover(weights: Weights) -> tuple[dict[str, Table], dict[str, Any] | None]:
-    """Return the tables by name, and the config of the layers that hold them if it is known."""
-    own_configs = own_layer_configs(weights)
+def discover(
+    weights: Weights, own_configs: Mapping[str, dict[str, Any]]
+) -> tuple[dict[str, Table], dict[str, Any] | None]:
+    """Return the tables by name, and the config of the layers that hold them if it is known. `own_configs` are of our
+    layers.
+    """
     keras_rs = _with_optimizer_slots(weights, list(_keras_rs_tables(weights)))
     configs = list(_keras_rs_configs(weights.config))
     _check_keras_rs(weights, keras_rs, configs, own_configs)

@@ -106,9 +106,8 @@ def restore(
             if scheduled and updates is None:
                 _warn_of_schedules(checkpoint.path, scheduled, "does not say how many updates its tables have had")
         history = None if live.stamps is None or updates is None else _history(checkpoint, live, plans, updates)
-        unproven: dict[
-            str | None, list[str]
-        ] = {}  # by slot: the tables whose checksums are not compared during the read
+        # By slot: the tables whose checksums are not compared while their rows are read.
+        unproven: dict[str | None, list[str]] = {}
         for plan in plans:
             for slot in (None, *plan.slots):
                 if _recorded_checksum(checkpoint, plan, slot) is None:
@@ -119,10 +118,8 @@ def restore(
             live.stamps.rewritten()  # a new count of updates begins a new history
         elif live.stamps is not None:
             for plan in plans:
-                rows = (
-                    plan.rows + plan.new_rows if plan.names is None else live.state(plan.table).config.vocabulary_size
-                )
-                live.stamps.wrote(plan.table, 0, rows)
+                rows = live.state(plan.table).config.vocabulary_size
+                live.stamps.wrote(plan.table, 0, rows if plan.names else plan.rows + plan.new_rows)
         with live.writing():
             for plan in plans:
                 _restore_table(checkpoint, live, plan, request.slots)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.checkpoint.keras_files import LAYER, add_table, write_archive, write_tables
+from tests.support.checkpoint.keras_files import LAYER, write_archive, write_sparse_table, write_tables
 from tests.support.messages import refused
 from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.tools import verify_files
@@ -417,20 +417,7 @@ def test_many_threads_and_strided_targets(tmp_path: Path) -> None:
 def test_two_terabytes_of_nothing(tmp_path: Path) -> None:
     """A sparse file whose table has 2^33 rows: opened and read beyond row 2^32 in under a second."""
     rows, last = 2**33, np.arange(64, dtype=np.float32)
-    path = tmp_path / "m.weights.h5"
-    with h5py.File(path, "w") as file:
-        add_table(file, 0, "user", np.zeros((1, 1), np.float32))
-        name = f"{LAYER}/_default_device_embedding_layers/embed_reduce/vars"
-        del file[name]["0"]
-        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        space = h5py.h5s.create_simple((rows, 64))
-        h5py.h5d.create(file[name].id, b"0", h5py.h5t.IEEE_F32LE, space, properties)
-        offset = file[name]["0"].id.get_offset()
-    with open(path, "r+b") as file:
-        file.seek(offset + (rows - 1) * 256)
-        file.write(last.tobytes())
+    path = write_sparse_table(tmp_path / "m.weights.h5", "user", rows, last)
     started = time.monotonic()
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.tables()["user"].rows == rows
