@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tpuembed.errors import MissingExtraError
-from tpuembed.runtime.environment import check_keras_backend
+from tpuembed.runtime.tpu import check_keras_backend
 
 if TYPE_CHECKING:
     from tpuembed.backends.input_pipeline import input_options

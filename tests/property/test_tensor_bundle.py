@@ -30,11 +30,6 @@ def test_varints(value: int, rest: bytes) -> None:
     assert read_varint(varint(value) + rest, 0) == (value, len(varint(value)))
 
 
-@given(st.binary(), st.binary())
-def test_combined_crc(a: bytes, b: bytes) -> None:
-    assert crc.combine(crc.value(a), crc.value(b), len(b)) == crc.value(a + b)
-
-
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=40)
 dtypes = st.sampled_from([np.float32, np.float64, np.int8, np.int64, np.uint16, np.bool_, np.complex64])
 arrays = dtypes.flatmap(

@@ -19,8 +19,8 @@ from tpuembed.backends.tpu.tf_tpu import embedding_feature, is_tpu_strategy
 from tpuembed.backends.tpu.tpu_v1 import TpuV1Backend
 from tpuembed.backends.training import train
 from tpuembed.errors import ConfigError, warn
-from tpuembed.runtime.environment import check_environment
 from tpuembed.runtime.table_scope import current_source
+from tpuembed.runtime.tpu import check_environment
 
 __all__ = ["Backend", "LayerCall", "LayerOptions", "RowGradients", "TakenGradients", "choose", "train"]
 

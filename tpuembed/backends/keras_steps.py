@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tpuembed.errors import TrainingError
-from tpuembed.runtime.callers import frames
+from tpuembed.runtime.keras_saving import frames
 
 __all__ = ["Handover", "asking_optimizer", "fit_callbacks", "handover"]
 

@@ -28,8 +28,7 @@ from tpuembed.backends.tf_config import restores_so_far
 from tpuembed.backends.tpu.tf_tpu import LAYOUTS, saved_layouts
 from tpuembed.config import OPTIMIZERS
 from tpuembed.errors import CheckpointMismatchError
-from tpuembed.runtime.callers import frames
-from tpuembed.runtime.keras_saving import in_symbolic_scope
+from tpuembed.runtime.keras_saving import frames, in_symbolic_scope
 
 __all__ = ["GivenRows", "check_restores", "watch_restores"]
 

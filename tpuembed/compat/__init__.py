@@ -11,7 +11,7 @@ import types
 from typing import Any
 
 from tpuembed.errors import MissingExtraError
-from tpuembed.runtime.environment import check_keras_backend
+from tpuembed.runtime.tpu import check_keras_backend
 
 __all__ = ["module"]
 

@@ -55,13 +55,12 @@ def open_bytes(path: FilePath) -> ByteFile:
 
 def versions(paths: Sequence[FilePath]) -> list[FileVersion]:
     """Return size and version of every file. A store is queried in parallel. The first missing file raises."""
-    if any(isinstance(path, UrlPath) for path in paths):
-        return in_parallel(_version, paths)
-    return [_version(path) for path in paths]
 
+    def version(path: FilePath) -> FileVersion:
+        return FileVersion.of(path.stat()) if isinstance(path, Path) else path.version()
 
-def _version(path: FilePath) -> FileVersion:
-    return FileVersion.of(path.stat()) if isinstance(path, Path) else path.version()
+    is_store = any(isinstance(path, UrlPath) for path in paths)
+    return in_parallel(version, paths) if is_store else [version(path) for path in paths]
 
 
 def names_below(folder: FilePath) -> list[str]:

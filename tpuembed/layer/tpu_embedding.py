@@ -16,8 +16,7 @@ from tpuembed.layer.export_checks import check_table_names
 from tpuembed.layer.methods import CoreMethods
 from tpuembed.layer.stamps import TableWeight
 from tpuembed.lookup import as_tensors
-from tpuembed.runtime.callers import callers
-from tpuembed.runtime.keras_saving import check_built, hide_default_signature
+from tpuembed.runtime.keras_saving import callers, check_built, hide_default_signature
 
 __all__ = ["TPUEmbedding", "weights_with_gradients"]
 

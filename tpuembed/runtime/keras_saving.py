@@ -1,8 +1,9 @@
-"""What the layer reads of Keras and TensorFlow while they save, export or load a model, through names that they do not document.
+"""What the layer reads of its callers, such as Keras that saves or loads a model, through names that they do not document.
 
 tests/contract/test_saved_models.py fails with a version that has other names.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -13,17 +14,19 @@ from keras.src.saving import saving_lib
 from keras.src.utils.naming import to_snake_case
 
 from tpuembed.errors import ConfigError
-from tpuembed.runtime.callers import frames
 
 __all__ = [
+    "callers",
     "check_built",
     "check_state_tree",
     "exports_a_model",
+    "frames",
     "hide_default_signature",
     "in_symbolic_scope",
     "weights_store",
 ]
 
+_Trackable = tf.__internal__.tracking.Trackable
 _EXPORTERS: Final = ("keras.src.export.", "tensorflow.python.saved_model.", "tensorflow.lite.")
 _DEFAULT_SIGNATURE: Final = "_default_save_signature"
 _LOOKS_FOR_A_SIGNATURE: Final = "find_function_to_export"
@@ -31,6 +34,25 @@ _LOADS_WEIGHTS: Final = "_load_state"
 _SETS_STATE: Final = "set_state_tree"
 _OF_STEPS: Final = ("gradient_trap", "_rows")
 """The ends of the paths of weights that hold no values."""
+
+
+def frames(frame: Any = None) -> Iterator[Any]:
+    """Yield frames from the inside to the outside: from `frame` on, or from the caller's caller."""
+    frame = frame or sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def callers() -> Iterator[Any]:
+    """Yield the layers and models whose methods run, the innermost first, each once."""
+    seen = set[int]()
+    for frame in frames():
+        if frame.f_code.co_varnames[:1] == ("self",):
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, _Trackable) and id(caller) not in seen:
+                seen.add(id(caller))
+                yield caller
 
 
 def exports_a_model() -> bool:

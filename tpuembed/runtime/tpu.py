@@ -1,6 +1,7 @@
-"""Sets the environment variables with which TensorFlow finds a machine's TPUs, before TensorFlow is imported."""
+"""The installation: checks before a layer is built, and the variables with which TensorFlow finds a machine's TPUs."""
 
 import dataclasses
+import functools
 import importlib
 import os
 import sys
@@ -8,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tpuembed.errors import ConfigError, MissingExtraError, warn
-from tpuembed.runtime.environment import check_keras_backend
 
-__all__ = ["TpuEnvironment", "configure_tpu"]
+__all__ = ["TpuEnvironment", "check_environment", "check_keras_backend", "configure_tpu"]
 
+_TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-tpu")
 _XLA_FLAGS = {
     "--tf_mlir_enable_mlir_bridge": "--tf_mlir_enable_mlir_bridge=true",
     "--tf_mlir_enable_convert_control_to_data_outputs_pass": "--tf_mlir_enable_convert_control_to_data_outputs_pass=true",
@@ -55,8 +56,19 @@ def configure_tpu() -> TpuEnvironment:
             "`import tensorflow` and `import keras`."
         )
     check_keras_backend()
+    try:
+        path = str(importlib.import_module("libtpu").get_library_path())
+    except ModuleNotFoundError as error:
+        if error.name != "libtpu":
+            raise
+        raise MissingExtraError("tpuembed.configure_tpu()", "libtpu", "tpu") from None
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"tpuembed.configure_tpu(): the libtpu package says that its library is {path}. That file does not exist. Install it "
+            "again: pip install --force-reinstall libtpu"
+        )
     wanted = {
-        "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": _libtpu_path(),
+        "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": path,
         "PJRT_DEVICE": "TPU",
         "NEXT_PLUGGABLE_DEVICE_USE_C_API": "true",
     }
@@ -75,22 +87,6 @@ def configure_tpu() -> TpuEnvironment:
     return TpuEnvironment(chosen, kept | kept_flags)
 
 
-def _libtpu_path() -> str:
-    try:
-        libtpu = importlib.import_module("libtpu")
-    except ModuleNotFoundError as error:
-        if error.name != "libtpu":
-            raise
-        raise MissingExtraError("tpuembed.configure_tpu()", "libtpu", "tpu") from None
-    path = str(libtpu.get_library_path())
-    if not Path(path).is_file():
-        raise ConfigError(
-            f"tpuembed.configure_tpu(): the libtpu package says that its library is {path}. That file does not exist. Install it "
-            "again: pip install --force-reinstall libtpu"
-        )
-    return path
-
-
 def _xla_flags(given: str) -> tuple[str, dict[str, str]]:
     """Return `given` with the missing flags, and the flags it already had, by name. The name of a flag file is kept."""
     if given.strip() and not given.strip().startswith("-"):
@@ -98,3 +94,34 @@ def _xla_flags(given: str) -> tuple[str, dict[str, str]]:
     present = {flag.split("=")[0]: flag for flag in given.split()}
     missing = [flag for name, flag in _XLA_FLAGS.items() if name not in present]
     return " ".join([*given.split(), *missing]), {name: present[name] for name in _XLA_FLAGS if name in present}
+
+
+def check_environment() -> None:
+    """Raise ConfigError for another Keras backend, for Keras 2, and for two TensorFlow packages in one environment."""
+    import keras
+
+    check_keras_backend(keras.backend.backend())
+    if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+        raise ConfigError(
+            "TF_USE_LEGACY_KERAS is set. It makes tf.keras Keras 2, but the layer is a Keras 3 layer. Unset it."
+        )
+    installed = _installed()
+    if len(installed) > 1:
+        raise ConfigError(
+            f"{' and '.join(installed)} are installed together and overwrite each other's files. "
+            f"Run pip uninstall -y {' '.join(installed)}, then install one of them."
+        )
+
+
+def check_keras_backend(name: str | None = None) -> None:
+    """Raise ConfigError unless Keras' backend is TensorFlow. By default, check the environment variable."""
+    name = name or os.environ.get("KERAS_BACKEND") or "tensorflow"
+    if name != "tensorflow":
+        raise ConfigError(f"KERAS_BACKEND is {name!r}. The layer runs on Keras' TensorFlow backend. Unset it.")
+
+
+@functools.cache
+def _installed() -> list[str]:
+    import importlib.metadata  # this import costs more than this module's
+
+    return [name for name in _TENSORFLOWS if any(importlib.metadata.distributions(name=name))]

@@ -3,9 +3,8 @@
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -39,6 +38,8 @@ Progress = Callable[[int, int], None]
 _PIECE_BYTES: Final = 4 << 20
 """Bytes of a piece of rows as float32. A thread holds a few times as much."""
 _MAX_THREADS: Final = 4
+_PIECES_AHEAD: Final = 64
+"""Pieces that are given to the threads at once. What is known of a piece takes 200 KB until it is added."""
 _LISTED_ROWS: Final = 10
 _PERCENTILES: Final = (1, 5, 25, 50, 75, 95, 99)
 _BASE: Final = 1.01
@@ -210,33 +211,16 @@ def read_stats(
         threads = min(_MAX_THREADS, available_cpus())
         with concurrent.futures.ThreadPoolExecutor(threads, "stats") as pool:
             for job in jobs:
-                counts = _Tally()
-                for piece, size in _in_order(pool, job.pieces(), 2 * threads):
-                    counts.add(piece)
-                    done += size
-                    if on_progress:
-                        on_progress(done, total)
+                counts, starts = _Tally(), range(0, job.rows, job.step)
+                for first in range(0, len(starts), _PIECES_AHEAD):
+                    some = starts[first : first + _PIECES_AHEAD]
+                    for start, piece in zip(some, pool.map(job.count, some), strict=True):
+                        counts.add(piece)
+                        done += job.bytes * min(job.step, job.rows - start) // job.rows
+                        if on_progress:
+                            on_progress(done, total)
                 found.append(job.stats(counts))
         return PathStats(tables.path, tuple(found))
-
-
-def _in_order(
-    pool: concurrent.futures.Executor, jobs: "Iterator[tuple[Callable[[], _Tally], int]]", ahead: int
-) -> "Iterator[tuple[_Tally, int]]":
-    """Run the jobs in threads, `ahead` of them at most at a time, and yield their results in order."""
-    waiting: collections.deque[tuple[concurrent.futures.Future[_Tally], int]] = collections.deque()
-    try:
-        for job, size in jobs:
-            waiting.append((pool.submit(job), size))
-            if len(waiting) >= ahead:
-                future, size = waiting.popleft()
-                yield future.result(), size
-        while waiting:
-            future, size = waiting.popleft()
-            yield future.result(), size
-    finally:
-        for future, _ in waiting:
-            future.cancel()
 
 
 class _Tally:
@@ -280,14 +264,7 @@ class _Table:
             self._unknown = f"the checkpoint does not say which values {', '.join(info.slots)} had at first"
         self._row_bytes = info.dim * info.dtype.itemsize
         self.bytes = info.rows * self._row_bytes * (1 + len(self._initial))
-
-    def pieces(self) -> Iterator[tuple[Callable[[], _Tally], int]]:
-        """Yield a function that reads and counts a piece of the rows, and the bytes that it reads."""
-        step = max(1, _PIECE_BYTES // max(1, 4 * self._info.dim))
-        for start in range(0, self._info.rows, step):
-            stop = min(start + step, self._info.rows)
-            size = (stop - start) * self._row_bytes * (1 + len(self._initial))
-            yield functools.partial(self._count, start, stop), size
+        self.rows, self.step = info.rows, max(1, _PIECE_BYTES // max(1, 4 * info.dim))  # rows of a piece
 
     def stats(self, counts: _Tally) -> TableStats:
         """Return the statistics by the counts of all rows."""
@@ -318,9 +295,9 @@ class _Table:
     def _is_exact(self, storage: str) -> bool:
         return storage in ("float32", self._info.dtype.name)
 
-    def _count(self, start: int, stop: int) -> _Tally:
-        """Read and count rows [start, stop)."""
-        info, counts = self._info, _Tally()
+    def count(self, start: int) -> _Tally:
+        """Read and count the rows of the piece from `start` on."""
+        info, counts, stop = self._info, _Tally(), min(start + self.step, self.rows)
         rows = self._tables.read(info.name, start, stop)
         wide = rows.astype(np.float32, copy=False)
         with np.errstate(invalid="ignore"):  # the squares of float32 neither overflow nor vanish in float64

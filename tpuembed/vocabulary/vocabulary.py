@@ -247,7 +247,13 @@ class Vocabulary:
             ConfigError: a name is not UTF-8, so that it is no str.
         """
         unknown: Any = "[UNK]" if self.dtype == "string" else -1
-        return [unknown] * self.oov_buckets + [_text(name) for name in self.all_names.tolist()]
+        try:
+            names = [name.decode() if isinstance(name, bytes) else name for name in self.all_names.tolist()]
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"vocabulary: name {error.object!r} is not UTF-8, so it is no str. Use names(range(vocabulary.rows))."
+            ) from None
+        return [unknown] * self.oov_buckets + names
 
     def has(self, name: Any) -> bool:
         """Return True if `name` is one of the names."""
@@ -315,14 +321,3 @@ def _check_count(what: str, value: Any, least: int, most: int | None = None) -> 
         raise ConfigError(f"vocabulary: {what} must be an integer of {least} or more, got {value!r}.")
     if most is not None and value > most:
         raise ConfigError(f"vocabulary: {what} must be at most {most}, got {value}.")
-
-
-def _text(name: Any) -> Any:
-    if not isinstance(name, bytes):
-        return name
-    try:
-        return name.decode()
-    except UnicodeDecodeError:
-        raise ConfigError(
-            f"vocabulary: name {name!r} is not UTF-8, so it is no str. Use names(range(vocabulary.rows))."
-        ) from None

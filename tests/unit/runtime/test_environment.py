@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.messages import refused
 from tpuembed.errors import ConfigError
-from tpuembed.runtime import environment
+from tpuembed.runtime import tpu
 
 
 @pytest.mark.parametrize(("variable", "value"), [("TF_USE_LEGACY_KERAS", "1"), ("KERAS_BACKEND", "numpy")])
@@ -26,7 +26,7 @@ def test_another_keras_is_refused(variable: str, value: str) -> None:
 
 def test_two_tensorflows_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "distributions", lambda name: iter([name]))
-    environment._installed.cache_clear()
+    tpu._installed.cache_clear()
     with refused(ConfigError):
-        environment.check_environment()
-    environment._installed.cache_clear()
+        tpu.check_environment()
+    tpu._installed.cache_clear()

@@ -62,7 +62,7 @@ struct place {
     int64_t example, id;
 };
 
-struct names { /* the names of a table: an index of tpuembed/vocabulary/index.py */
+struct names { /* the names of a table: an index of tpuembed/lookup/name_index.py */
     const int64_t *keys;    /* [buckets, WAYS], the fingerprint of each string, or each integer itself */
     const int32_t *numbers; /* [buckets, WAYS], the number of each key's name, -1 for a place without a key */
     int64_t buckets;
@@ -382,7 +382,7 @@ static void advise_ids(
 #define K0 0xc3a5c85c97cb3127u
 #define K1 0xb492b66fbe98f273u
 #define K2 0x9ae16a3b2f90404fu
-#define SECOND 0x9e3779b97f4a7c15u /* MIX of index.py, as an unsigned number */
+#define SECOND 0x9e3779b97f4a7c15u /* MIX of tpuembed/lookup/name_index.py, as an unsigned number */
 
 INLINE uint64_t word(const unsigned char *bytes) {
     uint64_t value;
@@ -442,8 +442,8 @@ static uint64_t hash_of_blocks(const unsigned char *bytes, uint64_t length) {
         of_two(s.v[0], s.w[0], factor) + mix(s.y) * K0 + s.z, of_two(s.v[1], s.w[1], factor) + s.x, factor);
 }
 
-/* Return the hash of tf.strings.to_hash_bucket_fast: FarmHash's Fingerprint64. Source of the algorithm: as
- * tpuembed/vocabulary/fingerprint.py has it. */
+/* Return the hash of tf.strings.to_hash_bucket_fast: FarmHash's Fingerprint64. Source: farmhashna::Hash64 of
+ * https://github.com/google/farmhash/blob/master/src/farmhash.cc */
 INLINE uint64_t hash_of(const unsigned char *bytes, uint64_t length) {
     const unsigned char *end = bytes + length;
     uint64_t factor = K2 + 2 * length;

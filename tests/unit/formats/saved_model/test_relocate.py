@@ -10,7 +10,6 @@ from tests.support.messages import refused
 from tests.support.saved_model_graphs import FILES, constant, graph, manifest, paths
 from tpuembed.errors import ConfigError
 from tpuembed.formats.saved_model import relocate_export
-from tpuembed.manifest import Manifest
 
 
 @pytest.fixture
@@ -94,7 +93,3 @@ def test_a_missing_graph(version: Path) -> None:
     (version / "saved_model.pb").unlink()
     with refused(ConfigError, match="saved_model"):
         relocate_export(version, manifest(), "/srv/models")
-
-
-def test_the_manifest_reads_back(version: Path) -> None:
-    assert Manifest.read(version) == manifest()
