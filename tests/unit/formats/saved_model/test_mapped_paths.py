@@ -38,7 +38,7 @@ def test_every_mapped_tensor_is_found_wherever_it_is() -> None:
         (types_pb2.DT_HALF, "float16"),
         (types_pb2.DT_UINT8, "uint8"),
         (types_pb2.DT_INT8, "int8"),
-        (types_pb2.DT_STRING, ""),
+        (types_pb2.DT_STRING, "string"),
     ],
 )
 def test_the_types_of_tables(code: int, name: str) -> None:
