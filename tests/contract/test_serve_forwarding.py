@@ -1,6 +1,9 @@
 """A server that forwards requests to a server of TensorFlow Serving's API behind it: the answers are that server's."""
 
+import concurrent.futures
+import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tensorflow_serving.apis import get_model_status_pb2, model_management_pb2
+import tensorflow as tf
+from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, model_management_pb2, predict_pb2
 
 from tests.support.contract_open_inference import message
 from tests.support.contract_serve import (
@@ -25,8 +29,11 @@ from tests.support.contract_serve import (
     shared_server,
 )
 from tests.support.messages import said
+from tests.support.serving.doubles import DoublingServable
 from tests.support.serving.models import save_scale
 from tests.support.serving.process import run_command
+from tests.support.serving.served import Served
+from tpuembed_serving import ModelSettings
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +138,115 @@ def test_versions_and_labels_behind_are_followed(tmp_path: Path) -> None:
             eventually(lambda: front.get("/readyz").status == 503)
             reply = front.post("scale:predict", {"instances": [1.0]})
             assert (reply.status, behind.grpc_address in reply.error) == (503, True)
+
+
+class Behind:
+    """A server behind, whose model m doubles numbers. A test says which versions it has, and whether it answers for a label."""
+
+    def __init__(self) -> None:
+        self.versions, self.missing, self.input = [1], set[int](), "x"
+        self.answers, self.asked = threading.Event(), list[str]()
+        self.answers.set()
+        self._server = grpc.server(concurrent.futures.ThreadPoolExecutor(8))
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        methods = {
+            "PredictionService/Predict": (self.predict, predict_pb2.PredictRequest),
+            "PredictionService/GetModelMetadata": (self.metadata, get_model_metadata_pb2.GetModelMetadataRequest),
+            "ModelService/GetModelStatus": (self.status, get_model_status_pb2.GetModelStatusRequest),
+        }
+        for path, (method, request) in methods.items():
+            service, _, name = path.partition("/")
+            handler = grpc.unary_unary_rpc_method_handler(
+                method, request.FromString, lambda answer: answer.SerializeToString()
+            )
+            generic = grpc.method_handlers_generic_handler(f"tensorflow.serving.{service}", {name: handler})
+            self._server.add_generic_rpc_handlers((generic,))
+        self._server.start()
+
+    def status(self, _: Any, __: Any) -> Any:
+        answer = get_model_status_pb2.GetModelStatusResponse()
+        for version in self.versions:
+            answer.model_version_status.add(version=version, state=30)
+        return answer
+
+    def metadata(self, request: Any, context: Any) -> Any:
+        spec = request.model_spec
+        if spec.version_label:
+            self.asked.append(spec.version_label)
+            self.answers.wait(60)
+        if spec.version.value in self.missing or spec.version_label == "none":
+            context.abort(grpc.StatusCode.NOT_FOUND, "gone")
+        answer, found = get_model_metadata_pb2.GetModelMetadataResponse(), get_model_metadata_pb2.SignatureDefMap()
+        for side, name in (("inputs", self.input), ("outputs", "y")):
+            getattr(found.signature_def["serving_default"], side)[name].name = f"{name}:0"
+            getattr(found.signature_def["serving_default"], side)[name].dtype = 1
+        answer.model_spec.name, answer.model_spec.version.value = "m", spec.version.value or max(self.versions)
+        answer.metadata["signature_def"].Pack(found)
+        return answer
+
+    def predict(self, request: Any, _: Any) -> Any:
+        answer = predict_pb2.PredictResponse(model_spec=request.model_spec)
+        answer.outputs["y"].CopyFrom(tf.make_tensor_proto(2 * tf.make_ndarray(request.inputs[self.input])))
+        return answer
+
+    def stop(self) -> None:
+        self.answers.set()
+        self._server.stop(None).wait()
+
+
+@pytest.fixture
+def pretended() -> Iterator[Behind]:
+    behind = Behind()
+    yield behind
+    behind.stop()
+
+
+@pytest.fixture
+def front(pretended: Behind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    models = (ModelSettings(name="m", base_path=Path()),)
+    options: dict[str, Any] = {"target": pretended.address, "rest_timeout_ms": 2000, "max_request_memory": 68 << 20}
+    with Served(tmp_path, monkeypatch, lambda _: DoublingServable(), models=models, **options) as running:
+        eventually(lambda: running.is_ready)
+        yield running
+
+
+def test_a_version_that_one_replica_lacks_is_not_available(front: Served, pretended: Behind) -> None:
+    """The older one answers. If the other replica lacks that too, it is asked for all the same. Signatures are read again."""
+    pretended.missing, pretended.versions = {2}, [2, 1]
+
+    def states() -> list[Any]:
+        found = front.send("GET", "/v1/models/m").value["model_version_status"]
+        return [(one["version"], one["state"], one["status"]["error_code"]) for one in found]
+
+    eventually(lambda: states() == [("2", "START", "NOT_FOUND"), ("1", "AVAILABLE", "OK")])
+    body = {"instances": [1.5]}
+    for _ in range(2):
+        reply = front.send("POST", "/v1/models/m:predict", body)
+        assert (reply.value, reply.headers["x-model-version"]) == ({"predictions": [3.0]}, "1")
+        pretended.missing = {1, 2}
+    pretended.missing, pretended.versions, pretended.input = set(), [3], "w"
+    named = {"instances": [{"w": 1.5}]}
+    eventually(lambda: front.send("POST", "/v1/models/m:predict", named).status == 200)
+
+
+def test_a_label_that_the_server_behind_does_not_answer_for_holds_nobody_up(front: Served, pretended: Behind) -> None:
+    """Each health check waited, too. And the memory of such requests was reserved for as long as the server was silent."""
+    pretended.answers.clear()
+    body = json.dumps({"instances": [1.5]}).encode() + b" " * (1 << 20)
+
+    def ask(label: str) -> int:
+        return front.send("POST", f"/v1/models/m/labels/{label}:predict", body).status
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        statuses = [pool.submit(ask, label) for label in ("stable", "stable", "a", "b", "c")]
+        eventually(lambda: pretended.asked)
+        assert front.send("GET", "/healthz").status == 200
+        assert front.send("POST", "/v1/models/m:predict", {"instances": [1.5]}).status == 200
+        assert [status.result() for status in statuses] == [504] * 5
+        eventually(lambda: front.send("POST", "/v1/models/m:predict", body).status == 200)
+        pretended.answers.set()
+        eventually(lambda: ask("stable") == 200)
+        assert ask("none") == 404
 
 
 def test_options_that_do_not_go_together() -> None:

@@ -17,55 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support.serving.doubles import DoublingServable, wait_for
 from tests.support.serving.served import BODY, PREDICT, Served, predict_request
 from tpuembed_serving.core.servable import Merging, Signature
-from tpuembed_serving.workers.stopping import Stop, StopStage, WorkerStop
 
 REQUEST = b"POST /v1/models/m:predict HTTP/1.1\r\nhost: s\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
 BY_ASGI = REQUEST.replace(b"host: s", b"host: s\r\nconnection: x")
 GOOD = (200, {"predictions": [2, 4]})
-
-
-@pytest.mark.parametrize(
-    ("signals", "stage"),
-    [
-        ([], StopStage.RUNNING),
-        ([signal.SIGTERM], StopStage.LAME_DUCK),
-        ([signal.SIGINT], StopStage.DRAINING),
-        ([signal.SIGTERM, signal.SIGTERM], StopStage.DRAINING),
-        ([signal.SIGTERM, signal.SIGINT], StopStage.DRAINING),
-        ([signal.SIGINT, signal.SIGTERM], StopStage.DRAINING),
-        ([signal.SIGTERM, signal.SIGTERM, signal.SIGTERM], StopStage.DRAINING),
-        ([signal.SIGINT, signal.SIGINT], StopStage.CUT_OFF),
-        ([signal.SIGTERM, signal.SIGINT, signal.SIGINT], StopStage.CUT_OFF),
-        ([signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM], StopStage.CUT_OFF),
-    ],
-)
-def test_stages(signals: list[int], stage: StopStage) -> None:
-    stop = Stop()
-    heard: list[StopStage] = []
-    if signals:
-        stop.handle(signals[0])
-    stop.call(lambda: heard.append(stop.stage))
-    for number in signals[1:]:
-        stop.handle(number)
-    assert stop.stage is stage
-    assert heard == sorted(set(heard))
-    assert heard[-1:] == [stage][: len(signals)]
-
-
-def test_a_worker_goes_by_its_first_sigterm_and_its_supervisor() -> None:
-    """A terminal's SIGINT and systemd's SIGTERM reach it as well."""
-    stop = WorkerStop()
-    stages: list[StopStage] = []
-    for step in (
-        signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, StopStage.DRAINING, signal.SIGINT, signal.SIGTERM,
-        StopStage.CUT_OFF, StopStage.LAME_DUCK,
-    ):  # fmt: skip
-        if isinstance(step, StopStage):
-            stop.advance(step)
-        else:
-            stop.handle(step)
-        stages.append(stop.stage)
-    assert stages == [0, 1, 1, 1, 2, 2, 2, 3, 3]
 
 
 class Client:

@@ -1,6 +1,7 @@
 """`tpuembed serve --workers 2`: two processes that answer as one, of a model that Vertex AI's variable names."""
 
 import collections
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -89,10 +90,12 @@ def test_a_reload_holds_for_both(server: Server, model_dir: Path) -> None:
 
 
 def test_a_stop_loses_no_request_and_leaves_no_process(server: Server) -> None:
-    """gRPC's part of it is tested with one process, where a second try is quick."""
+    """A terminal's SIGINT reaches the workers too. gRPC's part is tested with one process, where a second try is quick."""
     pids = workers(server)
     with Clients(server, "scale", rest=8) as clients:
         eventually(lambda: clients.have_all(20))
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
         clients.join()

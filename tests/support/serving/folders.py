@@ -48,7 +48,8 @@ class Folders(Served):
         self._fence = 1
 
     def _load(self, path: Path) -> Any:
-        return self.loaders[path.parent.name](path)
+        """Load a version. One that comes from a store is in a cache, and its model is `m`."""
+        return self.loaders[path.parent.name if path.is_relative_to(self.root) else "m"](path)
 
     def __enter__(self) -> Self:
         super().__enter__()

@@ -68,10 +68,9 @@ class Served:
         self.port, self.grpc_port = free_port(), free_port()
         self.settings = ServerSettings(
             models=tuple(settings),
-            poll_seconds=0.02,
             rest_port=self.port,
             grpc_port=self.grpc_port,
-            **{"lame_duck_seconds": 0.5, "drain_seconds": 20.0, **options},
+            **{"poll_seconds": 0.02, "lame_duck_seconds": 0.5, "drain_seconds": 20.0, **options},
         )
         patch.setattr(server, "create_app", lambda settings, **options: create_app(settings, load=load, **options))
         patch.setattr(server, "stop_on_signals", self._stops)

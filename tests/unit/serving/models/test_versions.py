@@ -7,8 +7,8 @@ import pytest
 from tests.support.messages import refused
 from tests.support.serving.doubles import make_version
 from tpuembed.manifest import FromActivations, Manifest, Packing, StackEntry, TableEntry
-from tpuembed_serving.core.status import Code, StatusError
-from tpuembed_serving.models.versions import check_files, find_versions, fingerprint, parse_version
+from tpuembed_serving.core.status import StatusError
+from tpuembed_serving.models.versions import check_files, find_versions, parse_version
 
 
 @pytest.mark.parametrize(
@@ -27,19 +27,6 @@ def test_other_children_are_skipped(tmp_path: Path) -> None:
     for name in ("1", "00000010", ".staging-2", "latest"):
         make_version(tmp_path, name)
     assert find_versions(tmp_path) == {1: tmp_path / "1", 10: tmp_path / "00000010"}
-
-
-def test_a_missing_folder_is_the_systems_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        find_versions(tmp_path / "none")
-
-
-def test_the_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
-    path = make_version(tmp_path, 1)
-    before = fingerprint(path)
-    assert fingerprint(path) == before
-    (path / "saved_model.pb").write_bytes(b"another graph")
-    assert fingerprint(path) != before
 
 
 def stack(size: int) -> StackEntry:
@@ -61,17 +48,6 @@ def write_manifest(path: Path, size: int) -> None:
         stacks=(stack(size),),
         signatures={},
     ).write(path)
-
-
-def test_a_version_needs_a_graph(tmp_path: Path) -> None:
-    (tmp_path / "4").mkdir()
-    with refused(StatusError, match="version 4") as caught:
-        check_files(tmp_path / "4")
-    assert caught.value.code is Code.NOT_FOUND
-
-
-def test_a_version_without_a_manifest_is_anyones(tmp_path: Path) -> None:
-    check_files(make_version(tmp_path, 1))
 
 
 def test_what_a_manifest_names_must_be_there(tmp_path: Path) -> None:

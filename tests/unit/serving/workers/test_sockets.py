@@ -1,13 +1,10 @@
 """Ports: who may share one, what is left of the last server, and how a listening socket is closed without a loss."""
 
 import contextlib
-import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,6 @@ from tpuembed.errors import ServingError
 from tpuembed_serving.workers.sockets import (
     bind,
     bind_shared,
-    listeners_of_port,
     refuse_new_connections,
     reserve,
     waiting_connections,
@@ -114,46 +110,3 @@ def test_what_has_connected_can_be_accepted_and_nobody_else_connects(host: str) 
             assert client.recv(8) == b"answer"
             client.close()
         assert waiting_connections(listener) == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux's")
-def test_a_client_that_was_not_let_in_goes_to_the_next_socket() -> None:
-    with listening("127.0.0.1", 0) as first:
-        address = first.getsockname()[:2]
-        refuse_new_connections(first)
-        outcome: list[float] = []
-
-        def connect() -> None:
-            began = time.monotonic()
-            socket.create_connection(address, timeout=10).close()
-            outcome.append(time.monotonic() - began)
-
-        thread = threading.Thread(target=connect)
-        thread.start()
-        time.sleep(0.2)
-        with listening(*address):
-            first.close()
-            thread.join()
-    assert 0.5 < outcome[0] < 5
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_the_listening_sockets_of_a_port() -> None:
-    with listening("127.0.0.1", 0) as one, bind("127.0.0.1", 0, "--port"):
-        port = one.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)), listening("127.0.0.1", port) as two:
-            before = descriptors()
-            found = listeners_of_port(port)
-            assert descriptors() == before + 2, "nothing else stays open"
-            inodes = {socket_inode(each) for each in found}
-            for each in found:
-                each.close()
-            assert inodes == {socket_inode(one), socket_inode(two)}
-
-
-def descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-def socket_inode(one: socket.socket) -> int:
-    return os.fstat(one.fileno()).st_ino
