@@ -49,7 +49,7 @@ $(RATINGS): | $(STAMP)
 demo: $(DEMO)  ## train, checkpoint, export, serve and predict, end to end; installs what this needs alone
 	$(BIN)/tpuembed demo
 
-test: $(STAMP) $(LIBRARY) $(RATINGS) load-tools  ## the test suite, or one room of it: make test AREA=serving/batching
+test: $(STAMP) $(LIBRARY) $(RATINGS) load-tools  ## the test suite, or one room of it: make test AREA=export/plan
 	$(BIN)/python -m pytest -n 2 -m "$(MARKS)" $(if $(AREA),tests/unit/$(AREA),tests)
 
 load-tools:  # wrk and redis-server, where tests are those of CI; elsewhere tests without them are skipped by name

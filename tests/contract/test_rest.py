@@ -2,8 +2,6 @@
 
 import base64
 import concurrent.futures
-import gzip
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -188,11 +186,6 @@ def test_the_graph_decides_about_ranks(server: Server) -> None:
     for ids in ([[[1], [2]]], 4, [3, 0]):
         found = predict(server, "zoo", {"inputs": ids})["outputs"]
         np.testing.assert_array_equal(np.array(found, np.float32), table[np.array(ids)])
-
-
-def test_a_compressed_body(server: Server) -> None:
-    body = gzip.compress(json.dumps({"instances": [1.0, 5.0]}).encode())
-    assert predict(server, HALF, body, **{"Content-Encoding": "gzip"}) == {"predictions": [2.5, 4.5]}
 
 
 def test_many_rows(server: Server) -> None:

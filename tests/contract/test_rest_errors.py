@@ -163,22 +163,6 @@ def test_several_inputs_need_their_names(server: Server) -> None:
         assert_text(found, text)
 
 
-def test_integers_that_their_type_cannot_hold(server: Server) -> None:
-    """Such as 256 for uint8, which TensorFlow Serving takes for 0: another row."""
-    for signature, value, dtype in (
-        ("uint8", 256, "uint8"),
-        ("uint8", -1, "uint8"),
-        ("int32", 2**31, "int32"),
-        ("serving_default", 2**63, "int64"),
-        ("serving_default", -(2**63) - 1, "int64"),
-    ):
-        for key in ("instances", "inputs"):
-            body = {"signature_name": signature, key: value if key == "inputs" else [value]}
-            status, text = refusal(server, "POST", f"/v1/models/{ZOO}", body)
-            assert status == 400
-            assert f"Type: Number is not of expected type: {dtype}" in text
-
-
 def test_ids_outside_of_their_table(server: Server) -> None:
     row = {"user": 1, "watched": [2], "liked": [], "rated": [], "rated_weights": [], "history": [59]}
     for feature, value in (("user", 60), ("user", -1), ("watched", [3, 90]), ("history", [-2])):
@@ -250,15 +234,6 @@ def test_what_the_graph_refuses(server: Server) -> None:
 
 def test_a_list_of_models_is_not_there(server: Server) -> None:
     assert refusal(server, "GET", "/v1/models", None) == (400, "Missing model name in request.")
-
-
-def test_content_encodings(server: Server) -> None:
-    body = b'{"instances": [1]}'
-    for coding in ("deflate", "br", "identity, br"):
-        status, text = refusal(server, "POST", f"/v1/models/{HALF}", body, **{"Content-Encoding": coding})
-        assert status == 415
-        assert coding.rpartition(", ")[2] in text
-    assert refusal(server, "POST", f"/v1/models/{HALF}", body, **{"Content-Encoding": "gzip"})[0] == 400
 
 
 EXAMPLES: list[tuple[Any, str]] = [

@@ -202,7 +202,7 @@ def pretended() -> Iterator[Behind]:
 
 
 @pytest.fixture
-def front(pretended: Behind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def forwarder(pretended: Behind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     models = (ModelSettings(name="m", base_path=Path()),)
     options: dict[str, Any] = {"target": pretended.address, "rest_timeout_ms": 2000, "max_request_memory": 68 << 20}
     with Served(tmp_path, monkeypatch, lambda _: DoublingServable(), models=models, **options) as running:
@@ -210,40 +210,42 @@ def front(pretended: Behind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         yield running
 
 
-def test_a_version_that_one_replica_lacks_is_not_available(front: Served, pretended: Behind) -> None:
+def test_a_version_that_one_replica_lacks_is_not_available(forwarder: Served, pretended: Behind) -> None:
     """The older one answers. If the other replica lacks that too, it is asked for all the same. Signatures are read again."""
     pretended.missing, pretended.versions = {2}, [2, 1]
 
     def states() -> list[Any]:
-        found = front.send("GET", "/v1/models/m").value["model_version_status"]
+        found = forwarder.send("GET", "/v1/models/m").value["model_version_status"]
         return [(one["version"], one["state"], one["status"]["error_code"]) for one in found]
 
     eventually(lambda: states() == [("2", "START", "NOT_FOUND"), ("1", "AVAILABLE", "OK")])
     body = {"instances": [1.5]}
     for _ in range(2):
-        reply = front.send("POST", "/v1/models/m:predict", body)
+        reply = forwarder.send("POST", "/v1/models/m:predict", body)
         assert (reply.value, reply.headers["x-model-version"]) == ({"predictions": [3.0]}, "1")
         pretended.missing = {1, 2}
     pretended.missing, pretended.versions, pretended.input = set(), [3], "w"
     named = {"instances": [{"w": 1.5}]}
-    eventually(lambda: front.send("POST", "/v1/models/m:predict", named).status == 200)
+    eventually(lambda: forwarder.send("POST", "/v1/models/m:predict", named).status == 200)
 
 
-def test_a_label_that_the_server_behind_does_not_answer_for_holds_nobody_up(front: Served, pretended: Behind) -> None:
+def test_a_label_that_the_server_behind_does_not_answer_for_holds_nobody_up(
+    forwarder: Served, pretended: Behind
+) -> None:
     """Each health check waited, too. And the memory of such requests was reserved for as long as the server was silent."""
     pretended.answers.clear()
     body = json.dumps({"instances": [1.5]}).encode() + b" " * (1 << 20)
 
     def ask(label: str) -> int:
-        return front.send("POST", f"/v1/models/m/labels/{label}:predict", body).status
+        return forwarder.send("POST", f"/v1/models/m/labels/{label}:predict", body).status
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         statuses = [pool.submit(ask, label) for label in ("stable", "stable", "a", "b", "c")]
         eventually(lambda: pretended.asked)
-        assert front.send("GET", "/healthz").status == 200
-        assert front.send("POST", "/v1/models/m:predict", {"instances": [1.5]}).status == 200
+        assert forwarder.send("GET", "/healthz").status == 200
+        assert forwarder.send("POST", "/v1/models/m:predict", {"instances": [1.5]}).status == 200
         assert [status.result() for status in statuses] == [504] * 5
-        eventually(lambda: front.send("POST", "/v1/models/m:predict", body).status == 200)
+        eventually(lambda: forwarder.send("POST", "/v1/models/m:predict", body).status == 200)
         pretended.answers.set()
         eventually(lambda: ask("stable") == 200)
         assert ask("none") == 404

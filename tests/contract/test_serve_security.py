@@ -8,12 +8,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization as pem_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tensorflow_serving.apis import classification_pb2, get_model_status_pb2, model_management_pb2
 
 from tests.support.contract_open_inference import message
 from tests.support.contract_serve import eventually, outputs_of, predict_request, refusal
-from tests.support.contract_strict import ADMIN, KEY, StrictServer, strict_server
+from tests.support.contract_strict import ADMIN, COLON, KEY, SPACED, StrictServer, strict_server
 from tests.support.messages import said
 from tests.support.serving.process import run_command
 
@@ -72,7 +74,17 @@ def test_rest_needs_a_key(server: StrictServer) -> None:
             assert reply.error
             assert KEY[:-1] not in reply.body.decode()
     said(reply.error)
-    for headers in ({"X-API-Key": KEY}, {"Authorization": f"Bearer {KEY}"}, {"X-API-Key": ADMIN}):
+    for header in (
+        {"X-API-Key": KEY.upper()},
+        {"X-API-Key": "# keys of the test"},
+        {"Authorization": KEY},
+        {"API-Key": KEY},
+    ):
+        assert server.post("zoo:predict", ROWS, **header).status == 401, header
+    for headers in (
+        {"X-API-Key": KEY}, {"Authorization": f"Bearer {KEY}"}, {"X-API-Key": ADMIN}, {"authorization": f"bEARER  {SPACED} "},
+        {"X-API-Key": "wrong", "Authorization": f"Bearer {KEY}"}, {"x-api-key": COLON},
+    ):  # fmt: skip
         assert server.post("zoo:predict", ROWS, **headers).value == {"predictions": [1.0]}
     assert KEY not in server.log
 
@@ -158,17 +170,31 @@ def test_pages_of_other_sites_may_ask(server: StrictServer) -> None:
 def test_files_that_protect_nothing_are_refused(server: StrictServer, tmp_path: Path) -> None:
     (tmp_path / "short").write_text("a short key\n")
     (tmp_path / "empty").write_text("# no key\n")
-    pem = server.folder / "server.pem"
-    refused: list[tuple[list[str | Path], int]] = [
-        (["--api-key-file", tmp_path / "short"], 1),
-        (["--api-key-file", tmp_path / "empty"], 1),
-        (["--api-key-file", tmp_path / "none"], 1),
-        (["--tls-cert", pem], 2),
-        (["--tls-client-ca", pem], 2),
-        (["--tls-cert", tmp_path / "short", "--tls-key", pem], 1),
+    (tmp_path / "words").write_text("two words in a single line\n")
+    (tmp_path / "letters").write_text("schlüssel-0123456789\n", encoding="utf-8")
+    # Which of the two lines counts would decide whether it is an admin's.
+    (tmp_path / "twice").write_text(f"ops admin: {KEY}\nweb: {KEY}\n")
+    pem, other = server.folder / "server.pem", trustme.CA().issue_cert("127.0.0.1")
+    other.private_key_pem.write_to_path(tmp_path / "other.pem")
+    key = pem_of.load_pem_private_key(other.private_key_pem.bytes(), None)
+    password = pem_of.BestAvailableEncryption(b"secret")
+    locked = key.private_bytes(pem_of.Encoding.PEM, pem_of.PrivateFormat.PKCS8, password)
+    (tmp_path / "locked.pem").write_bytes(locked)
+    refused: list[tuple[list[str | Path], int, str]] = [
+        (["--tls-cert", pem], 2, "--tls-key"),
+        (["--tls-client-ca", pem], 2, "--tls-c"),
+        (["--tls-cert", tmp_path / "short", "--tls-key", pem], 1, "in PEM format"),
+        (["--tls-cert", tmp_path / "none", "--tls-key", pem], 1, "No such file"),
+        (["--tls-cert", pem, "--tls-key", tmp_path / "other.pem"], 1, "mismatch"),
+        (["--tls-cert", pem, "--tls-key", tmp_path / "locked.pem"], 1, "the key has a password"),
+        (["--tls-cert", pem, "--tls-key", pem, "--tls-client-ca", tmp_path / "short"], 1, "TLS client authorities"),
+        (["--tls-cert", pem, "--tls-key", pem, "--tls-client-ca", tmp_path / "none"], 1, "No such file"),
     ]
-    for options, code in refused:
+    for name in ("short", "empty", "words", "letters", "twice", "none"):
+        refused.append((["--api-key-file", tmp_path / name], 1, name))
+    for options, code, word in refused:
         result = run_command("serve", tmp_path, "--rest-port", "0", "--no-grpc", *options)
-        assert result.returncode == code, (options, result.stderr)
+        assert (result.returncode, word in result.stderr) == (code, True), (options, result.stderr)
+        assert "a short key" not in result.stderr
         assert "Traceback" not in result.stderr
         assert len(result.stderr.splitlines()) <= 5

@@ -1,5 +1,6 @@
 """`logging_config` of a models.config: sampled requests and their answers in TFRecord files, as TensorFlow reads them."""
 
+import asyncio
 import contextlib
 import json
 import resource
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import (
@@ -23,7 +25,6 @@ from tensorflow_serving.apis import (
 )
 
 from tests.support.messages import said
-from tests.support.serving.asgi import running, send, wait_until_ready
 from tests.support.serving.doubles import wait_for
 from tests.support.serving.half_plus_two import save_graph
 from tests.support.serving.process import ServerProcess, run_command
@@ -209,11 +210,18 @@ def test_the_files_are_bounded(models: Path, tmp_path: Path, processes: int) -> 
     )
     app.request_log = RequestLog(processes=processes, max_bytes=100_000)
     app.pipeline.log = app.request_log.log
-    with running(app):
-        wait_until_ready(app)
-        for number in range(300):
-            values = ",".join(f"[{number}.0]" for _ in range(200))
-            assert send(app, "POST", "/v1/models/half:predict", f'{{"instances": [{values}]}}').status == 200
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            for number in range(300):
+                reply = await client.post("/v1/models/half:predict", json={"instances": [[float(number)]] * 200})
+                assert reply.status_code == 200
+
+    app.repository.start()
+    wait_for(lambda: app.repository.ready)
+    asyncio.run(ask())
+    app.executor.close()
+    app.repository.stop()
     app.request_log.close()
     assert kept.exists()
     files = [path for path in tmp_path.glob("half-*.tfrecord") if path != kept]

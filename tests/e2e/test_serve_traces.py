@@ -14,10 +14,13 @@ import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import predict_pb2
 
-from tests.support.serving.doubles import wait_for
+from tests.support.serving.doubles import FakeLoader, wait_for
 from tests.support.serving.load import Load
 from tests.support.serving.models import save_scale
 from tests.support.serving.process import ServerProcess
+from tests.support.serving.served import BODY, Served
+from tpuembed_serving import TelemetrySettings
+from tpuembed_serving.core.status import Code, StatusError
 
 if importlib.util.find_spec("opentelemetry") is None:
     pytest.skip("opentelemetry-sdk and its OTLP exporter are not installed", allow_module_level=True)
@@ -128,6 +131,46 @@ def test_spans_of_requests_arrive_below_their_parents(
         assert {one.name for one in stages} == STAGES
         for one in stages:
             assert parent.start_time_unix_nano <= one.start_time_unix_nano <= one.end_time_unix_nano
+
+
+def test_broken_parents_routes_without_a_model_and_faults_of_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collector: Collector
+) -> None:
+    """A client's fault is no error of the span."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.port}")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    loader = FakeLoader()
+
+    def fail() -> None:
+        raise StatusError(Code.UNAVAILABLE, "busy")
+
+    settings = TelemetrySettings(traces=True)
+    with Served(tmp_path, monkeypatch, loader, telemetry=settings, predict_route="/predict") as running:
+        wait_for(lambda: running.is_ready)
+        for header in ("00-0-0-01", "", "\xff"):
+            assert running.send("POST", "/v1/models/m:predict", BODY, traceparent=header).status == 200
+        assert running.send("POST", "/v1/models/m:predict", "{").status == 400
+        for target in ("/invocations", "/predict"):
+            assert running.send("POST", target, BODY).status == 200
+        loader.run_hook = fail
+        assert running.send("POST", "/v1/models/m:predict", BODY).status == 503
+
+        def roots() -> list[Any]:
+            return [one for one in collector.spans if not one.parent_span_id]
+
+        wait_for(lambda: len(roots()) == 7)
+    attributes = [{one.key: one.value for one in root.attributes} for root in roots()]
+    assert {one["tpuembed.model"].string_value for one in attributes} == {"m"}
+    found = sorted(
+        (root.name, one["http.response.status_code"].int_value, root.status.code == 2)
+        for root, one in zip(roots(), attributes, strict=True)
+    )
+    route = "POST /v1/models/{model}:predict"
+    assert found == [
+        ("POST /invocations", 200, False),
+        ("POST /predict", 200, False),
+        *[(route, status, status == 503) for status in (200, 200, 200, 400, 503)],
+    ]
 
 
 @pytest.mark.parametrize("kind", ["missing", "silent"])

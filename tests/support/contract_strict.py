@@ -12,10 +12,13 @@ import trustme
 from tests.support.contract_serve import Server, shared, time_limit
 from tests.support.serving.models import save_scale, save_zoo
 
-__all__ = ["ADMIN", "KEY", "MAX_BODY_BYTES", "StrictServer", "strict_server"]
+__all__ = ["ADMIN", "COLON", "KEY", "MAX_BODY_BYTES", "SPACED", "StrictServer", "strict_server"]
 
 KEY: Final = "the-key-of-an-application-0123456789"
 ADMIN: Final = "the-key-of-an-operator-0123456789"
+SPACED: Final = "the_key~of-a-line-with-spaces-9876543210"
+COLON: Final = "old:the-key-of-a-line-0123456789"
+"""A colon without a space is of the key."""
 MAX_BODY_BYTES: Final = 200_000
 
 _SERVER: Final = pytest.StashKey[Server]()
@@ -33,7 +36,9 @@ class StrictServer(Server):
         pem = folder / "server.pem"
         authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(pem)
         self.keys = folder / "keys"
-        self.keys.write_text(f"# keys of the test\napp: {KEY}\noperator admin: {ADMIN}\n", encoding="utf-8")
+        self.keys.write_text(
+            f"# keys of the test\napp: {KEY}\noperator admin: {ADMIN}\n\n  {SPACED}  \n{COLON}\n", encoding="utf-8"
+        )
         super().__init__(
             folder / "zoo",
             folder / "log",

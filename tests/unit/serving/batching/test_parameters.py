@@ -101,13 +101,3 @@ def test_parameters_without_batching_are_refused() -> None:
     for enabled in (None, False):
         with refused(ConfigError):
             BatchingSettings(enabled=enabled, parameters=BatchingParameters())
-    assert [BatchingSettings(enabled=value).covers(is_proven=False) for value in (None, True, False)] == [
-        False,
-        True,
-        False,
-    ]
-    assert [BatchingSettings(enabled=value).covers(is_proven=True) for value in (None, True, False)] == [
-        True,
-        True,
-        False,
-    ]

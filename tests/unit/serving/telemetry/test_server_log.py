@@ -4,12 +4,10 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -143,14 +141,3 @@ def test_the_import_of_tensorflow_is_silent_and_the_log_is_not(
     assert ("a note" in text) is shown
     assert "meanwhile" in text
     assert "later" in text
-
-
-NOTES = "import os, sys; from tpuembed_serving.tensorflow.import_lock import IMPORTING_TENSORFLOW as lock\n"
-
-
-def test_tensorflow_itself_is_silent(tmp_path: Path) -> None:
-    """It writes notes at its import whatever its log level is."""
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-c", NOTES + "with lock: import tensorflow"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert done.stderr == ""

@@ -2,10 +2,15 @@
 
 import json
 import math
+import string
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.support.messages import refused
 from tpuembed_serving.core.status import Code, StatusError
 from tpuembed_serving.http.json.document import JsonObject, parse_document
 
@@ -108,3 +113,38 @@ def test_numbers_keep_their_type() -> None:
 @pytest.mark.parametrize("body", [b'{"a": 1}}', b'{"a": 1} tail', b'\xef\xbb\xbf{"a": 1}', b'\n {"a": 1}\x00'])
 def test_takes_what_is_around_the_value(body: bytes) -> None:
     assert parse_document(body).members == {"a": 1}
+
+
+leaves = (
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
+    | st.builds(lambda text: {"b64": text}, st.text(string.ascii_letters + "=+/ ", max_size=6))
+)  # fmt: skip
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["x", "a", "b", "c", "b64"]), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(values)
+def test_reads_what_json_writes(value: Any) -> None:
+    text = json.dumps({"v": value})
+    wanted = json.loads(
+        text, parse_int=lambda digits: int(digits) if -(2**63) <= int(digits) < 2**64 else float(digits)
+    )
+    np.testing.assert_equal(parse_document(text.encode()).members, wanted)
+
+
+@pytest.mark.parametrize("inner", [b"[", b'{"a":'])
+def test_json_is_as_deep_as_it_may_be(inner: bytes) -> None:
+    close = b"]" if inner == b"[" else b"}"
+
+    def body(depth: int) -> bytes:
+        return b'{"unknown": ' + inner * (depth - 1) + b"1" + close * (depth - 1) + b', "instances": [1]}'
+
+    for depth in (5, 301):
+        assert parse_document(body(depth)).members["instances"] == [1]
+    for deep in (inner * 5_000_000, body(100_000), body(100_000).replace(b"1", b"NaN")):
+        with refused(StatusError):
+            parse_document(deep)

@@ -3,17 +3,14 @@
 import json
 import math
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.serving.doubles import signature
 from tpuembed_serving.core.servable import Array
 from tpuembed_serving.core.status import StatusError
-from tpuembed_serving.http.json import encode_error, encode_outputs, responses
+from tpuembed_serving.http.json import encode_error, encode_outputs
 
 DTYPES = {"float32": "float", "float64": "double", "object": "string", "float16": "half"}
 
@@ -78,42 +75,3 @@ def test_no_outputs_are_refused() -> None:
 
 def test_an_error() -> None:
     assert encode_error('no "x"\n') == b'{"error":"no \\"x\\"\\n"}'
-
-
-shapes = st.lists(st.integers(0, 4), min_size=0, max_size=3)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.dictionaries(
-        st.sampled_from(["a", "b_bytes", "c%"]), st.tuples(st.sampled_from(["int64", "string"]), shapes), min_size=1
-    ),
-    st.integers(1, 4),
-    st.integers(1, 9),
-    st.booleans(),
-)
-def test_blocks_have_the_text_of_the_whole(
-    drawn: dict[str, tuple[str, list[int]]], batch: int, block: int, row_form: bool
-) -> None:
-    """Also rows of more elements than a block. Python's own parser reads the values back."""
-    arrays = {alias: np.arange(math.prod(shape) * batch).reshape(batch, *shape) for alias, (_, shape) in drawn.items()}
-    outputs = {
-        alias: np.array([b"%d" % value for value in array.ravel().tolist()], object).reshape(array.shape)
-        if drawn[alias][0] == "string"
-        else array
-        for alias, array in arrays.items()
-    }
-    one = signature({}, {alias: dtype for alias, (dtype, _) in drawn.items()})
-    whole = encode_outputs(outputs, one, row_form)
-    with mock.patch.object(responses, "_BLOCK_ELEMENTS", block):
-        assert encode_outputs(outputs, one, row_form) == whole
-    if all(dtype == "int64" for dtype, _ in drawn.values()):
-        (found,) = json.loads(whole).values()
-        lists = {alias: array.tolist() for alias, array in arrays.items()}
-        if len(lists) == 1:
-            (wanted,) = lists.values()
-        else:
-            wanted = (
-                [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)] if row_form else lists
-            )
-        assert found == wanted
