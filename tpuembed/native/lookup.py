@@ -79,9 +79,8 @@ _FUNCTIONS: Final = {
 
 def fields(pointers: str, integers: str) -> list[tuple[str, Any]]:
     """Return the fields of a struct in C, which have 8 bytes each."""
-    return [(name, ctypes.c_void_p) for name in pointers.split()] + [
-        (name, ctypes.c_int64) for name in integers.split()
-    ]
+    typed: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in pointers.split()]
+    return typed + [(name, ctypes.c_int64) for name in integers.split()]
 
 
 class _Feature(ctypes.Structure):

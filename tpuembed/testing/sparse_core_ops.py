@@ -85,8 +85,8 @@ class SparseCoreOps(HostOps):
         buffer = row_pointers, sorted_sample_ids, sorted_token_ids, sorted_gains
         ids = self._unpack(buffer, int(num_minibatches_per_physical_sparse_core))
         # [SparseCores of all TPUs, rows, width], once for every replica
-        whole: Callable[[Sequence[Array]], list[Array]] = lambda shards: [self._by_owner(shards)] * len(shards)  # noqa: E731
-        table = self._exchange(whole, embedding_table.read_value().numpy())
+        shard = embedding_table.read_value().numpy()
+        table = self._exchange(lambda shards: [self._by_owner(shards)] * len(shards), shard)
         check(
             bool(np.all((ids.row >= 0) & (ids.row < table.shape[1]))),
             f"an id of stack {table_name} is outside the stack, where a TPU reads other memory. Check the ids of its tables.",

@@ -29,8 +29,6 @@ pytestmark = pytest.mark.skipif(
 
 Array = npt.NDArray[Any]
 EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, -2, 2**62, -(2**62), 2**32, -(2**32)]
-
-
 RANDOM = np.random.default_rng(0)
 TEXTS = [RANDOM.bytes(length) for length in range(1, 301)]  # each length, because they are hashed in different ways
 USERS = [
