@@ -179,6 +179,7 @@ def test_what_cannot_be_served_exits_1_with_one_line(tmp_path: Path) -> None:
             f"m --rest-port {port}": port,
             f"m --rest-port 0 --grpc-port {port}": port,
             "m --rest-port 0 --api-key-file absent": "absent",
+            "m --rest-port 0 --access-log absent/log": "access log absent/log: cannot be written",
             "--config absent": "absent",
             "--config models.config": "basepath",
         }.items():

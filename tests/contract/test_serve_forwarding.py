@@ -204,7 +204,7 @@ def pretended() -> Iterator[Behind]:
 @pytest.fixture
 def forwarder(pretended: Behind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     models = (ModelSettings(name="m", base_path=Path()),)
-    options: dict[str, Any] = {"target": pretended.address, "rest_timeout_ms": 2000, "max_request_memory": 68 << 20}
+    options: dict[str, Any] = {"target": pretended.address, "rest_timeout_ms": 4000, "max_request_memory": 68 << 20}
     with Served(tmp_path, monkeypatch, lambda _: DoublingServable(), models=models, **options) as running:
         eventually(lambda: running.is_ready)
         yield running
@@ -244,6 +244,7 @@ def test_a_label_that_the_server_behind_does_not_answer_for_holds_nobody_up(
         eventually(lambda: pretended.asked)
         assert forwarder.send("GET", "/healthz").status == 200
         assert forwarder.send("POST", "/v1/models/m:predict", {"instances": [1.5]}).status == 200
+        assert not any(status.done() for status in statuses)
         assert [status.result() for status in statuses] == [504] * 5
         eventually(lambda: forwarder.send("POST", "/v1/models/m:predict", body).status == 200)
         pretended.answers.set()

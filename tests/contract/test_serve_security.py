@@ -196,5 +196,7 @@ def test_files_that_protect_nothing_are_refused(server: StrictServer, tmp_path: 
         result = run_command("serve", tmp_path, "--rest-port", "0", "--no-grpc", *options)
         assert (result.returncode, word in result.stderr) == (code, True), (options, result.stderr)
         assert "a short key" not in result.stderr
+        if "--api-key-file" in options:
+            said(result.stderr)
         assert "Traceback" not in result.stderr
         assert len(result.stderr.splitlines()) <= 5

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.messages import refused
 from tpuembed.errors import ConfigError
-from tpuembed_serving import ModelSettings, ServerSettings, TelemetrySettings
+from tpuembed_serving import LatestVersions, ModelSettings, ServerSettings, SpecificVersions, TelemetrySettings
 from tpuembed_serving.core.security import ConnectionLimits
 
 
@@ -84,6 +84,13 @@ def test_routes_and_models_that_contradict_each_other_are_refused(tmp_path: Path
     for models in (found, ()):
         with refused(ConfigError, match="'c'"):
             ServerSettings(models=models, default_model="c")
+
+
+def test_policies_that_want_nothing_are_refused() -> None:
+    with refused(ConfigError):
+        LatestVersions(0)
+    with refused(ConfigError):
+        SpecificVersions(frozenset())
 
 
 @pytest.mark.parametrize("option", ["connections", "header_bytes", "receive_seconds"])
