@@ -153,7 +153,8 @@ def test_a_config_survives_json() -> None:
     schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
     ours_and_others = (Adam(epsilon=1e-3), keras.optimizers.Adagrad(0.125), E.FTRL(0.3, beta=0.5))
     for optimizer in ("sgd", *ours_and_others, keras.optimizers.SGD(schedule), None):
-        layer = TPUEmbedding({"nested": [features()["fav"]], "user": features()["user"]}, optimizer)
+        config = {"nested": [features()["fav"]], "user": features()["user"]}
+        layer = TPUEmbedding(config, optimizer, track_rows=optimizer is not None)
         again = TPUEmbedding.from_config(json.loads(json.dumps(layer.get_config())))
         assert again.get_config() == layer.get_config()
         shapes = {table.name: tuple(variable.shape) for table, variable in again.embedding_tables.items()}

@@ -186,6 +186,20 @@ def sum_of_losses(model: Model, optimizer: Any) -> None:
 
 
 @loop
+def a_traced_forward_pass_called_twice(model: Model, optimizer: Any) -> None:
+    forward = tf.function(model.loss)
+
+    def step(*given: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = forward(*given[:2]) + forward(*given[2:])
+        model.apply(optimizer, tape.gradient(loss, model.weights))
+
+    traced = tf.function(step)
+    for number in range(6):
+        (step if number % 2 else traced)(*batch(number), *batch(number + 1))
+
+
+@loop
 def concatenated_micro_batches(model: Model, optimizer: Any) -> None:
     def add(parts: list[Any]) -> Any:
         if not isinstance(parts[0], tf.IndexedSlices):

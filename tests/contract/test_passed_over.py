@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 from tests.support.goldens import read_golden
-from tests.support.messages import refused
 from tpuembed import TPUEmbedding, export_saved_model
 from tpuembed.compat import tfrs
 from tpuembed.errors import CheckpointMismatchError, UnknownTableError
@@ -84,26 +83,6 @@ def test_a_restore_that_passes_over_the_tables_is_an_error_of_the_next_call(
     expected = file.tables["user"][None][IDS["ids"]]
     np.testing.assert_array_equal(layer(tensors if "partial" in golden else {"ids": tensors["ids"]})["ids"], expected)
     calls[how]()
-
-
-def test_rows_may_also_be_restored_first() -> None:
-    layer, file = whole_layer(), read_golden("tfrs/keras_model")
-    model = functional(layer)
-    layer.restore_tables(file.path, ["user"])
-    tf.train.Checkpoint(root=model).read(str(file.path)).expect_partial()
-    model.predict(IDS, verbose=0)
-    np.testing.assert_array_equal(layer({"ids": IDS["ids"]})["ids"], file.tables["user"][None][IDS["ids"]])
-
-
-def test_tables_at_another_place_of_the_same_model_are_passed_over(tmp_path: Path) -> None:
-    """A layer more before them moves the numbers by which Keras 3 saves a functional model."""
-    path = tf.train.Checkpoint(model=functional(whole_layer())).write(str(tmp_path / "ckpt"))
-    ids = keras.Input((), dtype="int32", name="ids")
-    rows = whole_layer()({"ids": keras.ops.maximum(keras.layers.Identity()(ids), 0)})["ids"]
-    model = keras.Model(ids, keras.layers.Dense(1)(rows))
-    tf.train.Checkpoint(model=model).restore(path).expect_partial()
-    with refused(CheckpointMismatchError, match=PASSED_OVER):
-        model(tf.constant([1]))
 
 
 @pytest.mark.parametrize("when", ["before its layers", "after"])
@@ -244,22 +223,23 @@ class Two(keras.Model):
         return {}
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model, _: model(tf.constant([2])),
-        lambda model, _: model.rows({"a": tf.constant([2]), "b": tf.constant([2])}),
-        lambda model, path: model.save_weights(path.with_suffix(".weights.h5")),
-        lambda model, path: model.save(path.with_suffix(".keras")),
-        lambda model, path: tf.train.Checkpoint(model=model).write(str(path)),
-        lambda model, path: export_saved_model((model, tf.TensorSpec([None], tf.int32, name="ids")), path),
-        lambda model, path: export_saved_model(model.rows, path),
-    ],
-    ids=["call", "layer", "weights", "keras", "checkpoint", "export", "lookups"],
-)
-def test_one_table_of_another_name_among_those_of_a_layer(use: Any, tmp_path: Path) -> None:
+USES: dict[str, Callable[[Any, Path], Any]] = {
+    "call": lambda model, _: model(tf.constant([2])),
+    "weights": lambda model, path: model.save_weights(path.with_suffix(".weights.h5")),
+    "checkpoint": lambda model, path: tf.train.Checkpoint(model=model).write(str(path)),
+    "export": lambda model, path: export_saved_model((model, tf.TensorSpec([None], tf.int32, name="ids")), path),
+}
+OF_A_BUILT_MODEL: dict[str, Callable[[Any, Path], Any]] = {
+    "layer": lambda model, _: model.rows({"a": tf.constant([2]), "b": tf.constant([2])}),
+    "keras": lambda model, path: model.save(path.with_suffix(".keras")),
+    "lookups": lambda model, path: export_saved_model(model.rows, path),
+}
+
+
+@pytest.mark.parametrize("name", [*USES, *OF_A_BUILT_MODEL])
+def test_one_table_of_another_name_among_those_of_a_layer(name: str, tmp_path: Path) -> None:
     """Its rows are neither looked up nor saved, because they are those that the layer began with."""
-    old, new = Two("users", "ads"), Two("users", "banners")
+    old, new, use = Two("users", "ads"), Two("users", "banners"), (USES | OF_A_BUILT_MODEL)[name]
     rows = {name: np.asarray(each) for name, each in old(tf.constant([2])).items()}
     new(tf.constant([2]))
     path = tf.train.Checkpoint(model=old).write(str(tmp_path / "ckpt"))
@@ -272,23 +252,6 @@ def test_one_table_of_another_name_among_those_of_a_layer(use: Any, tmp_path: Pa
         np.testing.assert_array_equal(each, rows[name])
 
 
-def test_a_restore_of_an_older_file_before_the_right_one_does_not_count(tmp_path: Path) -> None:
-    old, trained, new = Two("users", "ads"), Two("users", "banners"), Two("users", "banners")
-    old(tf.constant([2]))
-    wanted = {name: np.asarray(each) for name, each in trained(tf.constant([2])).items()}
-    new(tf.constant([2]))
-    paths = [
-        tf.train.Checkpoint(model=one).write(str(tmp_path / name)) for one, name in ((old, "old"), (trained, "new"))
-    ]
-    for path in paths:
-        tf.train.Checkpoint(model=new).read(path).expect_partial()
-    for name, each in new(tf.constant([2])).items():
-        np.testing.assert_array_equal(each, wanted[name])
-    tf.train.Checkpoint(model=new).read(paths[0]).expect_partial()
-    with pytest.raises(CheckpointMismatchError, match="tables banners"):
-        new(tf.constant([2]))
-
-
 def test_a_table_of_a_model_that_is_gone_was_restored(tmp_path: Path) -> None:
     saved, model, other = (Layers(first="users"), Layers(first="users", third="items"), Layers(first="ads"))
     beside = Layers(first="ads")
@@ -299,13 +262,6 @@ def test_a_table_of_a_model_that_is_gone_was_restored(tmp_path: Path) -> None:
     del beside
     gc.collect()
     model(tf.constant([2]))
-
-
-def test_a_table_that_is_gone_does_not_count(tmp_path: Path) -> None:
-    model = Layers(first="users")
-    tf.train.Checkpoint(model=model).restore(written(tmp_path, first="users", second="ads")).expect_partial()
-    model(tf.constant([2]))
-    np.testing.assert_array_equal(model.scores(tf.constant([2])), [[5, 5]])
 
 
 @pytest.mark.parametrize(
@@ -356,15 +312,6 @@ def test_no_place_of_the_checkpoint_is_one_of_the_model(
     np.testing.assert_array_equal(models[1](tf.constant([2])), trained)
 
 
-def test_a_second_restore_at_the_right_place_is_the_one_that_counts(tmp_path: Path) -> None:
-    model, other = Layers(first="users"), Layers(first="users")
-    wanted, _ = model(tf.constant([2])), other(tf.constant([2]))
-    path = tf.train.Checkpoint(model).write(str(tmp_path / "ckpt"))
-    tf.train.Checkpoint(model=other).restore(path).expect_partial()
-    tf.train.Checkpoint(other).restore(path).expect_partial()
-    np.testing.assert_array_equal(other(tf.constant([2])), wanted)
-
-
 def test_a_checkpoint_of_one_model_restores_beside_a_new_one(tmp_path: Path) -> None:
     old, new, made = Layers(first="users"), Layers(first="users"), Layers(first="users")
     wanted, started = made(tf.constant([2])), new(tf.constant([2]))
@@ -387,10 +334,14 @@ def test_rows_that_are_refused_were_not_given(tmp_path: Path) -> None:
 ROWS = np.full([9, 2], 3, np.float32)
 
 
-def loaded(model: Layers, folder: Path) -> None:
+def other_layers() -> Layers:
     other = Layers(first="users")
     other(tf.constant([1]))
-    other.save_weights(folder / "other.weights.h5")
+    return other
+
+
+def loaded(model: Layers, folder: Path) -> None:
+    other_layers().save_weights(folder / "other.weights.h5")
     model.load_weights(folder / "other.weights.h5")
 
 
@@ -400,10 +351,15 @@ def loaded(model: Layers, folder: Path) -> None:
         (lambda model, _: model.first.assign_rows("users", 0, ROWS), True),
         (lambda model, _: model.first.update_embedding_table("users", ROWS), True),
         (loaded, True),
+        (lambda model, _: model.set_weights(other_layers().get_weights()), True),
+        (
+            lambda model, _: [model.first.assign_rows("users", start, ROWS[start : start + 4]) for start in (0, 4, 8)],
+            True,
+        ),
         (lambda model, folder: model.first.restore_tables(written(folder, third="users")), True),
         (lambda model, _: model.first.assign_rows("users", 1, ROWS[1:]), False),
     ],
-    ids=["rows", "table", "weights", "restore", "some rows"],
+    ids=["rows", "table", "file", "weights", "pieces", "restore", "some rows"],
 )
 def test_rows_given_before_a_restore_do_not_settle_it(give: Any, settles: bool, tmp_path: Path) -> None:
     """The restore was asked for later, and the rows of its file are nowhere. Given after it, they settle it if they are all."""
@@ -564,15 +520,6 @@ class Late(keras.Model):
         return {}
 
 
-USES: dict[str, Callable[[Any, Path], Any]] = {
-    "call": lambda model, _: model(tf.constant([2])),
-    "weights": lambda model, path: model.save_weights(path.with_suffix(".weights.h5")),
-    "checkpoint": lambda model, path: tf.train.Checkpoint(model=model).write(str(path)),
-    "export": lambda model, path: export_saved_model((model, tf.TensorSpec([None], tf.int32, name="ids")), path),
-    "layer": lambda model, path: tf.saved_model.save(getattr(model, model.attribute), str(path)),
-}
-
-
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
     ("saved", "attribute", "table"),
@@ -711,22 +658,6 @@ def test_a_new_layer_beside_a_partial_layer_of_another_threshold(
 
 
 # ---- what else gives rows, and what else happens
-
-
-def test_weights_and_pieces_give_rows_too(tmp_path: Path) -> None:
-    model, path, other = Layers(first="users"), written(tmp_path, other="users"), Layers(first="users")
-    other(tf.constant([1]))
-    gives: list[Callable[[], Any]] = [
-        lambda: model.set_weights(other.get_weights()),
-        lambda: [model.first.assign_rows("users", start, ROWS[start : start + 4]) for start in (0, 4, 8)],
-    ]
-    model(tf.constant([1]))
-    for give in gives:
-        tf.train.Checkpoint(model=model).read(path).expect_partial()
-        with pytest.raises(CheckpointMismatchError, match=r"other/ckpt"):
-            model(tf.constant([2]))
-        give()
-        model(tf.constant([2]))
 
 
 def test_a_thread_that_looks_up_while_the_model_is_restored(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`layer.restore_tables`: rows of every format, by number and by name, and what it refuses."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,20 +12,21 @@ import pytest
 import tensorflow as tf
 
 from tests.support.contract_refusals import assert_each_is_refused
-from tests.support.goldens import read_golden
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, Vocabulary, open_checkpoint
+from tests.support.goldens import FOLDER, read_golden
+from tests.support.layer.restored import TRAINED_BY, Tables, assert_held, layer_for, updates
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
 from tpuembed.errors import CheckpointMismatchError, CheckpointNotFoundError, TpuEmbedError
 
 Array = np.ndarray[Any, Any]
 
-TRAINED_BY: Mapping[frozenset[str], str] = {
-    frozenset(): "sgd",
-    frozenset({"accumulators"}): "adagrad",
-    frozenset({"accumulators", "momenta"}): "adagrad_momentum",
-    frozenset({"momenta", "velocities"}): "adam",
-    frozenset({"accumulators", "linears"}): "ftrl",
-}
-"""The one rule that has just these slots."""
+GOLDENS = sorted(
+    f"{folder.parent.name}/{folder.name}"
+    for group in ("keras_rs", "orbax", "tensorflow", "tfrs", "tpu")
+    for folder in (FOLDER / group).iterdir()
+)
+
+STEPS = {"tfrs/keras_a": 1, "tfrs/keras_f": 1, "keras_rs/checkpoint_": 1, "keras_rs/keras_": 1, "tfrs/schedule_": 5}
+"""By the beginning of a golden's name: the steps that a Keras optimizer in it counted."""
 
 
 def layer_of(tables: Mapping[str, tuple[int, int]], optimizer: Any = "sgd", **options: Any) -> TPUEmbedding:
@@ -41,31 +42,28 @@ def random(rows: int, dim: int, seed: int = 0) -> Array:
     return np.random.default_rng([seed, rows, dim]).normal(size=(rows, dim)).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tfrs/string_adagrad",
-        "tensorflow/saved_model",
-        "tpu/sparse_cores_2_adagrad_momentum",
-        "keras_rs/keras_adam",
-        "orbax/keras_rs_adam",
-        "orbax/stacked_8",
-    ],
-)
-def test_rows_and_slots_of_other_writers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", GOLDENS)
+def test_rows_slots_and_steps_of_every_writer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpuembed.backends.table_rows.PIECE_BYTES", 100)  # some rows at a time
     golden = read_golden(name)
-    features = {}
-    for number, (table, arrays) in enumerate(golden.tables.items()):
-        (rows, dim), rule = arrays[None].shape, TRAINED_BY[frozenset(slot for slot in arrays if slot)]
-        features[f"f{number}"] = FeatureConfig(TableConfig(rows, dim, table, optimizer=rule))
-    layer = TPUEmbedding(features)
-    layer.restore_tables(golden.path, **golden.options)
-    with open_checkpoint(tf.train.Checkpoint(layer=layer).write(str(tmp_path / "held"))) as held:
-        for table, arrays in golden.tables.items():
-            np.testing.assert_array_equal(tables_of(layer)[table], arrays[None].astype(np.float32), err_msg=table)
-            for slot, values in arrays.items():
-                found = held.read(table, slot=slot)
-                np.testing.assert_array_equal(found, values.astype(np.float32), err_msg=f"{table}: {slot}")
+    slots = all(frozenset(slot for slot in table if slot) in TRAINED_BY for table in golden.tables.values())
+    truth: Tables = golden.tables
+    if not slots:
+        truth = {table: {None: rows[None]} for table, rows in golden.tables.items()}
+    layer = layer_for(truth)
+    report = layer.restore_tables(golden.path, slots=slots, **golden.options)
+    assert_held(layer, truth)
+    assert [plan.table for plan in report.tables] == list(truth)
+    counted = (steps for start, steps in STEPS.items() if name.startswith(start))
+    steps = 0 if name == "tensorflow/own_layer" else next(counted, None) if slots else None
+    assert report.updates == steps
+    assert updates(layer) == (steps or 0)
+
+
+def test_the_list_of_goldens_has_every_order_of_slots() -> None:
+    """Else the test above would restore rows alone."""
+    seen = {frozenset(s for s in table if s) for name in GOLDENS for table in read_golden(name).tables.values()}
+    assert seen >= set(TRAINED_BY)
 
 
 @pytest.fixture(scope="module")
@@ -107,39 +105,6 @@ def test_a_table_grows_and_shrinks(plain: tuple[str, dict[str, Array]], rows: in
     np.testing.assert_array_equal(tables_of(layer)["a"], expected)
 
 
-# ---- by name
-
-
-def named_layer(names: Iterable[str], rows: int, oov_buckets: int = 0) -> TPUEmbedding:
-    vocabulary = Vocabulary(names, oov_buckets=oov_buckets)
-    return TPUEmbedding({"f": FeatureConfig(TableConfig(rows, 3, "films"), vocabulary=vocabulary)}, "sgd")
-
-
-@pytest.mark.parametrize("buckets", [0, 2])
-def test_rows_follow_their_names(tmp_path: Path, buckets: int) -> None:
-    """A name of both moves with its row. A new name keeps its first values, and the row of a dropped one is not read."""
-    old, new = [f"n{number}" for number in range(8)], ["n7", "new", "n0", "n3", "ä"]
-    saved = named_layer(old, 8 + buckets, buckets)
-    path = tf.train.Checkpoint(layer=saved).write(str(tmp_path / "ckpt"))
-    rows = dict(zip(old, tables_of(saved)["films"][buckets:], strict=True))
-    layer = named_layer(new, 6 + buckets, buckets)
-    expected = tables_of(layer)["films"]
-    expected[:buckets] = tables_of(saved)["films"][:buckets]
-    for number, name in enumerate(new, buckets):
-        expected[number] = rows.get(name, expected[number])
-    layer.restore_tables(path, by="name", resize=True)
-    np.testing.assert_array_equal(tables_of(layer)["films"], expected)
-    np.testing.assert_array_equal(layer({"f": tf.constant(["n0", "n7"])})["f"], [rows["n0"], rows["n7"]])
-
-
-def test_by_number_the_names_come_with_their_rows(tmp_path: Path) -> None:
-    saved = named_layer(["b", "a", "c"], 3)
-    path = tf.train.Checkpoint(layer=saved).write(str(tmp_path / "ckpt"))
-    layer = named_layer([], 3)
-    layer.restore_tables(path)
-    np.testing.assert_array_equal(layer({"f": tf.constant(["a", "b"])})["f"], tables_of(saved)["films"][[1, 0]])
-
-
 # ---- refusals
 
 
@@ -170,14 +135,6 @@ def test_a_disagreement_moves_nothing(plain: tuple[str, dict[str, Array]]) -> No
         (restore({"by": "name"}, a=(6, 3), b=(4, 2)), "vocabulary"),
     ]
     assert_each_is_refused(CheckpointMismatchError, cases)
-
-
-def test_an_unknown_table_is_a_key_error(plain: tuple[str, dict[str, Array]]) -> None:
-    layer = layer_of({"a": (6, 3)})
-    for tables in (["aa"], {"a": "bb"}):
-        with pytest.raises(TpuEmbedError, match="did you mean") as caught:
-            layer.restore_tables(plain[0], tables)
-        assert isinstance(caught.value, KeyError)
 
 
 def test_slots_that_the_checkpoint_lacks_are_asked_for(plain: tuple[str, dict[str, Array]]) -> None:
@@ -232,14 +189,6 @@ def test_schedules_go_on_at_the_steps_of_the_optimizer_that_trained_the_tables(t
     np.testing.assert_allclose(one_update(layer, 1), 0.25, atol=1e-6)
     layer.restore_tables(path, {"t": source}, slots=False)
     assert int(layer.updates.numpy()) == 10
-
-
-def test_the_counts_of_tfrs_and_of_keras_rs() -> None:
-    """Each was trained for one step."""
-    for name, rule in (("tfrs/keras_adagrad", "adagrad"), ("keras_rs/keras_adam", "adam")):
-        golden = read_golden(name)
-        layer = layer_of({name: arrays[None].shape for name, arrays in golden.tables.items()}, rule)
-        assert layer.restore_tables(golden.path).updates == 1, name
 
 
 @pytest.mark.filterwarnings("ignore:a TableConfig without a name")

@@ -120,35 +120,6 @@ def test_the_optimizer_of_compile_trains_the_dense_part_alone() -> None:
     assert np.abs(model.get_layer("score").kernel.numpy() - kernel).max() > 0.01
 
 
-def test_a_model_of_26_features_is_trained() -> None:
-    """As many as in Criteo's data: TensorFlow joins more than 16 activations by another operation."""
-    names = [f"c{number}" for number in range(26)]
-    rows = {name: _RANDOM.normal(size=(5 + n, 3)).astype(np.float32) for n, name in enumerate(names)}
-    batch = {name: np.random.default_rng(3).integers(0, len(rows[name]), 24) for name in names}
-    ids = {name: keras.Input((), dtype="int64", name=name) for name in names}
-    layer = TPUEmbedding({name: FeatureConfig(TableConfig(len(rows[name]), 3, name)) for name in names}, SGD(0.5))
-    for config, variable in layer.embedding_tables.items():
-        variable.assign(rows[config.name])
-    ones = keras.initializers.Ones()
-    head = keras.layers.Dense(1, "tanh", use_bias=False, kernel_initializer=ones)
-    model = keras.Model(ids, head(keras.layers.Concatenate()(list(layer(ids).values()))))
-    model.compile(keras.optimizers.SGD(0.5), lambda y, scores: keras.ops.mean(scores * y))
-    model.fit(batch, np.ones((24, 1), np.float32), batch_size=8, shuffle=False, verbose=0)
-
-    truth, kernel = {name: tf.Variable(rows[name]) for name in names}, tf.Variable(tf.ones((78, 1)))
-    for start in range(0, 24, 8):
-        with tf.GradientTape() as tape:
-            joined = tf.concat([tf.gather(truth[name], batch[name][start : start + 8]) for name in names], 1)
-            loss = tf.reduce_mean(tf.tanh(joined @ kernel))
-        variables = [*truth.values(), kernel]
-        for moved, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
-            moved.assign_sub(0.5 * tf.convert_to_tensor(gradient))
-    for config, variable in layer.embedding_tables.items():
-        assert np.abs(variable.numpy() - rows[config.name]).max() > 1e-3
-        np.testing.assert_allclose(variable, truth[config.name], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(head.kernel, kernel, rtol=1e-4, atol=1e-5)
-
-
 def test_a_subclassed_model_learns() -> None:
     class TwoTowers(keras.Model):
         def __init__(self) -> None:

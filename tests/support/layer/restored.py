@@ -32,11 +32,11 @@ def layer_for(tables: Tables, **options: Any) -> TPUEmbedding:
 
 def held(layer: TPUEmbedding) -> dict[str, dict[str | None, Array]]:
     """Every table and slot of a layer."""
-    states = layer.core.backend.states
-    return {
-        name: {None: state.variable.numpy(), **{slot: value.numpy() for slot, value in state.slots.items()}}
-        for name, state in states.items()
-    }
+    found: dict[str, dict[str | None, Array]] = {config.name: {} for config in layer.embedding_tables}
+    for name, variable in layer.named_variables().items():
+        table, _, slot = (name, "", None) if name in found else name.rpartition("/")
+        found[table][slot] = variable.numpy()
+    return found
 
 
 def assert_held(layer: TPUEmbedding, truth: Tables) -> None:
@@ -51,4 +51,4 @@ def assert_held(layer: TPUEmbedding, truth: Tables) -> None:
 
 def updates(layer: TPUEmbedding) -> int:
     """How many updates the layer counts."""
-    return int(layer._tpu_embedding.updates.numpy())
+    return int(layer.updates.numpy())

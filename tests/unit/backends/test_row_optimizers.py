@@ -1,4 +1,4 @@
-"""The rules against TensorFlow's own kernels, over 20 steps of duplicate ids; float64 references are in tests/unit/layer.
+"""The rules against TensorFlow's own kernels, over 20 steps of duplicate ids. tests/support/layer/models.py has them in float64.
 
 Each kernel computes the same rule under the parameters given here; where no kernel does (Adam with epsilon inside the root),
 the float64 reference stands alone.

@@ -1,5 +1,6 @@
 """slot_variable_creation_fn on every hardware: the user's variables are the slots, or are refused by name."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -47,8 +48,10 @@ def test_the_users_variables_are_the_slots(hardware: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The 'warn' function is deprecated:DeprecationWarning")  # TensorFlow's logging
-def test_slots_of_the_user_train_on_sparse_cores() -> None:
-    with simulated_tpu(replicas=2) as strategy:
+@pytest.mark.parametrize("place", ["sparse cores", "host"])
+def test_slots_of_the_user_are_trained(place: str) -> None:
+    host = contextlib.nullcontext(tf.distribute.get_strategy())
+    with simulated_tpu(replicas=2) if place == "sparse cores" else host as strategy:
         with strategy.scope():
             layer = TPUEmbedding(
                 features(), Adagrad(initial_accumulator_value=0.25, slot_variable_creation_fn=on_any_device)
@@ -61,9 +64,9 @@ def test_slots_of_the_user_train_on_sparse_cores() -> None:
             layer.apply_gradients(tape.gradient(loss, layer.trainable_variables))
 
         strategy.run(step)
-        accumulators = layer.core.backend.states["b"].slots["accumulators"].numpy()
+        accumulators = layer.named_variables()["b/accumulators"].numpy()
     expected = np.full((20, 8), 0.25)
-    expected[3] += (2.0 * EXAMPLES) ** 2
+    expected[3] += (EXAMPLES * strategy.num_replicas_in_sync) ** 2.0
     np.testing.assert_allclose(accumulators, expected, rtol=1e-6, atol=1e-7)
 
 

@@ -4,9 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.support.fake_tpu import fake_tpu
 from tests.support.messages import refused
-from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 from tpuembed.backends.tpu.stacked_table import StackLayout, check_shards
 from tpuembed.errors import ConfigError
 
@@ -34,13 +32,3 @@ def test_stacks_that_cannot_be_shared(shards: list[tuple[int, int]], changes: di
     layout = StackLayout(**{**dataclasses.asdict(LAYOUT), **changes})
     with refused(ConfigError, match="table 'users'"):
         check_shards({"users": layout}, {"users_videos": shards})
-
-
-@pytest.mark.parametrize(("replicas", "sparse_cores"), [(1, 4), (1, 2), (4, 4), (2, 2)])
-def test_tensorflows_stacks_are_shared_evenly(replicas: int, sparse_cores: int) -> None:
-    features = {
-        name: FeatureConfig(TableConfig(rows, 8, name), output_shape=(16,))
-        for name, rows in [("a", 1), ("b", 101), ("c", 33)]
-    }
-    with fake_tpu("V2", replicas, sparse_cores) as strategy, strategy.scope():
-        TPUEmbedding(features, "adam")  # which asks `check_shards`

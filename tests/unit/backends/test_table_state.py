@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tpuembed import TableConfig
-from tpuembed.backends.table_state import initial_rows
+from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
 
 ROWS, DIM = 300_000, 32  # large enough to be filled in a graph
 
@@ -22,22 +21,16 @@ ROWS, DIM = 300_000, 32  # large enough to be filled in a graph
         keras.initializers.RandomUniform(-1.0, 3.0, seed=3),
         keras.initializers.GlorotNormal(seed=3),
         keras.initializers.Constant(0.25),
+        lambda shape, dtype: np.random.default_rng(0).standard_normal(shape, tf.as_dtype(dtype).as_numpy_dtype),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_large_table_begins_with_its_initializers_numbers(initializer: Any) -> None:
     options = tf.config.optimizer.get_experimental_options()
-    rows = initial_rows(TableConfig(ROWS, DIM, "t", initializer=initializer))
+    layer = TPUEmbedding(FeatureConfig(TableConfig(ROWS, DIM, "t", initializer=initializer)))
+    (rows,) = layer.embedding_tables.values()
     np.testing.assert_array_equal(rows, initializer((ROWS, DIM), dtype=tf.float32))
     assert tf.config.optimizer.get_experimental_options() == {**options, "constant_folding": True}
-
-
-def test_a_callable_is_called_as_it_is() -> None:
-    truth = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
-    rows = initial_rows(
-        TableConfig(ROWS, DIM, "t", initializer=lambda shape, dtype: truth.reshape(shape).astype(dtype.name))
-    )
-    np.testing.assert_array_equal(rows, truth)
 
 
 _PEAK = """

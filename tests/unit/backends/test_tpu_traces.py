@@ -223,6 +223,11 @@ def setup_refused(feature: str, error: Any, match: str, **arguments: Any) -> Ite
         ("V2", {"optimizer": SGD(weight_decay_factor=0.1)}, r"SGD\(weight_decay_factor=0.1\)"),
         ("V2", {"optimizer": Adam(lazy_adam=False)}, r"Adam\(lazy_adam=False\)"),
         ("V2", {"optimizer": FTRL(allow_zero_accumulator=True)}, r"FTRL\(allow_zero_accumulator=True\)"),
+        (
+            "V2",
+            {"optimizer": FTRL(initial_accumulator_value=0.0, allow_zero_accumulator=True)},
+            "optimizer ftrl: embedding accelerators do not support it",
+        ),
         ("V2", {"optimizer": SGD(use_gradient_accumulation=False)}, r"SGD\(use_gradient_accumulation=False\)"),
         (
             "V1",

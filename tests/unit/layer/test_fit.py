@@ -38,28 +38,6 @@ OPTIMIZERS = (
 )  # fmt: skip
 
 
-def _ranked(optimizer: str, *, eagerly: bool) -> Any:
-    """The table of a model with weights behind its rows, after `fit`."""
-    keras.utils.set_random_seed(3)
-    layer = TPUEmbedding(FeatureConfig(TableConfig(ROWS, DIM, "items")), optimizer="adagrad")
-    ids = keras.Input((), dtype="int64", name="item")
-    model = keras.Model(ids, keras.layers.Dense(1)(layer(ids)))
-    (table,) = layer.embedding_tables.values()
-    before = table.numpy()
-    model.compile(optimizer, "mse", run_eagerly=eagerly)
-    model.fit(IDS, SLOPES[:, :1], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
-    assert (table.numpy() != before).any(1)[IDS].all()
-    return table.numpy()
-
-
-@pytest.mark.filterwarnings("ignore::tpuembed.errors.TrainingWarning")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.sampled(2)
-def test_graphs_train_as_eager_steps_do(optimizer: str) -> None:
-    """TensorFlow's graph optimizer drops ops: beside Adam, AdamW, Ftrl and Lion it once dropped the tables' updates."""
-    np.testing.assert_allclose(_ranked(optimizer, eagerly=False), _ranked(optimizer, eagerly=True), atol=1e-5)
-
-
 @pytest.mark.filterwarnings("ignore::tpuembed.errors.TrainingWarning")
 @pytest.mark.parametrize(
     "optimizer",

@@ -13,7 +13,6 @@ import pytest
 import tensorflow as tf
 
 import tpuembed.testing
-from tests.support.layer.models import OPTIMIZERS
 from tests.support.messages import refused
 from tpuembed import SGD, FeatureConfig, TableConfig, TPUEmbedding, open_checkpoint
 from tpuembed.backends.tf_config import SavedNode
@@ -94,18 +93,6 @@ def test_a_step_stamps_the_rows_that_it_looked_up(kind: str, traced: bool) -> No
     assert history_of(layer).updates == 8
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "adam, every row"])
-def test_every_row_that_an_optimizer_moved_is_stamped(kind: str) -> None:
-    layer, random = make(OPTIMIZERS[kind]), np.random.default_rng(3)
-    for update in range(1, 5):
-        before = {config.name: table.numpy().copy() for config, table in layer.embedding_tables.items()}
-        step(layer, {key: tf.constant(random.integers(0, 7, 2)) for key in ("one", "bag", "other")})
-        for config, table in layer.embedding_tables.items():
-            moved = (table.numpy() != before[config.name]).any(axis=1)
-            assert moved.any()
-            assert (stamps_of(layer)[config.name][moved] == update).all()
-
-
 def test_ids_of_weight_0_are_stamped_too() -> None:  # momentum moves their rows
     layer = make()
     ids = {key: tf.ragged.constant([[1, 2], [3]], dtype=tf.int64) for key in ("one", "bag", "other")}
@@ -158,20 +145,6 @@ def test_updates_beyond_int32_fail_before_they_touch_a_row() -> None:
         layer.assign_rows("a", 0, np.zeros((1, 3), np.float32))
     for table, old in zip(layer.embedding_tables.values(), before, strict=True):
         np.testing.assert_array_equal(table.numpy(), old)
-
-
-def test_a_layer_that_does_not_track_says_so() -> None:
-    live = live_checkpoint(make(track_rows=False))
-    assert live.stamps.get("a") is None
-    with refused(ConfigError, match="int64"):
-        live_checkpoint(make()).stamps["a"].read(0, np.empty(1, np.int64))
-
-
-def test_configs_keep_it_and_old_configs_load() -> None:
-    config = make().get_config()
-    assert TPUEmbedding.from_config(config).get_config()["track_rows"] is True
-    del config["track_rows"]
-    assert TPUEmbedding.from_config(config).get_config()["track_rows"] is False
 
 
 # ---- writes

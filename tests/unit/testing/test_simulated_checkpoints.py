@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.core.tpu.kernels import sparse_core_layout_pb2
-from tensorflow.python.tpu import tpu_embedding_v3_utils
 
 from tests.support.checkpoint.bundles import save
 from tests.support.layer.simulated import EXAMPLES, Array, Ids, random_ids
@@ -92,28 +91,6 @@ def test_reads_back_row_for_row(tmp_path: Path, replicas: int, sparse_cores: int
         else:
             assert layouts["a"] == f"stack a_c_video/b, {cores}"
             assert layouts["wide"] == cores
-
-
-def test_rows_are_those_that_tensorflow_unshuffles(tmp_path: Path) -> None:
-    with simulated_tpu(replicas=2) as strategy:
-        path = write(tmp_path, trained(strategy, stacked()))
-    stored = tf.train.load_checkpoint(path)
-    layouts = sparse_core_layout_pb2.SparseCoreTableLayouts.FromString(stored.get_tensor(LAYOUTS))
-    assert len(layouts.tables) == len(stacked())
-    assert len({layout.sparse_core_shard_rotation for layout in layouts.tables}) > 1
-    with open_checkpoint(path) as checkpoint:
-        for layout in layouts.tables:
-            stack = layout.stacked_table_name.replace("/", ".S")
-            whole = stored.get_tensor(f"{NODE}/{stack}/.ATTRIBUTES/VARIABLE_VALUE")
-            padded = tpu_embedding_v3_utils.unshuffle_from_sc_to_cpu(
-                tf.constant(whole),
-                layout.num_sparse_cores,
-                layout.sparse_core_shard_row_offset,
-                layout.unsharded_padded_shape[0] // layout.num_sparse_cores,
-                layout.sparse_core_shard_rotation,
-            )
-            rows = tpu_embedding_v3_utils.remove_padding_from_sc(padded, tuple(layout.unsharded_shape))
-            np.testing.assert_array_equal(checkpoint.read(layout.table_name), rows)
 
 
 def test_small_tables_lie_beside_the_stacks(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.support.layer.simulated import EXAMPLES, Array, Ids
 from tests.support.layer.simulated_training import Model, batches, state, train
 from tests.support.messages import refused
 from tpuembed import SGD, Adagrad, FeatureConfig, TableConfig, TPUEmbedding
-from tpuembed.errors import ConfigError, TrainingError
+from tpuembed.errors import TrainingError
 from tpuembed.testing import simulated_tpu
 
 REFUSED = {"ftrl from zero", "sgd, clipped and decayed", "adagrad, clipped and decayed", "adam, every row"}
@@ -147,20 +147,6 @@ def test_keras_fit(replicas: int) -> None:
     np.testing.assert_allclose(rows, truth[1], rtol=1e-5, atol=1e-6)
 
 
-def test_a_layer_is_called_once_in_a_step() -> None:
-    with simulated_tpu() as strategy:
-        with strategy.scope():
-            table = TableConfig(9, 4, "t", optimizer=SGD())
-            layer = TPUEmbedding(FeatureConfig(table), batch_size=EXAMPLES)
-        ids = tf.zeros(EXAMPLES, tf.int64)
-        for _ in range(2):
-            strategy.run(lambda: layer(ids))
-        with refused(TrainingError):
-            strategy.run(lambda: (layer(ids), layer(ids)))
-        with refused(TrainingError, match=r"strategy\.run"):
-            layer(ids)
-
-
 def test_a_second_gradient_through_one_call_is_refused() -> None:
     with simulated_tpu() as strategy:
         with strategy.scope():
@@ -174,17 +160,6 @@ def test_a_second_gradient_through_one_call_is_refused() -> None:
                 tape.gradient(loss, layer.trainable_variables)
 
         strategy.run(step)
-
-
-@pytest.mark.parametrize("kind", sorted(REFUSED))
-def test_what_sparse_cores_cannot_do_is_refused(kind: str) -> None:
-    with (
-        simulated_tpu() as strategy,
-        strategy.scope(),
-        refused(ConfigError) as caught,
-    ):
-        TPUEmbedding(FeatureConfig(TableConfig(9, 4, "t")), OPTIMIZERS[kind], batch_size=EXAMPLES)
-    assert str(caught.value).startswith("optimizer ftrl: " if kind == "ftrl from zero" else "table 't': ")
 
 
 class Unbuilt(keras.Model):
