@@ -26,11 +26,10 @@ import numpy.typing as npt
 
 from tpuembed.errors import ConfigError, TpuEmbedError, reason
 from tpuembed.errors.ids import MOST_OF_NAME, Span, outside_message, unknown_name_texts
-from tpuembed.manifest import ArrayEntry, FeatureEntry, Manifest, NamesEntry, StackEntry, TableEntry
+from tpuembed.manifest import STORAGE_TYPES, ArrayEntry, FeatureEntry, Manifest, NamesEntry, StackEntry, TableEntry
 from tpuembed.runtime.cpus import available_cpus
 
 __all__ = [
-    "DECODED",
     "VARIANTS",
     "NativeLookups",
     "available",
@@ -45,9 +44,6 @@ Array = npt.NDArray[Any]
 
 VARIANTS: Final = ("plain", "x86-64-v3", "x86-64-v4") if os.uname().machine == "x86_64" else ("plain",)
 """The builds in the library, by their number: for which processors."""
-
-DECODED: Final = ("float32", "bfloat16", "float16", "int8")
-"""The storage types, in the order of the enum in native/src/rows.h."""
 
 _LIBRARY: Final = Path(__file__).with_name("_lookup.so")
 _KINDS: Final = ("id", "list", "sequence")
@@ -541,7 +537,7 @@ def _checked(
         overlay=rows,
         words=words,
         overlay_rows=overlay.rows.rows if overlay else 0,
-        storage=DECODED.index(stack.storage),
+        storage=STORAGE_TYPES.index(stack.storage),
         dim=stack.dim,
         row_bytes=stack.row_bytes,
         ids=table.rows,

@@ -18,9 +18,8 @@ from tpuembed.errors import (
     reason,
 )
 from tpuembed.files import FilePath, as_path
-from tpuembed.formats.saved_model.stack_rows import StackRows, decode_int8
-from tpuembed.formats.tensor_bundle.dtypes import numpy_dtype
-from tpuembed.manifest import MANIFEST_PATH, Manifest, StackEntry, TableEntry
+from tpuembed.formats.saved_model.stack_rows import StackRows
+from tpuembed.manifest import MANIFEST_PATH, STORAGES, Manifest, StackEntry, TableEntry
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = [
@@ -174,7 +173,7 @@ class _ExportTables:
 
     def _info(self, table: TableEntry) -> TableInfo:
         stored = self._stacks[table.stack].storage
-        dtype = numpy_dtype("float32" if stored == "int8" else stored)
+        dtype = STORAGES[stored].values
         return TableInfo(table.name, table.rows, table.dim, dtype, layout=f"stored as {stored}")
 
     def _read(self, table: TableEntry, stack: StackEntry, start: int, count: int) -> Array:
@@ -187,8 +186,9 @@ class _ExportTables:
             ) from None
         except OSError as error:
             raise CheckpointError(f"export {self.path}: {stack.file} cannot be read: {reason(error)}.") from None
-        rows: Array = stored.view(numpy_dtype(stack.storage))
-        return decode_int8(rows) if stack.storage == "int8" else rows
+        codec = STORAGES[stack.storage]
+        rows: Array = stored.view(codec.dtype)
+        return rows if codec.values == codec.dtype else codec.decode(rows)
 
 
 ReadableTables = Checkpoint | _ExportTables

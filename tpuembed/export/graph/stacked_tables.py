@@ -16,13 +16,12 @@ from tpuembed.errors.ids import Span
 from tpuembed.export.graph.mapped_table import store_array
 from tpuembed.export.graph.signature import Saved, find_table, trained_with_rows, vocabulary_of
 from tpuembed.export.plan.plan import Placement, StackPlan
-from tpuembed.export.storage.formats import STORAGES
 from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.name_index import WAYS, NameIndex, salt_text
 from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
-from tpuembed.manifest import NAMES_FOLDER, NamesEntry
+from tpuembed.manifest import NAMES_FOLDER, STORAGES, NamesEntry
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["StackedTables", "TableNames", "constant_names", "make_names", "ran_without_rows", "span_of"]
@@ -308,7 +307,7 @@ class StackedTables:
         else:
             source = self._variables[stack].read_value() if stack in self._whole else self._variables[stack]
             stored = tf.gather(source, flat, name=f"gather_{stack}")
-        rows = codec.decode_in_graph(stored, plan.dim)
+        rows = codec.decode_in_graph(tf, stored, plan.dim)
         return rows if flat is ids else tf.reshape(rows, _shape_of_rows(ids, plan.dim))
 
 

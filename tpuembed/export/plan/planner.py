@@ -9,8 +9,8 @@ from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError
 from tpuembed.export.plan.plan import ExportPlan, Placement, ShardTask, StackPlan
-from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, Storage, most_rows, storage_by_table
-from tpuembed.manifest import LAYOUTS
+from tpuembed.export.storage.formats import SOURCE_DTYPES, Storage, most_rows, storage_by_table
+from tpuembed.manifest import LAYOUTS, STORAGES
 
 if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
     from tpuembed.checkpoint import TableInfo

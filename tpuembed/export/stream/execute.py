@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
 from operator import attrgetter
-from typing import Final
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.types import PartialChecksum
@@ -18,11 +17,9 @@ from tpuembed.export.storage.error import ErrorSums, TableError
 from tpuembed.export.stream.engines import Engine
 from tpuembed.export.stream.shard import ShardResult, Source, ignore, open_source
 from tpuembed.formats.tensor_bundle import crc
+from tpuembed.manifest import STORAGES
 
 __all__ = ["check_errors", "check_source", "combined", "stream_tables", "table_errors"]
-
-
-_BETTER: Final = {"int8": "float16, bfloat16 or float32", "bfloat16": "float16 or float32"}
 
 
 def stream_tables(
@@ -146,5 +143,5 @@ def check_errors(errors: Mapping[str, TableError], max_error: float | None) -> N
         if max_error is not None and error.max_abs > max_error:
             raise ExportError(
                 f"table {table!r}: stored as {error.storage}, a value differs by {error.max_abs:.3g} from float32, but "
-                f"max_error is {max_error:g}. Store this table as {_BETTER.get(error.storage, 'float32')}, or raise max_error."
+                f"max_error is {max_error:g}. Store this table as {STORAGES[error.storage].better}, or raise max_error."
             )

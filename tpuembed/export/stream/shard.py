@@ -20,10 +20,10 @@ import numpy.typing as npt
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.storage.encoders import UnstorableRowError, first_not_finite
 from tpuembed.export.storage.error import ErrorSums, sample_step
-from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
+from tpuembed.export.storage.formats import SOURCE_DTYPES, RowEncoder, first_not_finite
 from tpuembed.formats.tensor_bundle import crc
+from tpuembed.manifest.storages import STORAGES, UnstorableRowError
 
 if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out: the source names its opener
     from tpuembed.checkpoint import Checkpoint

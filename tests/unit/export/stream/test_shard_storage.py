@@ -16,9 +16,9 @@ from tpuembed.config import QuantizationConfig
 from tpuembed.errors import ConfigError, ExportError, UnknownTableError
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.plan.planner import plan_export
-from tpuembed.export.storage.formats import STORAGES
 from tpuembed.export.stream.execute import check_errors, table_errors
 from tpuembed.export.stream.shard import ShardResult, run_shard
+from tpuembed.manifest import STORAGES
 
 Array = npt.NDArray[Any]
 QUANTIZATION = QuantizationConfig(16, -1.0, 1.5)
