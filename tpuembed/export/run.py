@@ -198,7 +198,9 @@ def _publish(writer: VersionWriter, request: ExportRequest, streamed: StreamRepo
     check_unchanged(request.checkpoint, request.source)  # dense weights, and candidates, were read here
     source = request.source
     facts = {"path": source.path, "format": request.checkpoint.format, "fingerprint": source.fingerprint}
-    return _Done(assemble(writer, streamed, graph, facts, _histories(request, writer.plan)), streamed, graph)
+    layout, histories = writer.layout, _histories(request, writer.plan)
+    manifest = assemble(writer.path, writer.plan, layout, streamed, graph, facts, histories)
+    return _Done(writer.publish(lambda name: layout.settle(writer.path, manifest, name)), streamed, graph)
 
 
 def _checking(plan: ExportPlan, options: ExportOptions) -> Callable[[ShardResult], None]:
