@@ -52,7 +52,11 @@ def stream_tables(
             tasks, source, writer, on_result=finish, on_progress=lambda done: on_progress(done, total)
         )
     results = writer.results(streamed)
-    by_index = _complete(plan, results)
+    by_index = {result.index: result for result in results}
+    for task in plan.shards:  # whatever the engine is
+        written = by_index[task.index].bytes if task.index in by_index else 0
+        if written != task.size:
+            raise ExportError(f"{task}: only {written} of {task.size} bytes were written. Export again.")
     with open_source(source) as checkpoint:  # raises if the source has changed meanwhile
         check_source(checkpoint, plan, by_index)
     return StreamReport(
@@ -67,18 +71,6 @@ def stream_tables(
         seconds=time.monotonic() - started,
         worker_peak_rss_bytes=max((result.peak_rss_bytes for result in streamed), default=0),
     )
-
-
-def _complete(plan: ExportPlan, results: Sequence[ShardResult]) -> dict[int, ShardResult]:
-    """Return the results by index. Raise ExportError unless every shard has a result of the right size, whatever the
-    engine.
-    """
-    by_index = {result.index: result for result in results}
-    for task in plan.shards:
-        written = by_index[task.index].bytes if task.index in by_index else 0
-        if written != task.size:
-            raise ExportError(f"{task}: only {written} of {task.size} bytes were written. Export again.")
-    return by_index
 
 
 def check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int, ShardResult]) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -97,27 +97,20 @@ def read_record(folder: Path) -> Record | None:
         data, written = path.read_bytes(), path.stat().st_mtime
     except OSError:
         return None
-    lines = list(_sound_lines(data))
-    try:
-        header = Header(**lines[0][0]) if lines else None
-        results = [ShardResult(**fields) for fields, _ in lines[1:]]
-    except TypeError:  # the fields differ: another format
-        return None
-    if header is None:
-        return None
-    finished = {result.index: result for result in results}
-    return Record(header=header, finished=finished, size=lines[-1][1], written=written)
-
-
-def _sound_lines(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield (content, end offset) of each line before the first damaged one."""
-    end = 0
+    lines, size = list[dict[str, Any]](), 0
     for line in data.splitlines(keepends=True):
         checksum, _, text = line.rstrip(b"\n").partition(b" ")
-        end += len(line)
         if not line.endswith(b"\n") or checksum != _checksum(text):
-            return
-        yield json.loads(text), end
+            break
+        lines.append(json.loads(text))
+        size += len(line)
+    if not lines:
+        return None
+    try:
+        header, results = Header(**lines[0]), [ShardResult(**fields) for fields in lines[1:]]
+    except TypeError:  # the fields differ: another format
+        return None
+    return Record(header=header, finished={result.index: result for result in results}, size=size, written=written)
 
 
 def _line(facts: Mapping[str, Any]) -> bytes:
@@ -189,24 +182,18 @@ class Recorder:
 
     def _run(self) -> None:
         try:
-            while batch := self._next_batch():
-                self._write(batch)
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_over, _SECONDS_BETWEEN_FLUSHES)
+                    self._changed.wait_for(lambda: self._is_over or self._pending)
+                    batch, self._pending = self._pending, []
+                if not batch:
+                    return
+                for file in sorted({file for file, _ in batch}):
+                    flush_data(self._folder / file)
+                with open(self._folder / _NAME, "ab") as record:
+                    record.write(b"".join(_line(dataclasses.asdict(result)) for _, result in batch))
+                    record.flush()
+                    os.fsync(record.fileno())
         except OSError as error:
             self._error = error
-
-    def _next_batch(self) -> list[tuple[str, ShardResult]]:
-        """Wait for results and return them; an empty list at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over, _SECONDS_BETWEEN_FLUSHES)
-            self._changed.wait_for(lambda: self._is_over or self._pending)
-            batch, self._pending = self._pending, []
-            return batch
-
-    def _write(self, batch: Iterable[tuple[str, ShardResult]]) -> None:
-        batch = list(batch)
-        for file in sorted({file for file, _ in batch}):
-            flush_data(self._folder / file)
-        with open(self._folder / _NAME, "ab") as record:
-            record.write(b"".join(_line(dataclasses.asdict(result)) for _, result in batch))
-            record.flush()
-            os.fsync(record.fileno())
