@@ -114,17 +114,17 @@ class ExportReport(VersionReport):
         worker_peak_rss_bytes: the largest peak of the processes that streamed.
     """
 
-    removed: tuple[int, ...]
     tables: tuple[str, ...]
     dropped_features: tuple[str, ...]
     vocabularies: tuple[VocabularyEntry, ...]
     bytes_written: int
     bytes_reused: int
     errors: Mapping[str, TableError]
-    seconds: float
     stream_seconds: float
-    peak_rss_bytes: int
     worker_peak_rss_bytes: int
+    removed: tuple[int, ...] = ()
+    seconds: float = 0.0
+    peak_rss_bytes: int = 0
     base: int | None = None
     rows_changed: int | None = None
     rows_compared: int | None = None
