@@ -76,8 +76,18 @@ class FolderWriter(VersionWriter):
 
     def check(self) -> None:
         """See VersionWriter.check."""
-        check_free(self.model_dir, self.options.version)
-        _check_room(self.model_dir, self.plan.table_bytes)
+        model_dir, size = self.model_dir, self.plan.table_bytes
+        check_free(model_dir, self.options.version)
+        # An unfinished export may have some of the bytes, or is removed. Then the reservation of the files' blocks finds out.
+        if model_dir.is_dir() and any(model_dir.glob(f"{PREFIX}*")):
+            return
+        there = next(path for path in (model_dir, *model_dir.absolute().parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        if free < size:
+            raise ExportError(
+                f"MODEL_DIR {model_dir}: the export needs {format_bytes(size)} ({size} bytes), but its disk has "
+                f"{format_bytes(free)} ({free} bytes) free. Free space, or export fewer tables."
+            )
 
     @property
     def layout(self) -> Layout:
@@ -249,21 +259,6 @@ def check_free(model_dir: Path, version: int | None) -> None:
     if model_dir.is_dir() and version in _versions(model_dir):
         raise ExportError(
             f"MODEL_DIR {model_dir}: version {version} exists. Choose another one, such as {next_version(model_dir)}."
-        )
-
-
-def _check_room(model_dir: Path, size: int) -> None:
-    """Raise ExportError unless `size` bytes fit on the disk of `model_dir`, which may not exist yet.
-
-    An unfinished export may have some of the bytes, or is removed. Then the reservation of the files' blocks finds out.
-    """
-    if model_dir.is_dir() and any(model_dir.glob(f"{PREFIX}*")):
-        return
-    free = shutil.disk_usage(next(path for path in (model_dir, *model_dir.absolute().parents) if path.exists())).free
-    if free < size:
-        raise ExportError(
-            f"MODEL_DIR {model_dir}: the export needs {format_bytes(size)} ({size} bytes), but its disk has "
-            f"{format_bytes(free)} ({free} bytes) free. Free space, or export fewer tables."
         )
 
 

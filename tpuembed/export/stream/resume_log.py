@@ -22,7 +22,7 @@ from tpuembed.export.stream.shard import ShardResult, Source, flush_data
 from tpuembed.files import flush
 from tpuembed.formats.tensor_bundle import crc
 
-__all__ = ["Header", "Record", "Recorder", "export_key", "read_record", "start_record"]
+__all__ = ["Header", "Record", "Recorder", "read_record", "start_record"]
 
 FORMAT: Final = 1
 """The format of the data that a record describes. It is in the key, so that no export resumes one of another format."""
@@ -35,7 +35,9 @@ class Header:
     """Identifies an export.
 
     Attributes:
-        key: see `export_key`.
+        key: is equal for exports by this version of tpuembed whose shards are the same bytes in the same places. Workers and
+            memory do not count: an export that ran out of memory can be resumed with less of both. Nor does
+            `require_finite`: the record says which shards were checked.
         source: path of the checkpoint.
         fingerprint: of the checkpoint.
         table_bytes: of all shards.
@@ -51,8 +53,11 @@ class Header:
     @classmethod
     def of(cls, plan: ExportPlan, source: Source) -> "Header":
         """Return the header of an export of `source` by `plan`."""
+        shards = [{**vars(task), "chunk_rows": 0, "reader_bytes": 0, "require_finite": False} for task in plan.shards]
+        stacks = [dataclasses.asdict(stack) for stack in plan.stacks]
+        facts = [FORMAT, tpuembed.__version__, dataclasses.asdict(source), plan.layout, stacks, shards]
         return cls(
-            key=export_key(plan, source),
+            key=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
             source=source.path,
             fingerprint=source.fingerprint,
             table_bytes=plan.table_bytes,
@@ -75,19 +80,6 @@ class Record:
     finished: Mapping[int, ShardResult]
     size: int
     written: float
-
-
-def export_key(plan: ExportPlan, source: Source) -> str:
-    """Return a key that is equal for exports by this version of tpuembed whose shards are the same bytes in the same
-    places.
-
-    Workers and memory are not in the key: an export that ran out of memory can be resumed with less of both. Nor is
-    `require_finite`: the record says which shards were checked.
-    """
-    shards = [{**vars(task), "chunk_rows": 0, "reader_bytes": 0, "require_finite": False} for task in plan.shards]
-    stacks = [dataclasses.asdict(stack) for stack in plan.stacks]
-    facts = [FORMAT, tpuembed.__version__, dataclasses.asdict(source), plan.layout, stacks, shards]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def read_record(folder: Path) -> Record | None:
