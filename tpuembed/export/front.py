@@ -1,20 +1,19 @@
 """A front: a version without the tables whose rows are in Redis. Servers load it, and fetch rows."""
 
 import dataclasses
-import os
-import shutil
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
+from tpuembed.export.publish.folder import link_or_copy
 from tpuembed.export.publish.layouts import BUNDLE
-from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, mapped_from, replace_file, without_rows
+from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, mapped_from, without_rows
 from tpuembed.formats.tensor_bundle import Bundle, index_path, read_index, write_index
 from tpuembed.manifest import NAMES_FOLDER, ArrayEntry, FileEntry, Manifest, NamesEntry, RowStoreEntry
 
-__all__ = ["settle_front", "write_front"]
+__all__ = ["write_front"]
 
 
 def write_front(folder: Path, manifest: Manifest, entry: RowStoreEntry, target: Path) -> Manifest:
@@ -28,10 +27,7 @@ def write_front(folder: Path, manifest: Manifest, entry: RowStoreEntry, target: 
     kept = {file for file in (*manifest.files, *manifest.table_files()) if not file.startswith("assets.extra/")}
     for file in sorted(kept - files - made):
         (target / file).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link((folder / file).resolve(), target / file)
-        except OSError:  # another file system, or one without hard links
-            shutil.copy2(folder / file, target / file)
+        link_or_copy((folder / file).resolve(), target / file)
     names = tuple(_names_in_files(folder, manifest, number, target) for number in range(len(manifest.names)))
     front = dataclasses.replace(
         manifest,
@@ -83,9 +79,3 @@ def _names_in_files(folder: Path, manifest: Manifest, number: int, target: Path)
             checksum = file_crc32c(target / file)
             arrays.append(ArrayEntry(name=name, key="", rows=len(value), file=file, size=value.nbytes, crc32c=checksum))
     return dataclasses.replace(entry, arrays=tuple(arrays))
-
-
-def settle_front(version: Path, front: Manifest, target: Path) -> None:
-    """Let the graph map its other files, such as names, from where it is served."""
-    if front.layout == "mmap":
-        replace_file(version / GRAPH_FILE, mapped_from((version / GRAPH_FILE).read_bytes(), front, target))

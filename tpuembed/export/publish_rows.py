@@ -9,7 +9,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import os
 import secrets
 import shutil
 import threading
@@ -22,17 +21,15 @@ import google_crc32c
 import numpy as np
 
 from tpuembed.errors import ConfigError, ExportError, reason
-from tpuembed.export.front import settle_front, write_front
+from tpuembed.export.front import write_front
 from tpuembed.export.publish.folder import locked, publish_folder, temporary_staging
+from tpuembed.export.publish.layouts import choose_layout
 from tpuembed.export.publish.version_writer import naming_model_dir
+from tpuembed.export.report import VersionReport
 from tpuembed.export.retention.listing import find_version, local_model_dir, version_folders
 from tpuembed.files import FilePath, as_path, open_bytes
 from tpuembed.formats.saved_model import check_sizes
-from tpuembed.manifest import (
-    ArrayEntry,
-    Manifest,
-    RowStoreEntry,
-)
+from tpuembed.manifest import ArrayEntry, Manifest, RowStoreEntry
 from tpuembed.row_store import PUBLISHER, RowKeys, RowStore, check_model, connect, hash_of
 
 __all__ = ["PublishRowsReport", "publish_rows"]
@@ -44,12 +41,10 @@ _LEASE_SECONDS: Final = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PublishRowsReport:
-    """The result of `publish_rows`.
+class PublishRowsReport(VersionReport):
+    """The result of `publish_rows`, with the path of the front.
 
     Attributes:
-        path: of the front.
-        version: its number.
         model: the name in Redis.
         url: of Redis, without a password.
         rows_written, bytes_written: the rows that were written now.
@@ -58,8 +53,6 @@ class PublishRowsReport:
         newest: the highest version in `front_dir`.
     """
 
-    path: Path
-    version: int
     model: str
     url: str
     rows_written: int
@@ -67,10 +60,6 @@ class PublishRowsReport:
     bytes_reused: int
     removed: tuple[int, ...]
     newest: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return {**dataclasses.asdict(self), "path": str(self.path)}
 
 
 def publish_rows(
@@ -107,7 +96,10 @@ def publish_rows(
     front = as_path(front_dir)
     if not isinstance(front, Path):
         raise ConfigError(f"FRONT_DIR {front}: is in a store. Name a folder of this machine, and copy it to the store.")
-    folder, manifest = _find(local_model_dir(model_dir, "publish"), version)
+    folder = find_version(local_model_dir(model_dir, "publish"), version).absolute()
+    manifest = Manifest.read(folder)
+    if manifest is None:
+        raise ConfigError(f"version {folder}: tpuembed did not export it. Choose another version.")
     front = front.absolute()
     if front.resolve().is_relative_to(folder.parent.resolve()):
         raise ConfigError(f"FRONT_DIR {front}: is in MODEL_DIR {folder.parent}. Name a folder elsewhere.")
@@ -117,22 +109,14 @@ def publish_rows(
     stored = _stored_arrays(folder, manifest)
     check_sizes(folder, manifest)
     store = connect(url)
-    with contextlib.closing(store), naming_model_dir(front), contextlib.ExitStack() as held:
-        descriptor = os.open(folder, os.O_RDONLY)
-        held.callback(os.close, descriptor)
-        with contextlib.suppress(OSError):  # the lock keeps prune from removing the version; NFS has none
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+    with (
+        contextlib.closing(store),
+        naming_model_dir(front),
+        locked(folder, fcntl.LOCK_SH),
+    ):  # no prune removes the version
         front.mkdir(parents=True, exist_ok=True)
-        published = _Published(store, model, front, held.enter_context(_lease(store, model)))
-        return published.run(folder, manifest, stored, keep, rewrite, on_progress)
-
-
-def _find(model_dir: Path, version: int | None) -> tuple[Path, Manifest]:
-    folder = find_version(model_dir, version).absolute()
-    manifest = Manifest.read(folder)
-    if manifest is None:
-        raise ConfigError(f"version {folder}: tpuembed did not export it. Choose another version.")
-    return folder, manifest
+        with _lease(store, model) as token:
+            return _Published(store, model, front, token).run(folder, manifest, stored, keep, rewrite, on_progress)
 
 
 def _stored_arrays(folder: Path, manifest: Manifest) -> list[tuple[ArrayEntry, int]]:
@@ -224,14 +208,15 @@ class _Published:
                 self._write(
                     folder, array, digests[array.name], row_bytes, rewrite, lambda: on_progress(self._done, total)
                 )
-            self._put(f"version:{number}", {"published": time.time(), "arrays": sorted(set(ids.values()))})
+            self._note(f"version:{number}", {"published": time.time(), "arrays": sorted(set(ids.values()))})
             path = self._front_dir / str(number)
             if not path.is_dir():
+                layout = choose_layout(front.layout, self._front_dir, None)
                 path = publish_folder(
                     staging / "version",
                     self._front_dir,
                     number,
-                    lambda name: settle_front(staging / "version", front, self._front_dir / name),
+                    lambda name: layout.settle(staging / "version", front, name),
                 )
         removed = self._remove_old(number, keep)
         return PublishRowsReport(
@@ -304,17 +289,15 @@ class _Published:
         for first, stop, rows in _chunks(folder, array, row_bytes, start):
             if google_crc32c.value(rows.reshape(-1)) != digest.chunks[first // step]:
                 raise ExportError(f"export {folder}: {array.file} changed while it was published. Publish again.")
-            self._put(field, record)  # a row that no record tells of is never removed
+            self._note(field, record)  # a row that no record tells of is never removed
             self._store.write(RowKeys.of(self._model, [(digest.id, np.arange(first, stop))]), rows)
             if not rewrite or recorded is None:  # else it is recorded already, and stays so if this is interrupted
                 record = {"rows": array.rows, "written": stop}
-            self._rows, self._bytes, self._done = (
-                self._rows + stop - first,
-                self._bytes + rows.size,
-                self._done + rows.size,
-            )
+            self._rows += stop - first
+            self._bytes += rows.size
+            self._done += rows.size
             on_chunk()
-        self._put(field, {"rows": array.rows, "written": array.rows})
+        self._note(field, {"rows": array.rows, "written": array.rows})
 
     def _remove_old(self, number: int, keep: int) -> tuple[int, ...]:
         """Remove all versions but the `keep` that were published last, and then the rows that none of these has.
@@ -327,7 +310,7 @@ class _Published:
         for one in removed:  # before their rows, so that no server starts to serve them
             with locked(self._front_dir):
                 shutil.rmtree(self._front_dir / one, ignore_errors=True)
-            self._drop(f"version:{one}")
+            self._note(f"version:{one}", None)
         needed = {id_ for one in versions if one not in removed for id_ in versions[one]["arrays"]}
         for id_, record in self._records("array:").items():
             if id_ in needed:
@@ -335,23 +318,17 @@ class _Published:
             # A removal that is interrupted leaves no array that seems whole, and none is removed that another publish writes.
             for first in range(0, record["rows"], _CHUNK_ROWS):
                 rows = np.arange(first, min(first + _CHUNK_ROWS, record["rows"]))
-                self._put(f"array:{id_}", {**record, "written": 0})
+                self._note(f"array:{id_}", {**record, "written": 0})
                 self._store.remove(RowKeys.of(self._model, [(id_, rows)]))
-            self._drop(f"array:{id_}")
+            self._note(f"array:{id_}", None)
         return tuple(sorted(map(int, removed)))
 
     def _records(self, prefix: str) -> dict[str, Any]:
         return self._store.records(self._model, prefix)
 
-    def _put(self, field: str, record: Mapping[str, Any]) -> None:
-        self._note(field, json.dumps(record))
-
-    def _drop(self, field: str) -> None:
-        self._note(field, None)
-
-    def _note(self, field: str, value: str | None) -> None:
+    def _note(self, field: str, record: Mapping[str, Any] | None) -> None:
         """Set or remove a field of the model's hash, unless another publish has begun, or Redis has lost its content."""
-        if not self._store.note(self._model, self._token, field, value):
+        if not self._store.note(self._model, self._token, field, None if record is None else json.dumps(record)):
             raise ExportError(
                 f"Redis at {self._store.url}: the lease of model {self._model} was lost: Redis has lost its content, or another "
                 f"process publishes since this one was stopped for more than {_LEASE_SECONDS:.0f} seconds. Publish again."

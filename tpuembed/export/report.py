@@ -18,7 +18,7 @@ from tpuembed.manifest import (
     VocabularyEntry,
 )
 
-__all__ = ["ExportReport", "SavedGraph", "StreamReport"]
+__all__ = ["ExportReport", "SavedGraph", "StreamReport", "VersionReport"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class StreamReport:
     bytes_written: int
     bytes_reused: int
     errors: Mapping[str, TableError]
-    seconds: float
-    worker_peak_rss_bytes: int
+    seconds: float = 0.0
+    worker_peak_rss_bytes: int = 0
     base: BaseEntry | None = None
     base_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     full_crc32c: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -76,13 +76,28 @@ class SavedGraph:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportReport:
+class VersionReport:
+    """A version that a command wrote, or lists.
+
+    Attributes:
+        path: of the version. In a store it is a `tpuembed.files.UrlPath`, which has the methods of Path that readers use. It is
+            typed as Path, which it is everywhere else.
+        version: its number.
+    """
+
+    path: Path
+    version: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {**dataclasses.asdict(self), "path": str(self.path)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportReport(VersionReport):
     """One finished export.
 
     Attributes:
-        path: path of the version. In a store it is a `tpuembed.files.UrlPath`, which has the methods of Path that
-            readers use. It is typed as Path, which it is for all other exports.
-        version: its number.
         removed: versions that the option `keep` removed.
         tables: names, in the order of the plan.
         dropped_features: features that were left out because their tables were left out.
@@ -102,24 +117,18 @@ class ExportReport:
         worker_peak_rss_bytes: the largest peak of the processes that streamed.
     """
 
-    path: Path
-    version: int
-    removed: tuple[int, ...]
     tables: tuple[str, ...]
     dropped_features: tuple[str, ...]
     vocabularies: tuple[VocabularyEntry, ...]
     bytes_written: int
     bytes_reused: int
     errors: Mapping[str, TableError]
-    seconds: float
     stream_seconds: float
-    peak_rss_bytes: int
     worker_peak_rss_bytes: int
+    removed: tuple[int, ...] = ()
+    seconds: float = 0.0
+    peak_rss_bytes: int = 0
     base: int | None = None
     rows_changed: int | None = None
     rows_compared: int | None = None
     retrieval: RetrievalEntry | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return {**dataclasses.asdict(self), "path": str(self.path)}

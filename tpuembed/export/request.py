@@ -80,7 +80,10 @@ def make_request(
         MissingExtraError: TensorFlow is not installed.
     """
     for what, names in (("tables", tables), ("features", features)):
-        _check_names(what, names)
+        if isinstance(names, str):
+            raise ConfigError(f"{what} must be a list of names, got the text {names!r}. Write [{names!r}].")
+        if names is not None and not names:
+            raise ConfigError(f"{what} is empty. Name at least one, or leave it out for all.")
     for name in tables or ():
         find_table(name, checkpoint.tables())
     variables = [name for name in checkpoint.tables() if _OF_KERAS in name.split("/")[:2]]
@@ -106,13 +109,6 @@ def make_request(
     return _model_request(checkpoint, source, serving_config, model, allow_unused_weights)
 
 
-def _check_names(what: str, names: Sequence[str] | None) -> None:
-    if isinstance(names, str):
-        raise ConfigError(f"{what} must be a list of names, got the text {names!r}. Write [{names!r}].")
-    if names is not None and not names:
-        raise ConfigError(f"{what} is empty. Name at least one, or leave it out for all.")
-
-
 def _lookup_request(
     checkpoint: "Checkpoint",
     source: Source,
@@ -130,7 +126,12 @@ def _lookup_request(
     given = {table: names for table, names in vocabularies.items() if table not in checkpoint.vocabularies}
     check_names_in(given, checkpoint.path, "serving_config")
     found = list(dict.fromkeys(feature.table for feature in served))
-    _check_all_served(tables, found)
+    unserved = [name for name in tables or () if name not in found]
+    if unserved:
+        raise ConfigError(
+            f"tables: no feature looks up in {', '.join(unserved)}. Add such a feature to the serving_config, or "
+            "leave the table out."
+        )
 
     def save_graph(plan: ExportPlan, folder: Path) -> SavedGraph:
         _require_tensorflow()
@@ -213,15 +214,6 @@ def check_model_config(
 def _quantization_in(config: ServingConfig) -> Mapping[str, QuantizationConfig | None]:
     """Return the quantization that `config` states, by table."""
     return {name: table.quantization_config for name, table in config.tables.items()}
-
-
-def _check_all_served(asked: Sequence[str] | None, served: Sequence[str]) -> None:
-    unserved = [name for name in asked or () if name not in served]
-    if unserved:
-        raise ConfigError(
-            f"tables: no feature looks up in {', '.join(unserved)}. Add such a feature to the serving_config, or "
-            "leave the table out."
-        )
 
 
 def _require_tensorflow() -> None:

@@ -47,35 +47,19 @@ def run_export(
     started = time.monotonic()
     on_progress = on_progress or ignore
     plan = make_plan(request, options)
-    done = None
+    report = None
     if options.base is not None:
         overlay, reason = _overlay_writer(request, plan, model_dir, options)
         if overlay is not None:
-            done = _write_overlay(overlay, request, on_progress)
+            report = _write_overlay(overlay, request, on_progress)
             reason = reason or overlay.too_many()
-        if done is None:
+        if report is None:
             warn(f"base {options.base}: {reason}. Writing a full version.")
-    if done is None:
-        done = _write_full(choose_writer(model_dir, plan, options, request.source), request, on_progress)
-    streamed, version = done.streamed, int(done.path.name)
-    return ExportReport(
-        path=cast("Path", done.path),
-        version=version,
-        removed=() if options.keep is None else prune_after(model_dir, keep=options.keep, version=version),
-        tables=tuple(place.table for stack in plan.stacks for place in stack.tables),
-        dropped_features=request.dropped_features,
-        vocabularies=done.graph.vocabularies,
-        bytes_written=streamed.bytes_written,
-        bytes_reused=streamed.bytes_reused,
-        errors=streamed.errors,
-        seconds=time.monotonic() - started,
-        stream_seconds=streamed.seconds,
-        peak_rss_bytes=peak_rss_bytes(),
-        worker_peak_rss_bytes=streamed.worker_peak_rss_bytes,
-        base=None if streamed.base is None else streamed.base.version,
-        rows_changed=streamed.rows_changed,
-        rows_compared=streamed.rows_compared,
-        retrieval=done.graph.retrieval,
+    if report is None:
+        report = _write_full(choose_writer(model_dir, plan, options, request.source), request, on_progress)
+    removed = () if options.keep is None else prune_after(model_dir, keep=options.keep, version=report.version)
+    return dataclasses.replace(
+        report, removed=removed, seconds=time.monotonic() - started, peak_rss_bytes=peak_rss_bytes()
     )
 
 
@@ -151,16 +135,7 @@ def choose_writer(model_dir: str | FilePath, plan: ExportPlan, options: ExportOp
     return StoreWriter(path, plan, options, source)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Done:
-    """A published version."""
-
-    path: FilePath
-    streamed: StreamReport
-    graph: SavedGraph
-
-
-def _write_full(writer: VersionWriter, request: ExportRequest, on_progress: Progress) -> _Done:
+def _write_full(writer: VersionWriter, request: ExportRequest, on_progress: Progress) -> ExportReport:
     """Write a version with all rows."""
     writer.check()
     plan, options, source = writer.plan, writer.options, request.source
@@ -173,7 +148,7 @@ def _write_full(writer: VersionWriter, request: ExportRequest, on_progress: Prog
         return _publish(writer, request, streamed, graph)
 
 
-def _write_overlay(writer: OverlayWriter, request: ExportRequest, on_progress: Progress) -> _Done | None:
+def _write_overlay(writer: OverlayWriter, request: ExportRequest, on_progress: Progress) -> ExportReport | None:
     """Write an overlay, if not too many rows have changed since its base."""
     plan, options, base = writer.plan, writer.options, writer.base
     if base.manifest.layout != plan.layout:
@@ -193,12 +168,29 @@ def _write_overlay(writer: OverlayWriter, request: ExportRequest, on_progress: P
         return _publish(writer, request, streamed, graph)
 
 
-def _publish(writer: VersionWriter, request: ExportRequest, streamed: StreamReport, graph: SavedGraph) -> _Done:
+def _publish(writer: VersionWriter, request: ExportRequest, streamed: StreamReport, graph: SavedGraph) -> ExportReport:
     check_errors(streamed.errors, writer.options.max_error)
     check_unchanged(request.checkpoint, request.source)  # dense weights, and candidates, were read here
-    source = request.source
+    plan, layout, source = writer.plan, writer.layout, request.source
     facts = {"path": source.path, "format": request.checkpoint.format, "fingerprint": source.fingerprint}
-    return _Done(assemble(writer, streamed, graph, facts, _histories(request, writer.plan)), streamed, graph)
+    manifest = assemble(writer.path, plan, layout, streamed, graph, facts, _histories(request, plan))
+    path = cast("Path", writer.publish(lambda name: layout.settle(writer.path, manifest, name)))
+    return ExportReport(
+        path=path,
+        version=int(path.name),
+        tables=tuple(place.table for stack in plan.stacks for place in stack.tables),
+        dropped_features=request.dropped_features,
+        vocabularies=graph.vocabularies,
+        bytes_written=streamed.bytes_written,
+        bytes_reused=streamed.bytes_reused,
+        errors=streamed.errors,
+        stream_seconds=streamed.seconds,
+        worker_peak_rss_bytes=streamed.worker_peak_rss_bytes,
+        base=None if streamed.base is None else streamed.base.version,
+        rows_changed=streamed.rows_changed,
+        rows_compared=streamed.rows_compared,
+        retrieval=graph.retrieval,
+    )
 
 
 def _checking(plan: ExportPlan, options: ExportOptions) -> Callable[[ShardResult], None]:

@@ -5,7 +5,6 @@ The manifest is at `<version>/assets.extra/tpuembed.json`; TensorFlow Serving ig
 
 from tpuembed.manifest.entries import (
     LAYOUTS,
-    STORAGE_TYPES,
     ActivationEntry,
     ArrayEntry,
     BaseEntry,
@@ -28,12 +27,14 @@ from tpuembed.manifest.entries import (
     VocabularyEntry,
 )
 from tpuembed.manifest.manifest import LOOKUP_SCOPE, MANIFEST_PATH, NAMES_FOLDER, Folder, Manifest
+from tpuembed.manifest.storages import STORAGE_TYPES, STORAGES
 
 __all__ = [
     "LAYOUTS",
     "LOOKUP_SCOPE",
     "MANIFEST_PATH",
     "NAMES_FOLDER",
+    "STORAGES",
     "STORAGE_TYPES",
     "ActivationEntry",
     "ArrayEntry",

@@ -8,10 +8,10 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from tpuembed.errors import ConfigError
+from tpuembed.manifest.storages import STORAGES
 
 __all__ = [
     "LAYOUTS",
-    "STORAGE_TYPES",
     "ActivationEntry",
     "ArrayEntry",
     "BaseEntry",
@@ -37,11 +37,6 @@ __all__ = [
 
 LAYOUTS: Final = ("variables", "mmap")
 """How a server gets the tables: loaded into variables, or mapped from their files."""
-
-_ROW_BYTES: Final = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 8)}
-"""Storage -> (bytes of an element, further bytes of a row: int8 has a float32 scale and centre in it)."""
-STORAGE_TYPES: Final = tuple(_ROW_BYTES)
-"""The types that tables can be stored as, in the order of the enum in native/src/rows.h."""
 
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """Names of stacks, which are names of files too."""
@@ -440,7 +435,7 @@ class StackEntry:
         check_inside(self.file)
         if self.base_file:
             check_inside(self.base_file)
-        if self.storage not in _ROW_BYTES:
+        if self.storage not in STORAGES:
             raise ConfigError(f"stack {self.name!r}: unknown storage {self.storage!r}.")
         check_size(self.name, f"{self.storage} [{self.rows}, {self.dim}]", self.rows * self.row_bytes, self.size)
         if self.overlay is not None:
@@ -451,8 +446,7 @@ class StackEntry:
     @property
     def row_bytes(self) -> int:
         """Return the bytes of one stored row."""
-        element, more = _ROW_BYTES[self.storage]
-        return self.dim * element + more
+        return STORAGES[self.storage].row_bytes(self.dim)
 
     @property
     def arrays(self) -> tuple[ArrayEntry, ...]:

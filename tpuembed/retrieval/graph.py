@@ -14,8 +14,7 @@ from tpuembed.export.graph.keras_model import KerasModel
 from tpuembed.export.graph.mapped_table import store_array
 from tpuembed.export.graph.saved_model import ExportableModel
 from tpuembed.export.graph.stacked_tables import StackedTables
-from tpuembed.export.storage.formats import STORAGES
-from tpuembed.manifest import ArrayEntry, RetrievalEntry, VocabularyEntry
+from tpuembed.manifest import STORAGES, ArrayEntry, RetrievalEntry, VocabularyEntry
 from tpuembed.native.search import EXCLUDE, REQUIRE
 from tpuembed.retrieval.partitions import BLOCK_ROWS
 from tpuembed.retrieval.recall import check_width
@@ -168,12 +167,12 @@ class RetrievalModel(ExportableModel):
                 return found
             return found & have(tf.zeros([1], tf.int64) if tags is None else tf.gather(tags, places), require[number])
 
-        rows = lambda first, size: codec.decode_in_graph(tf.slice(stored, [first, 0], [size, columns]), plan.dim)  # noqa: E731
+        rows = lambda first, size: codec.decode_in_graph(tf, tf.slice(stored, [first, 0], [size, columns]), plan.dim)  # noqa: E731
         if entry.index == "exact":
             return search_all(vectors, rows, plan.rows, all_pass, k)
         in_blocks = tf.reshape(stored, [plan.rows // BLOCK_ROWS, BLOCK_ROWS * columns])
         blocks = lambda chosen: codec.decode_in_graph(  # noqa: E731
-            tf.reshape(tf.gather(in_blocks, chosen), [-1, columns]), plan.dim
+            tf, tf.reshape(tf.gather(in_blocks, chosen), [-1, columns]), plan.dim
         )
 
         def search_all_for(number: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from tpuembed.export.graph.keras_model import Factory, build_model
 from tpuembed.export.graph.signature import quantization_of, trained_with_rows
 from tpuembed.export.graph.stacked_tables import StackedTables, TableNames, constant_names
 from tpuembed.export.plan.plan import Placement, StackPlan
-from tpuembed.export.storage.encoders import quantize
+from tpuembed.export.storage.formats import quantize
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["Tower", "only_output"]

@@ -15,10 +15,10 @@ from tpuembed.checkpoint.types import Checkpoint, TableInfo
 from tpuembed.config.checks import did_you_mean
 from tpuembed.config.optimizers import optimizer_from
 from tpuembed.errors import ConfigError, UnknownTableError
-from tpuembed.export.storage.encoders import UnstorableRowError
 from tpuembed.export.storage.error import ErrorSums, TableError, sample_step
-from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
+from tpuembed.export.storage.formats import SOURCE_DTYPES, RowEncoder
 from tpuembed.files import FilePath
+from tpuembed.manifest.storages import STORAGES, UnstorableRowError
 from tpuembed.runtime.cpus import available_cpus
 
 __all__ = [

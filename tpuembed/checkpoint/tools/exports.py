@@ -9,9 +9,8 @@ from tpuembed.checkpoint import open_checkpoint
 from tpuembed.checkpoint.types import Array, Checkpoint, TableInfo
 from tpuembed.errors import CheckpointCorruptError, CheckpointError, ConfigError, reason
 from tpuembed.files import FilePath, as_path, versions
-from tpuembed.formats.dtypes import numpy_dtype
-from tpuembed.formats.saved_model.stack_rows import StackRows, decode_int8
-from tpuembed.manifest import MANIFEST_PATH, Manifest
+from tpuembed.formats.saved_model.stack_rows import StackRows
+from tpuembed.manifest import MANIFEST_PATH, STORAGES, Manifest
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["find_export", "open_tables", "read_numbers", "require_export", "vocabulary_of"]
@@ -135,7 +134,7 @@ class _ExportTables(Checkpoint):
         self._tables = {}
         for table in manifest.tables:
             stored = self._stacks[table.stack].storage
-            dtype = numpy_dtype("float32" if stored == "int8" else stored)
+            dtype = STORAGES[stored].values
             self._tables[table.name] = TableInfo(table.name, table.rows, table.dim, dtype, layout=f"stored as {stored}")
 
     def _dtype(self, table: str, slot: str | None) -> np.dtype[Any]:  # noqa: ARG002 - exports have no slots
@@ -144,15 +143,16 @@ class _ExportTables(Checkpoint):
     def _fill(self, table: str, slot: str | None, start: int, out: Array) -> None:  # noqa: ARG002
         entry = self._entries[table]
         stack = self._stacks[entry.stack]
+        codec = STORAGES[stack.storage]
         try:
-            stored = self._rows[stack.name].read(entry.row_offset + start, len(out)).view(numpy_dtype(stack.storage))
+            stored = self._rows[stack.name].read(entry.row_offset + start, len(out)).view(codec.dtype)
         except EOFError as error:
             raise CheckpointCorruptError(
                 f"export {self.path}: data file {error}. Copy the version again, or export it again."
             ) from None
         except OSError as error:
             raise CheckpointError(f"export {self.path}: {stack.file} cannot be read: {reason(error)}.") from None
-        out[...] = decode_int8(stored) if stack.storage == "int8" else stored
+        out[...] = codec.decode(stored) if codec.values != codec.dtype else stored
 
     def vocabulary(self, table: str) -> Vocabulary | None:
         """Raise ConfigError: the names in exports are not read."""

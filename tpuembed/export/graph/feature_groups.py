@@ -53,22 +53,22 @@ def group_features(features: Sequence[ServedFeature], tables: StackedTables) -> 
         combiner = feature.combiner if kind == "list" else ""
         return KINDS.index(kind), tables.place(feature.table)[0], combiner, spec.weighted, policy, alone
 
-    return [_group(tuple(members), tables) for _, members in groupby(sorted(features, key=key), key)]
-
-
-def _group(features: tuple[ServedFeature, ...], tables: StackedTables) -> "FeatureGroup":
-    places = [tables.place(feature.table)[1] for feature in features]
-    ranges = IdRanges(
-        features=[feature.name for feature in features],
-        spans=[span_of(place) for place in places],
-        policies=[feature.policy for feature in features],
-    )
-    return FeatureGroup(
-        features=features,
-        ranges=ranges,
-        offsets=np.array([place.row_offset for place in places], np.int64),
-        table_rows=partial(tables.gather, tables.place(features[0].table)[0]),
-    )
+    groups = []
+    for _, members in groupby(sorted(features, key=key), key):
+        together = tuple(members)
+        places = [tables.place(feature.table)[1] for feature in together]
+        group = FeatureGroup(
+            features=together,
+            ranges=IdRanges(
+                features=[feature.name for feature in together],
+                spans=[span_of(place) for place in places],
+                policies=[feature.policy for feature in together],
+            ),
+            offsets=np.array([place.row_offset for place in places], np.int64),
+            table_rows=partial(tables.gather, tables.place(together[0].table)[0]),
+        )
+        groups.append(group)
+    return groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -131,8 +131,29 @@ def served_features(
     check_tables(config, tables)
     combiners = {name: fields.get("combiner") for name, fields in (own or {}).get("tables", {}).items()}
     combiners |= {name: stated.combiner for name, stated in config.tables.items() if stated.combiner}
-    policies = _policies(own)
-    resolved = [_resolve(name, spec, tables, combiners, policies) for name, spec in config.features.items()]
+    # A policy is the feature's own, else that of the layer's feature of its name and table, else the table's.
+    by_feature: dict[tuple[str, str], str | int | None] = {}
+    by_table: dict[str, str | int] = {}
+    if own is not None and '"out_of_vocabulary"' in json.dumps(own):  # it is none of another library
+        trained = feature_config_from_dict(own)
+        layer = ServingConfig.from_features(trained).features
+        by_feature = {(name, spec.table): spec.out_of_vocabulary for name, spec in layer.items()}
+        by_table = {leaf.table.name: leaf.table.out_of_vocabulary for _, leaf in flatten(trained)}
+    resolved = []
+    for name, spec in config.features.items():
+        table, policy = find_table(spec.table, tables), spec.out_of_vocabulary
+        if policy is None:
+            policy = by_feature.get((name, spec.table))
+        if policy is None:
+            policy = by_table.get(spec.table, "error")
+        if not isinstance(policy, str) and policy >= table.rows:
+            raise ConfigError(
+                f"feature {name!r}: out_of_vocabulary row {policy} is outside table {spec.table!r} of {table.rows} rows. "
+                f"Name a row from 0 to {table.rows - 1}, or use zeros or error."
+            )
+        combiner = spec.combiner or combiners.get(spec.table) or "mean"
+        spec = dataclasses.replace(spec, combiner=combiner, out_of_vocabulary=policy)
+        resolved.append(ServedFeature(name=name, table=spec.table, rows=table.rows, dim=table.dim, spec=spec))
     features = _with_names(resolved, saved, trained_with_rows(own))
     check_input_names([*config.features, *(feature.weights_name for feature in features if feature.spec.weighted)])
     return features
@@ -148,47 +169,6 @@ def trained_with_rows(own: Mapping[str, Any] | None) -> set[tuple[str, str]]:
         return set()
     layer = ServingConfig.from_features(feature_config_from_dict(own)).features
     return {(name, spec.table) for name, spec in layer.items() if spec.vocabulary is None}
-
-
-def _resolve(
-    name: str,
-    spec: ServingFeature,
-    tables: Mapping[str, "TableInfo"],
-    combiners: Mapping[str, str | None],
-    policies: Callable[[str, ServingFeature], str | int],
-) -> ServedFeature:
-    table = find_table(spec.table, tables)
-    policy = policies(name, spec)
-    if not isinstance(policy, str) and policy >= table.rows:
-        raise ConfigError(
-            f"feature {name!r}: out_of_vocabulary row {policy} is outside table {spec.table!r} of {table.rows} rows. "
-            f"Name a row from 0 to {table.rows - 1}, or use zeros or error."
-        )
-    combiner = spec.combiner or combiners.get(spec.table) or "mean"
-    spec = dataclasses.replace(spec, combiner=combiner, out_of_vocabulary=policy)
-    return ServedFeature(name=name, table=spec.table, rows=table.rows, dim=table.dim, spec=spec)
-
-
-def _policies(own: Mapping[str, Any] | None) -> Callable[[str, ServingFeature], str | int]:
-    """Return a function of a feature's name and spec: the policy of the spec, else that of the layer's feature of that name
-    and table, else the table's, else "error".
-
-    Args:
-        own: the `layer_config` of the checkpoint, which has the policies of the layer that wrote it, or None.
-    """
-    by_feature: dict[tuple[str, str], str | int | None] = {}
-    by_table: dict[str, str | int] = {}
-    if own is not None and '"out_of_vocabulary"' in json.dumps(own):  # it is none of another library
-        features = feature_config_from_dict(own)
-        served = ServingConfig.from_features(features).features
-        by_feature = {(name, spec.table): spec.out_of_vocabulary for name, spec in served.items()}
-        by_table = {leaf.table.name: leaf.table.out_of_vocabulary for _, leaf in flatten(features)}
-
-    def of(name: str, spec: ServingFeature) -> str | int:
-        given = by_feature.get((name, spec.table)) if spec.out_of_vocabulary is None else spec.out_of_vocabulary
-        return by_table.get(spec.table, "error") if given is None else given
-
-    return of
 
 
 def quantization_of(
@@ -247,16 +227,13 @@ def check_tables(config: ServingConfig, tables: Mapping[str, "TableInfo"]) -> No
         find_table(feature.table, tables)
     for name, stated in config.tables.items():
         table = find_table(name, tables)
-        _check_size(name, "vocabulary_size", stated.vocabulary_size, table.rows)
-        _check_size(name, "dim", stated.dim, table.dim)
-
-
-def _check_size(table: str, field: str, stated: int | None, found: int) -> None:
-    if stated is not None and stated != found:
-        raise CheckpointMismatchError(
-            f"table {table!r}: {field} is {stated} in the serving_config, but {found} in the checkpoint. Correct "
-            "the serving_config."
-        )
+        sizes = (("vocabulary_size", stated.vocabulary_size, table.rows), ("dim", stated.dim, table.dim))
+        for field, size, found in sizes:
+            if size is not None and size != found:
+                raise CheckpointMismatchError(
+                    f"table {name!r}: {field} is {size} in the serving_config, but {found} in the checkpoint. Correct "
+                    "the serving_config."
+                )
 
 
 def _with_names(
@@ -312,9 +289,20 @@ def vocabulary_of(where: str, given: Vocabulary, table: str, rows: int, saved: S
             f"{where}: its vocabulary has no names, and the checkpoint has none for table {table!r}. Give the names: "
             "Vocabulary.from_file, or file in a serving_config."
         )
-    if found is not None:
-        _check_same(where, given, found, table)
-    found = given if found is None else found
+    if found is None:
+        found = given
+    elif unlike := given.unlike(found):
+        option, own, its = unlike
+        raise ConfigError(
+            f"{where}: its vocabulary has {option} {own}, but that of table {table!r} has {its}. Give the one that the table was "
+            "trained with."
+        )
+    elif len(given) and not given.same_names(found):
+        row, name, other = _first_difference(given, found)
+        raise ConfigError(
+            f"{where}: its vocabulary has {len(given)} names, and that of table {table!r} has {len(found)}. Row {row} is {name} in "
+            f"the first and {other} in the second. Leave the names out to take those of the checkpoint."
+        )
     if not len(found):
         raise ConfigError(
             f"{where}: the vocabulary of table {table!r} in the checkpoint has no names. Train with names, or serve row numbers "
@@ -326,21 +314,6 @@ def vocabulary_of(where: str, given: Vocabulary, table: str, rows: int, saved: S
             f"{rows} rows. Give the vocabulary that the table was trained with."
         )
     return found
-
-
-def _check_same(where: str, given: Vocabulary, saved: Vocabulary, table: str) -> None:
-    if unlike := given.unlike(saved):
-        option, own, its = unlike
-        raise ConfigError(
-            f"{where}: its vocabulary has {option} {own}, but that of table {table!r} has {its}. Give the one that the table was "
-            "trained with."
-        )
-    if len(given) and not given.same_names(saved):
-        row, own, other = _first_difference(given, saved)
-        raise ConfigError(
-            f"{where}: its vocabulary has {len(given)} names, and that of table {table!r} has {len(saved)}. Row {row} is {own} in "
-            f"the first and {other} in the second. Leave the names out to take those of the checkpoint."
-        )
 
 
 def _first_difference(one: Vocabulary, other: Vocabulary) -> tuple[int, str, str]:

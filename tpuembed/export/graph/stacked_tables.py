@@ -16,13 +16,12 @@ from tpuembed.errors.ids import Span
 from tpuembed.export.graph.mapped_table import store_array
 from tpuembed.export.graph.signature import Saved, find_table, trained_with_rows, vocabulary_of
 from tpuembed.export.plan.plan import Placement, StackPlan
-from tpuembed.export.storage.formats import STORAGES
 from tpuembed.lookup import FlatIds, Ids, check_range, gather_grouped
 from tpuembed.lookup.branches import not_inlined
 from tpuembed.lookup.name_index import WAYS, NameIndex, salt_text
 from tpuembed.lookup.pooling import EachRow
 from tpuembed.lookup.ranges import IdRanges, RangedIds
-from tpuembed.manifest import NAMES_FOLDER, NamesEntry
+from tpuembed.manifest import NAMES_FOLDER, STORAGES, NamesEntry
 from tpuembed.vocabulary import Vocabulary
 
 __all__ = ["StackedTables", "TableNames", "constant_names", "make_names", "ran_without_rows", "span_of"]
@@ -169,7 +168,9 @@ class StackedTables:
                 self._constants[table] = constant_names(vocabulary)
             return self._constants[table]
         if self._names is None or self._answer is not None:
-            return _stand_in_names()
+            return TableNames(
+                tf.zeros([1, WAYS], tf.int64), tf.fill([WAYS], -1), 1, b""
+            )  # of a trace that is thrown away
         if table not in self._names:
             raise ExportError(f"table {table!r}: its names were not written before the graph that finds them was made.")
         return self._names[table]
@@ -231,7 +232,13 @@ class StackedTables:
         for stack in dict.fromkeys(stacks):
             mine = [index for index, name in enumerate(stacks) if name == stack]
             places = [self._places[tables[index]][1] for index in mine]
-            found = self._lookup(stack, [features[index] for index in mine], places)
+            own = [features[index].within(span_of(place)) for index, place in zip(mine, places, strict=True)]
+            if len(own) > 1 and all(map(_is_plain, own)):
+                sizes, ids = _shifted_together(own, places)
+                rows = tf.split(self.gather(stack, ids), sizes, num=len(own))
+                found = [feature.combine(part) for feature, part in zip(own, rows, strict=True)]
+            else:
+                found = gather_grouped(_shifted(own, places), [stack] * len(own), self.gather)
             for index, activation in zip(mine, found, strict=True):
                 activations[index] = activation
         return activations
@@ -287,15 +294,6 @@ class StackedTables:
                 )
         return self._unbound[table]
 
-    def _lookup(self, stack: str, features: Sequence[FlatIds], places: Sequence[Placement]) -> list[Tensor]:
-        """Return the activations of features of one stack."""
-        features = [feature.within(span_of(place)) for feature, place in zip(features, places, strict=True)]
-        if len(features) > 1 and all(map(_is_plain, features)):
-            sizes, ids = _shifted_together(features, places)
-            rows = tf.split(self.gather(stack, ids), sizes, num=len(features))
-            return [feature.combine(part) for feature, part in zip(features, rows, strict=True)]
-        return gather_grouped(_shifted(features, places), [stack] * len(features), self.gather)
-
     def gather(self, stack: str, ids: Tensor) -> Tensor:
         """Return float32 [*shape, dim] for int64 `ids` of that shape, rows of the stack."""
         plan = self._stacks[stack]
@@ -308,7 +306,7 @@ class StackedTables:
         else:
             source = self._variables[stack].read_value() if stack in self._whole else self._variables[stack]
             stored = tf.gather(source, flat, name=f"gather_{stack}")
-        rows = codec.decode_in_graph(stored, plan.dim)
+        rows = codec.decode_in_graph(tf, stored, plan.dim)
         return rows if flat is ids else tf.reshape(rows, _shape_of_rows(ids, plan.dim))
 
 
@@ -483,11 +481,6 @@ def constant_names(vocabulary: Vocabulary) -> TableNames:
     index = NameIndex(vocabulary)
     numbers = tf.constant(index.numbers.reshape(-1))
     return TableNames(tf.constant(index.keys), numbers, len(index.keys), salt_text(index.salt))
-
-
-def _stand_in_names() -> TableNames:
-    """Return arrays without names, for a trace that is thrown away."""
-    return TableNames(tf.zeros([1, WAYS], tf.int64), tf.fill([WAYS], -1), 1, b"")
 
 
 def ran_without_rows(error: BaseException) -> bool:

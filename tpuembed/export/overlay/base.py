@@ -1,14 +1,13 @@
 """Finds the version that an export is written for, and checks that it has the same tables."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 from tpuembed.errors import ConfigError
 from tpuembed.export.options import LATEST, BaseOption
-from tpuembed.export.plan.plan import ExportPlan, StackPlan
+from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.retention.listing import is_loadable, is_whole, version_folders
-from tpuembed.manifest import BaseEntry, Manifest, StackEntry, TableEntry
+from tpuembed.manifest import BaseEntry, Manifest
 
 __all__ = ["BaseVersion", "difference", "find_base"]
 
@@ -90,30 +89,31 @@ def difference(plan: ExportPlan, base: BaseVersion) -> str:
     """Return why `plan` cannot be an overlay of `base`, as a sentence without its full stop. Empty if it can."""
     if base.manifest.row_store is not None:
         return f"version {base.number} has its rows in Redis"
-    planned = {stack.name: stack for stack in plan.stacks}
+    planned = {stack.name for stack in plan.stacks}
     entries = {stack.name: stack for stack in base.manifest.stacks}
-    if planned.keys() != entries.keys():
+    if planned != entries.keys():
         return (
             f"version {base.number} has the stacks {', '.join(sorted(entries))}, and the export has "
             f"{', '.join(sorted(planned))}"
         )
-    tables = {table.name: table for table in base.manifest.tables}
-    faults = (_stack_difference(planned[name], entries[name], tables, base.number) for name in planned)
-    return next(filter(None, faults), "")
-
-
-def _stack_difference(stack: StackPlan, entry: StackEntry, tables: Mapping[str, TableEntry], version: int) -> str:
-    if entry.offset or (entry.dim, entry.storage) != (stack.dim, stack.storage):
-        return f"version {version} stores stack {stack.name} in another form"
-    theirs = {name for name, table in tables.items() if table.stack == stack.name}
-    mine = {place.table for place in stack.tables}
-    if theirs != mine:
-        return f"version {version} has other tables: {', '.join(sorted(theirs ^ mine))}"
-    for place in stack.tables:
-        table = tables[place.table]
-        if table.rows != place.rows:
-            return f"table {place.table!r} has {table.rows} rows in version {version}, and {place.rows} in the export"
-        before = None if table.quantization is None else dataclasses.asdict(table.quantization)
-        if before != place.quantization:
-            return f"table {place.table!r} is quantized to {place.quantization}, and to {before} in version {version}"
+    tables, version = {table.name: table for table in base.manifest.tables}, base.number
+    for stack in plan.stacks:
+        entry = entries[stack.name]
+        if entry.offset or (entry.dim, entry.storage) != (stack.dim, stack.storage):
+            return f"version {version} stores stack {stack.name} in another form"
+        theirs = {name for name, table in tables.items() if table.stack == stack.name}
+        mine = {place.table for place in stack.tables}
+        if theirs != mine:
+            return f"version {version} has other tables: {', '.join(sorted(theirs ^ mine))}"
+        for place in stack.tables:
+            table = tables[place.table]
+            if table.rows != place.rows:
+                return (
+                    f"table {place.table!r} has {table.rows} rows in version {version}, and {place.rows} in the export"
+                )
+            before = None if table.quantization is None else dataclasses.asdict(table.quantization)
+            if before != place.quantization:
+                return (
+                    f"table {place.table!r} is quantized to {place.quantization}, and to {before} in version {version}"
+                )
     return ""

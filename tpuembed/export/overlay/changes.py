@@ -20,13 +20,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tpuembed.checkpoint import Checkpoint
 from tpuembed.errors import ExportError, reason, warn
 from tpuembed.export.overlay.base import BaseVersion
 from tpuembed.export.plan.plan import ExportPlan, ShardTask, StackPlan
+from tpuembed.export.request import ExportRequest
 from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.execute import combined, table_errors
-from tpuembed.export.stream.shard import ShardResult, Source, write_shard
+from tpuembed.export.stream.shard import ShardResult, write_shard
 from tpuembed.files import open_bytes
 from tpuembed.formats.saved_model import file_crc32c
 from tpuembed.manifest import HistoryEntry
@@ -49,20 +49,16 @@ class Search:
     """A search for the rows that differ from the base.
 
     Attributes:
-        checkpoint: is read, by several threads.
-        source: of the checkpoint.
+        request: several threads read its checkpoint. The stacks that its model reads whole are written anew if a row differs.
         plan: has the tables of the base; see `difference`.
         base: the version to compare with.
-        whole: tables that the model reads whole. Their stacks are written anew if a row differs.
         stamped: see `stamped_tables`.
         results: of the shards that were searched, by index.
     """
 
-    checkpoint: Checkpoint
-    source: Source
+    request: ExportRequest
     plan: ExportPlan
     base: BaseVersion
-    whole: Sequence[str]
     stamped: Mapping[str, int]
     results: dict[int, ShardResult] = dataclasses.field(default_factory=dict)
 
@@ -113,11 +109,11 @@ class Search:
     @property
     def _read_in_part(self) -> Collection[str]:
         """Return the tables of which only the touched rows are read."""
-        return () if self.checkpoint.gather is None else self.stamped.keys()
+        return () if self.request.checkpoint.gather is None else self.stamped.keys()
 
     def _is_whole(self, stack: StackPlan) -> bool:
         """Returns True if the model reads the stack's table whole."""
-        return any(place.table in self.whole for place in stack.tables)
+        return any(place.table in self.request.whole_tables for place in stack.tables)
 
     def _shard(self, task: ShardTask) -> "_ChangedRows":
         """Return the rows of one shard that may differ. Any thread may call it."""
@@ -126,12 +122,18 @@ class Search:
         entry = next(entry for entry in self.base.manifest.stacks if entry.name == task.stack)
         rows = _ChangedRows(stack, self.base.path / entry.file, keep_all=self._is_whole(stack))
         numbers, write = None, rows.compare
+        checkpoint = self.request.checkpoint
         if task.table in self.stamped:
-            touched = _touched_rows(self.checkpoint, task, self.stamped[task.table])
+            found = []
+            for start in range(task.start, task.stop, _STAMPS_AT_ONCE):
+                stamps = np.empty(min(_STAMPS_AT_ONCE, task.stop - start), np.int32)
+                checkpoint.stamps[task.table].read(start, stamps)
+                found.append(np.flatnonzero(stamps > self.stamped[task.table]) + start)
+            touched = np.concatenate(found)
             rows.chosen, write = touched + place.row_offset, rows.choose
-            if self.checkpoint.gather is not None:
+            if checkpoint.gather is not None:
                 numbers, write = touched, rows.append
-        rows.result = write_shard(task, self.source, write, checkpoint=self.checkpoint, numbers=numbers)
+        rows.result = write_shard(task, self.request.source, write, checkpoint=checkpoint, numbers=numbers)
         return rows
 
     def full_crc32c(self) -> dict[str, int]:
@@ -190,16 +192,6 @@ def stamped_tables(
             continue
         warn(f"base {base.number}: the stamps of table {table!r} are not used, so all its rows are compared: {fault}.")
     return found
-
-
-def _touched_rows(checkpoint: Checkpoint, task: ShardTask, since: int) -> npt.NDArray[np.int64]:
-    """Return the rows of the shard, by their numbers in the table, with stamps above `since`."""
-    found = []
-    for start in range(task.start, task.stop, _STAMPS_AT_ONCE):
-        stamps = np.empty(min(_STAMPS_AT_ONCE, task.stop - start), np.int32)
-        checkpoint.stamps[task.table].read(start, stamps)
-        found.append(np.flatnonzero(stamps > since) + start)
-    return np.concatenate(found)
 
 
 def _in_order(
@@ -261,7 +253,17 @@ class _ChangedRows:
     def compare(self, data: _Bytes, offset: int) -> None:
         """Keep those of the stored rows `data` that differ. They are at `offset` of the stack's file in a full export."""
         stored, first = data.reshape(-1, self._row_bytes), offset // self._row_bytes
-        differs = _differ(stored, self._read_base(offset, len(stored)))
+        base = np.empty_like(stored)
+        try:
+            with contextlib.closing(open_bytes(self._path)) as file:
+                file.read_into(offset, base.reshape(-1).data)
+        except (OSError, EOFError) as error:
+            raise ExportError(
+                f"base {self._path}: cannot be read: {reason(error)}. Verify the version, or leave base out."
+            ) from None
+        words = (np.uint64, np.uint32, np.uint16, np.uint8)  # the widest that fits: fewer comparisons
+        word = next(word for word in words if self._row_bytes % np.dtype(word).itemsize == 0)
+        differs = (np.ascontiguousarray(stored).view(word) != base.view(word)).any(axis=1)
         self.has_changes = self.has_changes or bool(differs.any())
         places = np.flatnonzero(differs | self._keep_all)
         if len(places):
@@ -273,25 +275,6 @@ class _ChangedRows:
             self.has_changes = True
             self._numbers.append(numbers)
             self.rows.append(rows)
-
-    def _read_base(self, offset: int, count: int) -> _Bytes:
-        rows = np.empty((count, self._row_bytes), np.uint8)
-        try:
-            with contextlib.closing(open_bytes(self._path)) as file:
-                file.read_into(offset, rows.reshape(-1).data)
-        except (OSError, EOFError) as error:
-            raise ExportError(
-                f"base {self._path}: cannot be read: {reason(error)}. Verify the version, or leave base out."
-            ) from None
-        return rows
-
-
-def _differ(one: _Bytes, other: _Bytes) -> npt.NDArray[np.bool_]:
-    """Return which rows of two [n, bytes] arrays have different bytes."""
-    width = one.shape[1]
-    kind = next(kind for kind in (np.uint64, np.uint32, np.uint16, np.uint8) if width % np.dtype(kind).itemsize == 0)
-    different: npt.NDArray[np.bool_] = (np.ascontiguousarray(one).view(kind) != other.view(kind)).any(axis=1)
-    return different
 
 
 class _StackFiles:
@@ -318,7 +301,9 @@ class _StackFiles:
         with open(self._path, "ab") as file:
             for piece in changed.rows:
                 file.write(piece.data)
-        _set_bits(self._bits, numbers)
+        place, bit = np.divmod(numbers, 32)
+        starts = np.flatnonzero(np.diff(place, prepend=-1))  # of the words, because numbers are sorted
+        self._bits[place[starts]] |= np.bitwise_or.reduceat(np.left_shift(np.uint32(1), bit.astype(np.uint32)), starts)
         self.rows += len(numbers)
 
     def finish(self, crc32c: int | None, *, is_whole: bool) -> tuple[StackPlan, dict[str, int]]:
@@ -335,13 +320,6 @@ class _StackFiles:
         _, own, words = overlaid.arrays
         (self._folder / words.file).write_bytes(_words(self._bits).data)
         return overlaid, {array.name: file_crc32c(self._folder / array.file) for array in (own, words)}
-
-
-def _set_bits(bits: npt.NDArray[np.uint32], numbers: npt.NDArray[np.int64]) -> None:
-    """Set the bits of the rows `numbers`, which are sorted."""
-    place, bit = np.divmod(numbers, 32)
-    starts = np.flatnonzero(np.diff(place, prepend=-1))
-    bits[place[starts]] |= np.bitwise_or.reduceat(np.left_shift(np.uint32(1), bit.astype(np.uint32)), starts)
 
 
 def _words(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:

@@ -6,16 +6,16 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tpuembed.errors import ConfigError, ExportError
 from tpuembed.export.overlay.writer import FULL_GRAPH
 from tpuembed.export.plan.plan import ExportPlan, Placement, StackPlan, format_bytes
 from tpuembed.export.publish.assemble import assemble
 from tpuembed.export.publish.folder import check_free, locked, publish_folder, temporary_staging
-from tpuembed.export.publish.layouts import Layout, choose_layout
+from tpuembed.export.publish.layouts import choose_layout
 from tpuembed.export.publish.version_writer import naming_model_dir
-from tpuembed.export.report import SavedGraph, StreamReport
+from tpuembed.export.report import SavedGraph, StreamReport, VersionReport
 from tpuembed.export.retention.listing import check_has_rows, find_version, is_whole, local_model_dir
 from tpuembed.export.storage.error import TableError
 from tpuembed.export.stream.shard import ignore
@@ -23,7 +23,7 @@ from tpuembed.files import FilePath
 from tpuembed.formats.saved_model import GRAPH_FILE, file_crc32c, mapped_folders
 from tpuembed.formats.saved_model.stack_rows import StackRows
 from tpuembed.formats.tensor_bundle import crc
-from tpuembed.manifest import NAMES_FOLDER, Manifest, StackEntry
+from tpuembed.manifest import MANIFEST_PATH, NAMES_FOLDER, Manifest, StackEntry
 
 __all__ = ["CompactReport", "compact_version"]
 
@@ -31,26 +31,18 @@ _CHUNK_BYTES: Final = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompactReport:
+class CompactReport(VersionReport):
     """The result of `compact_version`.
 
     Attributes:
-        path: of the new version.
-        version: its number.
         source: the overlay that it equals.
         bytes_written: bytes of its tables.
         bytes_reused: the part of them that is shared with the base.
     """
 
-    path: Path
-    version: int
     source: int
     bytes_written: int
     bytes_reused: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return {**dataclasses.asdict(self), "path": str(self.path)}
 
 
 def compact_version(
@@ -82,80 +74,70 @@ def compact_version(
         raise ConfigError(f"version {source}: is no overlay, so there is nothing to compact. Choose an overlay.")
     if not is_whole(source):
         raise ConfigError(f"version {source}: is incomplete. Choose another version.")
+    total = sum(stack.rows * stack.row_bytes for stack in manifest.stacks)
+    needed = sum(stack.rows * stack.row_bytes for stack in manifest.stacks if stack.overlay is not None)
     with (
         naming_model_dir(folder),
         temporary_staging(folder, "compact", source.name) as staging,
         locked(source, fcntl.LOCK_SH),
     ):
-        path, reused = _write_full(source, manifest, staging, folder, on_progress)
+        check_free(folder, None)
+        free = shutil.disk_usage(staging).free
+        if free < needed:
+            raise ExportError(
+                f"MODEL_DIR {folder}: a full version needs {format_bytes(needed)} ({needed} bytes), but its disk has "
+                f"{format_bytes(free)} ({free} bytes) free. Free space."
+            )
+        tables, done, crc32c = staging / "tables", 0, dict[str, int]()
+        tables.mkdir()
+
+        def count(size: int) -> None:
+            nonlocal done
+            done += size
+            on_progress(done, total)
+
+        for stack in manifest.stacks:
+            data = tables / f"{stack.name}.data"
+            if stack.overlay is None:
+                os.link((source / stack.file).resolve(), data)
+                _check(source, data.name, file_crc32c(data, count), stack.crc32c)
+                crc32c[stack.name] = stack.crc32c
+            else:
+                crc32c[stack.name] = _merge(source, stack, data, count)
+        streamed = StreamReport(
+            folder=tables,
+            crc32c=crc32c,
+            bytes_written=total,
+            bytes_reused=total - needed,
+            errors={table: TableError(**error) for table, error in manifest.errors.items()},
+        )
+        graph = SavedGraph(
+            array_keys={stack.name: stack.key for stack in manifest.stacks},
+            signatures=manifest.signatures,
+            features=manifest.features,
+            vocabularies=manifest.vocabularies,
+            padding=manifest.padding,
+            packing=manifest.packing,
+            from_activations=manifest.from_activations,
+            names=manifest.names,
+        )
+        target, layout = staging / "version", choose_layout(manifest.layout, folder, _root(source, manifest))
+        shutil.copytree(source / FULL_GRAPH, target)
+        if (source / NAMES_FOLDER).is_dir():
+            shutil.copytree(source / NAMES_FOLDER, target / NAMES_FOLDER)
+        extra, own = FULL_GRAPH.parent, [FULL_GRAPH.name, MANIFEST_PATH.name]
+        shutil.copytree(
+            source / extra, target / extra, ignore=lambda place, _: own if Path(place) == source / extra else []
+        )
+        made = assemble(target, _plan_of(manifest), layout, streamed, graph, manifest.source, manifest.histories)
+        path = publish_folder(target, folder, None, lambda name: layout.settle(target, made, name))
     return CompactReport(
         path=path,
         version=int(path.name),
         source=int(source.name),
-        bytes_written=sum(stack.rows * stack.row_bytes for stack in manifest.stacks),
-        bytes_reused=reused,
-    )
-
-
-def _write_full(
-    source: Path, manifest: Manifest, staging: Path, model_dir: Path, on_progress: Callable[[int, int], None]
-) -> tuple[Path, int]:
-    """Publish the overlay `source` as the next version of `model_dir`, a full one.
-
-    Returns:
-        The path of the new version, and the bytes of tables that are shared with the base.
-
-    Raises:
-        ExportError: a file is damaged, or there is no room. Nothing was published.
-    """
-    check_free(model_dir, None)
-    total = sum(stack.rows * stack.row_bytes for stack in manifest.stacks)
-    needed = sum(stack.rows * stack.row_bytes for stack in manifest.stacks if stack.overlay is not None)
-    free = shutil.disk_usage(staging).free
-    if free < needed:
-        raise ExportError(
-            f"MODEL_DIR {model_dir}: a full version needs {format_bytes(needed)} ({needed} bytes), but its disk has "
-            f"{format_bytes(free)} ({free} bytes) free. Free space."
-        )
-    tables, done, crc32c = staging / "tables", 0, dict[str, int]()
-    tables.mkdir()
-
-    def count(size: int) -> None:
-        nonlocal done
-        done += size
-        on_progress(done, total)
-
-    for stack in manifest.stacks:
-        path = tables / f"{stack.name}.data"
-        if stack.overlay is None:
-            os.link((source / stack.file).resolve(), path)
-            _check(source, path.name, file_crc32c(path, count), stack.crc32c)
-            crc32c[stack.name] = stack.crc32c
-        else:
-            crc32c[stack.name] = _merge(source, stack, path, count)
-    streamed = StreamReport(
-        folder=tables,
-        crc32c=crc32c,
         bytes_written=total,
         bytes_reused=total - needed,
-        errors={table: TableError(**error) for table, error in manifest.errors.items()},
-        seconds=0.0,
-        worker_peak_rss_bytes=0,
     )
-    graph = SavedGraph(
-        array_keys={stack.name: stack.key for stack in manifest.stacks},
-        signatures=manifest.signatures,
-        features=manifest.features,
-        vocabularies=manifest.vocabularies,
-        padding=manifest.padding,
-        packing=manifest.packing,
-        from_activations=manifest.from_activations,
-        names=manifest.names,
-    )
-    writer: Any = _FullWriter(source, manifest, staging, model_dir)
-    published = assemble(writer, streamed, graph, manifest.source, manifest.histories)
-    assert isinstance(published, Path)
-    return published, total - needed
 
 
 def _merge(source: Path, stack: StackEntry, path: Path, on_written: Callable[[int], None]) -> int:
@@ -181,21 +163,6 @@ def _check(source: Path, file: str, found: int, wanted: int) -> None:
             f"version {source}: the rows of {file} have the CRC32C {found:#010x}, but those that were exported have "
             f"{wanted:#010x}. Verify it: tpuembed verify."
         )
-
-
-class _FullWriter:
-    """What `assemble` needs of a VersionWriter."""
-
-    def __init__(self, source: Path, manifest: Manifest, staging: Path, model_dir: Path) -> None:
-        self.plan = _plan_of(manifest)
-        self.path = staging / "version"
-        self._model_dir = model_dir
-        self.layout: Layout = choose_layout(manifest.layout, model_dir, _root(source, manifest))
-        _take_full_graph(source, self.path)
-        (self.path / FULL_GRAPH.parent / "tpuembed.json").unlink(missing_ok=True)
-
-    def publish(self, settle: Callable[[str], None]) -> Path:
-        return publish_folder(self.path, self._model_dir, None, settle)
 
 
 def _plan_of(manifest: Manifest) -> ExportPlan:
@@ -242,15 +209,3 @@ def _root(source: Path, manifest: Manifest) -> str | None:
             "relocate VERSION ROOT."
         )
     return str(Path(folders.pop()).parent)
-
-
-def _take_full_graph(version: Path, target: Path) -> None:
-    """Copy the graph of `version` as a full version would have it, and its other files, to the new folder `target`."""
-    shutil.copytree(version / FULL_GRAPH, target)
-    if (version / NAMES_FOLDER).is_dir():
-        shutil.copytree(version / NAMES_FOLDER, target / NAMES_FOLDER)
-    shutil.copytree(
-        version / FULL_GRAPH.parent,
-        target / FULL_GRAPH.parent,
-        ignore=lambda place, _: [FULL_GRAPH.name] if Path(place) == version / FULL_GRAPH.parent else [],
-    )

@@ -87,16 +87,8 @@ class OverlayWriter(FolderWriter):
         """
         started, folder, plan = time.monotonic(), self.folder / "overlay", self.plan
         folder.mkdir()
-        whole = request.whole_tables
-        stamped = stamped_tables(plan, self.base, whole, histories, self.options.max_error)
-        search = Search(
-            checkpoint=request.checkpoint,
-            source=request.source,
-            plan=plan,
-            base=self.base,
-            whole=whole,
-            stamped=stamped,
-        )
+        stamped = stamped_tables(plan, self.base, request.whole_tables, histories, self.options.max_error)
+        search = Search(request=request, plan=plan, base=self.base, stamped=stamped)
         found = search.run(folder, MAX_SHARE * plan.table_bytes, on_result, on_progress)
         if found is None:
             return None
@@ -107,7 +99,13 @@ class OverlayWriter(FolderWriter):
         linked = {entry.name: entry for entry in self.base.manifest.stacks if entry.name not in crc32c}
         for stack in stacks:
             if stack.name in linked:
-                self._link(self.base.path / linked[stack.name].file, folder / stack.file)
+                data, target = self.base.path / linked[stack.name].file, folder / stack.file
+                try:
+                    os.link(data, target)
+                except OSError as error:
+                    raise ExportError(
+                        f"file {data}: cannot be linked to {target}: {error.strerror}. Leave base out for a full version."
+                    ) from None
         reused = sum(entry.size for entry in linked.values())
         written = sum(array.size for stack in stacks for array in stack.arrays if array.name in crc32c)
         return StreamReport(
@@ -117,21 +115,12 @@ class OverlayWriter(FolderWriter):
             bytes_reused=reused,
             errors=search.errors(),
             seconds=time.monotonic() - started,
-            worker_peak_rss_bytes=0,
             base=self.base.entry,
             base_files={name: entry.file for name, entry in linked.items()},
             full_crc32c=search.full_crc32c(),
             rows_changed=sum(stack.overlay_rows or 0 for stack in stacks),
             rows_compared=search.rows_compared(),
         )
-
-    def _link(self, source: Path, target: Path) -> None:
-        try:
-            os.link(source, target)
-        except OSError as error:
-            raise ExportError(
-                f"file {source}: cannot be linked to {target}: {error.strerror}. Leave base out for a full version."
-            ) from None
 
     def too_many(self) -> str:
         """Return why the export is no overlay, as a sentence without its full stop."""

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tpuembed.export.storage.formats import STORAGES, RowFormat
+from tpuembed.export.storage.formats import RowFormat
 from tpuembed.formats.dtypes import numpy_dtype
+from tpuembed.manifest import STORAGES
 
 __all__ = [
     "ArrayPlan",

@@ -9,8 +9,8 @@ from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, check_count
 from tpuembed.errors import ConfigError
 from tpuembed.export.plan.plan import ExportPlan, Placement, ShardTask, StackPlan
-from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, Storage, most_rows, storage_by_table
-from tpuembed.manifest import LAYOUTS
+from tpuembed.export.storage.formats import SOURCE_DTYPES, Storage, most_rows, storage_by_table
+from tpuembed.manifest import LAYOUTS, STORAGES
 
 if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out of the workers
     from tpuembed.checkpoint import TableInfo
@@ -84,13 +84,32 @@ def plan_export(
         workers = max(1, min(workers, max_memory_bytes // least))
     budget = max_memory_bytes // workers
     chunks = {table.table: _chunk(stack, table, budget, read_buffers) for stack in stacks for table in stack.tables}
-    shards = tuple(_task(index, *piece, chunks[piece[1].table], require_finite) for index, piece in enumerate(pieces))
+    shards = []
+    for index, (stack, table, start, stop) in enumerate(pieces):
+        chunk_rows, reader_bytes = chunks[table.table]
+        shard = ShardTask(
+            index=index,
+            stack=stack.name,
+            table=table.table,
+            start=start,
+            stop=stop,
+            dim=stack.dim,
+            source_dtype=table.source_dtype,
+            storage=stack.storage,
+            file=stack.file,
+            file_offset=(table.row_offset + start) * stack.row_bytes,
+            chunk_rows=min(stop - start, chunk_rows),
+            quantization=table.quantization,
+            reader_bytes=reader_bytes,
+            require_finite=require_finite,
+        )
+        shards.append(shard)
     plan = ExportPlan(
         layout=layout,
         workers=workers,
         max_memory_bytes=max_memory_bytes,
         stacks=tuple(stacks),
-        shards=shards,
+        shards=tuple(shards),
         require_finite=require_finite,
     )
     _check_budget(plan)
@@ -156,18 +175,18 @@ def _stack_tables(
         placements, rows = [], 0
         for table in group:
             simulated = quantization.get(table.name)
-            placement = Placement(
-                table=table.name,
-                rows=table.rows,
-                row_offset=rows,
-                source_dtype=table.dtype.name,
-                quantization=None if simulated is None else dataclasses.asdict(simulated),
+            placements.append(
+                Placement(
+                    table=table.name,
+                    rows=table.rows,
+                    row_offset=rows,
+                    source_dtype=table.dtype.name,
+                    quantization=None if simulated is None else dataclasses.asdict(simulated),
+                )
             )
-            placements.append(placement)
             rows += table.rows
         size = rows * STORAGES[storage].row_bytes(dim)
-        stack = StackPlan(name=name, dim=dim, storage=storage, rows=rows, size=size, tables=tuple(placements))
-        stacks.append(stack)
+        stacks.append(StackPlan(name=name, dim=dim, storage=storage, rows=rows, size=size, tables=tuple(placements)))
     return stacks
 
 
@@ -191,27 +210,6 @@ def _chunk(stack: StackPlan, table: Placement, budget: int, read_buffers: ReadBu
         rows = most_rows(budget, lambda rows: form.chunk_bytes(rows) + read_buffers(table.table, rows), rows)
         reader_bytes = read_buffers(table.table, rows)
     return rows, reader_bytes
-
-
-def _task(
-    index: int, stack: StackPlan, table: Placement, start: int, stop: int, chunk: tuple[int, int], require_finite: bool
-) -> ShardTask:
-    return ShardTask(
-        index=index,
-        stack=stack.name,
-        table=table.table,
-        start=start,
-        stop=stop,
-        dim=stack.dim,
-        source_dtype=table.source_dtype,
-        storage=stack.storage,
-        file=stack.file,
-        file_offset=(table.row_offset + start) * stack.row_bytes,
-        chunk_rows=min(stop - start, chunk[0]),
-        quantization=table.quantization,
-        reader_bytes=chunk[1],
-        require_finite=require_finite,
-    )
 
 
 def _check_budget(plan: ExportPlan) -> None:

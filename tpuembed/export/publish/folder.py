@@ -6,7 +6,7 @@ disk, it is renamed to `MODEL_DIR/<version>`.
 
 Two flock locks keep exporters apart; the kernel releases them when a process ends. The lock on MODEL_DIR is held
 briefly, while folders are created or renamed. The lock on the staging folder is held as long as its exporter runs. A
-staging folder without an exporter is resumed, kept or removed: see `_classify`.
+staging folder without an exporter is resumed, kept or removed: see `reserve`.
 
 A version whose files are being linked has a shared lock, so that no prune removes it. It is taken under the lock of MODEL_DIR.
 
@@ -22,9 +22,9 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from tpuembed.errors import ExportError
 from tpuembed.export.options import ExportOptions
@@ -46,6 +46,7 @@ __all__ = [
     "FolderWriter",
     "abandoned",
     "check_free",
+    "link_or_copy",
     "lock_folder",
     "locked",
     "next_version",
@@ -75,8 +76,18 @@ class FolderWriter(VersionWriter):
 
     def check(self) -> None:
         """See VersionWriter.check."""
-        check_free(self.model_dir, self.options.version)
-        _check_room(self.model_dir, self.plan.table_bytes)
+        model_dir, size = self.model_dir, self.plan.table_bytes
+        check_free(model_dir, self.options.version)
+        # An unfinished export may have some of the bytes, or is removed. Then the reservation of the files' blocks finds out.
+        if model_dir.is_dir() and any(model_dir.glob(f"{PREFIX}*")):
+            return
+        there = next(path for path in (model_dir, *model_dir.absolute().parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        if free < size:
+            raise ExportError(
+                f"MODEL_DIR {model_dir}: the export needs {format_bytes(size)} ({size} bytes), but its disk has "
+                f"{format_bytes(free)} ({free} bytes) free. Free space, or export fewer tables."
+            )
 
     @property
     def layout(self) -> Layout:
@@ -92,15 +103,19 @@ class FolderWriter(VersionWriter):
             with locked(model_dir):
                 check_free(model_dir, version)
                 held = dict(abandoned(model_dir))
-                found = _classify(held, self.header, restart=not self.options.resume)
-                if found.resumable is None:
+                mine, stale, kept = list[_Unfinished](), list[_Unfinished](), list[_Unfinished]()
+                for one in map(_Unfinished.of, held):
+                    its = mine if one.is_resumable(self.header) else stale if one.is_stale(self.header) else kept
+                    its.append(one)
+                mine.sort(key=lambda one: len(one.record.finished) if one.record else 0)
+                if mine and self.options.resume:
+                    self.folder = mine.pop().folder  # with most finished shards; the others are of no use
+                else:
                     self.folder = model_dir / f"{PREFIX}{version or next_version(model_dir)}-{secrets.token_hex(4)}"
                     self.folder.mkdir()
-                else:
-                    self.folder = found.resumable.folder
                 self._locks = [held.pop(self.folder) if self.folder in held else lock_folder(self.folder)]
-        self.kept = tuple(str(one) for one in found.kept)
-        for one in found.stale:
+        self.kept = tuple(map(str, kept))  # another export may have hours of work in them
+        for one in mine + stale:
             shutil.rmtree(one.folder, ignore_errors=True)
         for lock in held.values():
             os.close(lock)
@@ -121,7 +136,16 @@ class FolderWriter(VersionWriter):
             self.tables.mkdir()
             found = None
         for path, size in files.items():
-            _allocate(path, size)
+            with open(path, "ab") as file:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size)  # so that a full disk is noticed now
+                except (AttributeError, OSError) as error:
+                    if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                        raise ExportError(
+                            f"data file {path}: {size} bytes cannot be reserved: {error.strerror}. Free space, or export "
+                            "fewer tables."
+                        ) from None
+                    file.truncate(size)
         self._record = found or start_record(self.tables, self.header)
         recorded = self._record.finished
         return [
@@ -194,21 +218,18 @@ def publish_folder(path: Path, model_dir: Path, version: int | None, settle: Cal
             for name in (*files, ""):  # "" is the folder itself
                 flush(Path(folder, name))
         with locked(model_dir):
-            target = _rename(path, model_dir, version, settle)
+            while True:
+                check_free(model_dir, version)
+                target = model_dir / str(version or next_version(model_dir))
+                settle(target.name)
+                try:
+                    path.rename(target)
+                    break
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise  # otherwise another exporter, without locks, has just taken this version: try the next one
             flush(model_dir)
     return target
-
-
-def _rename(path: Path, model_dir: Path, version: int | None, settle: Callable[[str], None]) -> Path:
-    while True:
-        check_free(model_dir, version)
-        target = model_dir / str(version or next_version(model_dir))
-        settle(target.name)
-        try:
-            return path.rename(target)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise  # otherwise another exporter, without locks, has just taken this version: try the next one
 
 
 def next_version(model_dir: Path) -> int:
@@ -238,21 +259,6 @@ def check_free(model_dir: Path, version: int | None) -> None:
     if model_dir.is_dir() and version in _versions(model_dir):
         raise ExportError(
             f"MODEL_DIR {model_dir}: version {version} exists. Choose another one, such as {next_version(model_dir)}."
-        )
-
-
-def _check_room(model_dir: Path, size: int) -> None:
-    """Raise ExportError unless `size` bytes fit on the disk of `model_dir`, which may not exist yet.
-
-    An unfinished export may have some of the bytes, or is removed. Then the reservation of the files' blocks finds out.
-    """
-    if model_dir.is_dir() and any(model_dir.glob(f"{PREFIX}*")):
-        return
-    free = shutil.disk_usage(next(path for path in (model_dir, *model_dir.absolute().parents) if path.exists())).free
-    if free < size:
-        raise ExportError(
-            f"MODEL_DIR {model_dir}: the export needs {format_bytes(size)} ({size} bytes), but its disk has "
-            f"{format_bytes(free)} ({free} bytes) free. Free space, or export fewer tables."
         )
 
 
@@ -295,32 +301,6 @@ class _Unfinished:
         done = format_bytes(sum(result.bytes for result in self.record.finished.values()))
         header = self.record.header
         return f"{self.folder} ({done} of {format_bytes(header.table_bytes)}, from {header.source})"
-
-
-class _Classified(NamedTuple):
-    """Unfinished exports that no process writes, by what to do with them.
-
-    Attributes:
-        resumable: the one to resume, or None.
-        stale: to remove: no run can resume them, or they were not resumed for a week.
-        kept: to name in a warning: another export may have hours of work in them.
-    """
-
-    resumable: _Unfinished | None
-    stale: list[_Unfinished]
-    kept: list[_Unfinished]
-
-
-def _classify(folders: Iterable[Path], header: Header, *, restart: bool) -> _Classified:
-    """Classify staging folders without an exporter, for the export of `header`.
-
-    It resumes the one with most shards of its own, with `restart` none. The rest of its own is stale.
-    """
-    mine, stale, kept = list[_Unfinished](), list[_Unfinished](), list[_Unfinished]()
-    for one in map(_Unfinished.of, folders):
-        (mine if one.is_resumable(header) else stale if one.is_stale(header) else kept).append(one)
-    mine.sort(key=lambda one: len(one.record.finished) if one.record else 0)
-    return _Classified(None if restart or not mine else mine.pop(), mine + stale, kept)
 
 
 def _versions(model_dir: Path) -> set[int]:
@@ -383,15 +363,9 @@ def locked(folder: Path, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _allocate(path: Path, size: int) -> None:
-    """Create a file of `size` bytes and reserve its blocks if the file system can, so that a full disk is noticed now."""
-    with open(path, "ab") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        except (AttributeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise ExportError(
-                    f"data file {path}: {size} bytes cannot be reserved: {error.strerror}. Free space, or export "
-                    "fewer tables."
-                ) from None
-            file.truncate(size)
+def link_or_copy(source: str | Path, target: Path) -> None:
+    """Make a hard link, or a copy where there can be none: on another file system, or with too many links of the file."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

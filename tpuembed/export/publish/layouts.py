@@ -7,7 +7,7 @@ in place, so its graph contains the path.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from tpuembed.checkpoint.bundle.object_graph import OBJECT_GRAPH_KEY, ObjectGraph
 from tpuembed.config.checks import check_choice
@@ -30,19 +30,6 @@ BUNDLE: Final = Path("variables", "variables")
 """The path of the bundle in a version. TensorFlow's data files come first in it, then one per stack."""
 
 
-class Layout(Protocol):
-    """The steps that depend on the layout, after the graph is saved."""
-
-    def check(self, version: Path, stacks: Sequence[StackPlan], array_keys: Mapping[str, str]) -> None:
-        """Raise ExportError unless the graph in `version` uses exactly `stacks`, with their shapes."""
-
-    def place(self, version: Path, files: Mapping[str, str]) -> None:
-        """Record in the graph that the data of the array `ArrayPlan.file` is in `files[it]`, inside the version."""
-
-    def settle(self, version: Path, manifest: Manifest, name: str) -> None:
-        """Prepare the graph for `version` to be served under `name`."""
-
-
 def check_layout(layout: str, serving_root: str | None) -> None:
     """Raise ConfigError unless `layout` is known and supports `serving_root`, if that is given."""
     check_choice("layout", layout, LAYOUTS)
@@ -56,24 +43,11 @@ def check_layout(layout: str, serving_root: str | None) -> None:
     check_root(serving_root)
 
 
-def choose_layout(layout: str, model_dir: Path | None, serving_root: str | None) -> Layout:
-    """Return the layout of that name, for exports served from `model_dir`, or from `serving_root` if it is given.
-
-    Layout `mmap` needs one of both.
-    """
-    check_layout(layout, serving_root)
-    if layout != "mmap":
-        return _Variables()
-    if serving_root is None:
-        assert model_dir is not None
-        serving_root = str(model_dir.absolute())
-    return _Mapped(serving_root)
-
-
-class _Variables:
-    """The layout whose stacks are variables that the checkpoint restores."""
+class Layout:
+    """The steps that depend on the layout, after the graph is saved. Here stacks are variables that the checkpoint restores."""
 
     def check(self, version: Path, stacks: Sequence[StackPlan], array_keys: Mapping[str, str]) -> None:
+        """Raise ExportError unless the graph in `version` uses exactly `stacks`, with their shapes."""
         prefix = version / BUNDLE
         with Bundle.open(prefix) as bundle:
             if unknown := set(array_keys.values()) - graph_keys(bundle):
@@ -89,13 +63,13 @@ class _Variables:
                 )
 
     def place(self, version: Path, files: Mapping[str, str]) -> None:
-        """Do nothing: the bundle's index has the file."""
+        """Record in the graph that the data of the array `ArrayPlan.file` is in `files[it]`, inside the version."""
 
     def settle(self, version: Path, manifest: Manifest, name: str) -> None:
-        """Do nothing: the version can be served from anywhere."""
+        """Prepare the graph for `version` to be served under `name`. Variables can be served from anywhere."""
 
 
-class _Mapped:
+class _Mapped(Layout):
     """The layout whose stacks are mapped from their files in `root`/<name>/."""
 
     def __init__(self, root: str) -> None:
@@ -111,6 +85,20 @@ class _Mapped:
     def settle(self, version: Path, manifest: Manifest, name: str) -> None:
         graph = (version / GRAPH_FILE).read_bytes()
         replace_file(version / GRAPH_FILE, mapped_from(graph, manifest, self._root / name))
+
+
+def choose_layout(layout: str, model_dir: Path | None, serving_root: str | None) -> Layout:
+    """Return the layout of that name, for exports served from `model_dir`, or from `serving_root` if it is given.
+
+    Layout `mmap` needs one of both.
+    """
+    check_layout(layout, serving_root)
+    if layout != "mmap":
+        return Layout()
+    if serving_root is None:
+        assert model_dir is not None
+        serving_root = str(model_dir.absolute())
+    return _Mapped(serving_root)
 
 
 def _variable_shapes(graph: bytes) -> dict[str, tuple[int, ...]]:

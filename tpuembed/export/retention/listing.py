@@ -5,12 +5,13 @@ import dataclasses
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tpuembed.errors import ConfigError, reason
 from tpuembed.export.publish.version_writer import versions_among
+from tpuembed.export.report import VersionReport
 from tpuembed.files import FilePath, as_path
 from tpuembed.formats.saved_model import GRAPH_FILE, mapped_folders, size_faults
 from tpuembed.manifest import Manifest
@@ -18,7 +19,7 @@ from tpuembed.manifest import Manifest
 __all__ = [
     "VersionInfo",
     "bases_of",
-    "bytes_only_in",
+    "file_bytes",
     "find_version",
     "is_loadable",
     "is_whole",
@@ -29,12 +30,10 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VersionInfo:
+class VersionInfo(VersionReport):
     """One version of a MODEL_DIR.
 
     Attributes:
-        version: its number.
-        path: its folder.
         age_seconds: time since its folder was written, or last changed.
         bytes_own: bytes that only this version has.
         bytes_shared: bytes of its files that are hard links of other folders too, such as tables of another version.
@@ -43,18 +42,12 @@ class VersionInfo:
         fault: why it is incomplete, so that no server loads it; empty if nothing is missing.
     """
 
-    version: int
-    path: Path
     age_seconds: float
     bytes_own: int
     bytes_shared: int
     layout: str
     bases: tuple[int, ...]
     fault: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the version as JSON values."""
-        return {**dataclasses.asdict(self), "path": str(self.path)}
 
 
 def list_versions(model_dir: str | FilePath) -> tuple[VersionInfo, ...]:
@@ -63,34 +56,32 @@ def list_versions(model_dir: str | FilePath) -> tuple[VersionInfo, ...]:
     Raises:
         ConfigError: `model_dir` is not a folder of this machine, or has no version.
     """
-    folders = version_folders(local_model_dir(model_dir, "list"))
-    return tuple(info for number, path in folders if (info := _info(number, path)) is not None)
-
-
-def _info(number: int, path: Path) -> VersionInfo | None:
-    """Return the facts of a version, or None if it is being removed."""
-    try:
-        written = path.stat().st_mtime
-    except FileNotFoundError:
-        return None
-    layout, bases, fault = "", tuple[int, ...](), ""
-    try:
-        manifest = Manifest.read(path)
-        layout = manifest.layout if manifest else ""
-        fault, bases = _fault_of(path, manifest), tuple(sorted(bases_of(path)))
-    except ConfigError as error:
-        fault = str(error)
-    own = bytes_only_in([path])
-    return VersionInfo(
-        version=number,
-        path=path,
-        age_seconds=max(0.0, time.time() - written),
-        bytes_own=own,
-        bytes_shared=sum(file.size for file in _files([path]).values()) - own,
-        layout=layout,
-        bases=bases,
-        fault=fault,
-    )
+    found = []
+    for number, path in version_folders(local_model_dir(model_dir, "list")):
+        try:
+            written = path.stat().st_mtime
+        except FileNotFoundError:  # it is being removed
+            continue
+        layout, bases, fault = "", tuple[int, ...](), ""
+        try:
+            manifest = Manifest.read(path)
+            layout = manifest.layout if manifest else ""
+            fault, bases = _fault_of(path, manifest), tuple(sorted(bases_of(path)))
+        except ConfigError as error:
+            fault = str(error)
+        own, shared = file_bytes([path])
+        info = VersionInfo(
+            version=number,
+            path=path,
+            age_seconds=max(0.0, time.time() - written),
+            bytes_own=own,
+            bytes_shared=shared,
+            layout=layout,
+            bases=bases,
+            fault=fault,
+        )
+        found.append(info)
+    return tuple(found)
 
 
 def local_model_dir(model_dir: str | FilePath, doing: str) -> Path:
@@ -191,29 +182,19 @@ def bases_of(version_dir: Path) -> set[int]:
     return versions_among(names) - {int(version_dir.name)}
 
 
-@dataclasses.dataclass
-class _File:
-    """A file by its inode: its size, the number of its links, and how many of them were found."""
+def file_bytes(folders: Iterable[Path]) -> tuple[int, int]:
+    """Return the bytes of the files that have no link outside of `folders`, and of the others.
 
-    size: int
-    links: int
-    found: int = 0
-
-
-def _files(folders: Iterable[Path]) -> dict[tuple[int, int], _File]:
-    """Return the regular files below `folders`. Symbolic links are not followed."""
-    files: dict[tuple[int, int], _File] = {}
+    The first is what removing all of the folders gives back. Symbolic links are not followed.
+    """
+    links, found = dict[tuple[int, int], os.stat_result](), Counter[tuple[int, int]]()
     for folder in folders:
         for place, _, names in os.walk(folder) if not folder.is_symlink() else ():
             for name in names:
                 with contextlib.suppress(FileNotFoundError):  # removed in the meantime
-                    found = os.lstat(os.path.join(place, name))
-                    if stat.S_ISREG(found.st_mode):
-                        file = files.setdefault((found.st_dev, found.st_ino), _File(found.st_size, found.st_nlink))
-                        file.found += 1
-    return files
-
-
-def bytes_only_in(folders: Iterable[Path]) -> int:
-    """Return the bytes of the files that have no link outside of `folders`: what removing all of them gives back."""
-    return sum(file.size for file in _files(folders).values() if file.found >= file.links)
+                    file = os.lstat(os.path.join(place, name))
+                    if stat.S_ISREG(file.st_mode):
+                        links[file.st_dev, file.st_ino] = file
+                        found[file.st_dev, file.st_ino] += 1
+    own = sum(file.st_size for inode, file in links.items() if found[inode] >= file.st_nlink)
+    return own, sum(file.st_size for file in links.values()) - own

@@ -19,8 +19,8 @@ from tpuembed.export.publish.folder import abandoned, lock_folder, locked
 from tpuembed.export.publish.version_writer import naming_model_dir
 from tpuembed.export.retention.listing import (
     bases_of,
-    bytes_only_in,
     check_has_rows,
+    file_bytes,
     is_whole,
     local_model_dir,
     version_folders,
@@ -87,13 +87,23 @@ def prune_versions(
     with naming_model_dir(folder):
         with locked(folder):
             kept, leaving = _choose(folder, keep, known, reasons)
-            freed = bytes_only_in(path for _, path in leaving)
+            freed, _ = file_bytes(path for _, path in leaving)
             if not dry_run:
                 for number, path in leaving:
                     path.rename(folder / f"{_PREFIX}{number}-{secrets.token_hex(4)}")
                 flush(folder)
         if not dry_run:
-            _delete(folder)
+            for path in folder.glob(f"{_PREFIX}*"):  # of this prune, and of interrupted ones
+                if path.is_symlink():  # a version may be a link to a folder, which is not ours to delete
+                    with contextlib.suppress(FileNotFoundError):  # deleted by another prune
+                        path.unlink()
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+                if path.is_symlink() or path.exists():
+                    raise ExportError(
+                        f"MODEL_DIR {folder}: {path.name} is out of service, but cannot be deleted. Check its permissions, and "
+                        "prune again."
+                    )
             for path, lock in abandoned(folder, "compact-"):  # of killed compactions
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
@@ -147,22 +157,3 @@ def _is_read(version_dir: Path) -> bool:
     except OSError:  # a file system without locks
         return False
     return False
-
-
-def _delete(folder: Path) -> None:
-    """Delete what this prune and interrupted ones renamed.
-
-    Raises:
-        ExportError: something cannot be deleted.
-    """
-    for path in folder.glob(f"{_PREFIX}*"):
-        if path.is_symlink():  # a version may be a link to a folder, which is not ours to delete
-            with contextlib.suppress(FileNotFoundError):  # deleted by another prune
-                path.unlink()
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-        if path.is_symlink() or path.exists():
-            raise ExportError(
-                f"MODEL_DIR {folder}: {path.name} is out of service, but cannot be deleted. Check its permissions, and "
-                "prune again."
-            )

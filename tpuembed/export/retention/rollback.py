@@ -6,11 +6,11 @@ import os
 import secrets
 import shutil
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from tpuembed.errors import ConfigError
-from tpuembed.export.publish.folder import lock_folder, locked, next_version, publish_folder
+from tpuembed.export.publish.folder import link_or_copy, lock_folder, locked, next_version, publish_folder
 from tpuembed.export.publish.version_writer import PREFIX, naming_model_dir
+from tpuembed.export.report import VersionReport
 from tpuembed.export.retention.listing import check_has_rows, is_loadable, is_whole, local_model_dir, version_folders
 from tpuembed.files import FilePath
 from tpuembed.formats.saved_model import GRAPH_FILE, check_sizes, mapped_folders, mapped_from, replace_file
@@ -20,24 +20,16 @@ __all__ = ["RollbackReport", "rollback_version"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RollbackReport:
+class RollbackReport(VersionReport):
     """The result of `rollback_version`.
 
     Attributes:
-        path: of the new version.
-        version: its number.
         source: the version that it equals.
         newest: the version that was the newest before.
     """
 
-    path: Path
-    version: int
     source: int
     newest: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return {**dataclasses.asdict(self), "path": str(self.path)}
 
 
 def rollback_version(model_dir: str | FilePath, version: int | None = None) -> RollbackReport:
@@ -111,7 +103,13 @@ def _publish(source: Path, target: Path, model_dir: Path) -> Path:
         inside = Path(place).relative_to(source)
         (target / inside).mkdir()
         for name in names:
-            _link(Path(place, name), target / inside / name, is_copy=inside.parts[:1] == MANIFEST_PATH.parts[:1])
+            real = os.path.realpath(
+                Path(place, name)
+            )  # a link to a symbolic link would name a file relative to another folder
+            if inside.parts[:1] == MANIFEST_PATH.parts[:1]:
+                shutil.copy2(real, target / inside / name)
+            else:
+                link_or_copy(real, target / inside / name)
 
     def settle(name: str) -> None:
         if manifest and root is not None:
@@ -135,14 +133,3 @@ def _mapped_root(source: Path, manifest: Manifest) -> PurePosixPath:
             "Relocate it first: tpuembed relocate VERSION ROOT."
         )
     return folder.parent
-
-
-def _link(source: Path, target: Path, *, is_copy: bool) -> None:
-    real = os.path.realpath(source)  # a link to a symbolic link would name a file relative to another folder
-    try:
-        if not is_copy:
-            os.link(real, target)
-            return
-    except OSError:  # no hard links here, or too many of this file, or not allowed
-        pass
-    shutil.copy2(real, target)

@@ -1,1 +1,1 @@
-"""The storage types of rows: conversion to them, and the error that the conversion makes."""
+"""The conversion of rows to their storage types, and the error that it makes."""

@@ -1,8 +1,4 @@
-"""How a table's rows are stored in an export: one codec per storage type, and the form of a table's rows.
-
-float32, bfloat16 and float16 are casts to the nearest value, ties to even, as `tf.cast` rounds. An int8 row has codes
-and two numbers that turn them into values; see `encoders`. Lookups return float32 for all types.
-"""
+"""The form of a table's rows, in the checkpoint and in an export; and their conversion. `STORAGES` has the storage types."""
 
 import dataclasses
 import functools
@@ -16,24 +12,22 @@ import numpy.typing as npt
 from tpuembed.config import QuantizationConfig
 from tpuembed.config.checks import check_choice, did_you_mean
 from tpuembed.errors import ConfigError, UnknownTableError
-from tpuembed.export.storage.encoders import BlockEncoder, CastBlocks, Int8Blocks, block_rows, quantize
 from tpuembed.export.storage.error import SAMPLE_VALUE_BYTES, sampled_rows
-from tpuembed.formats.saved_model.stack_rows import PARAMETER_BYTES, decode_int8
+from tpuembed.manifest.storages import STORAGES, Levels, block_rows
 
 __all__ = [
     "OTHERS",
     "SOURCE_DTYPES",
-    "STORAGES",
-    "Codec",
     "RowEncoder",
     "RowFormat",
     "Storage",
+    "first_not_finite",
     "most_rows",
+    "quantize",
     "storage_by_table",
 ]
 
 _Array = npt.NDArray[Any]
-_Tensor = Any
 
 # The supported dtypes of a table in a checkpoint, by the name that plans and manifests use.
 SOURCE_DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -43,69 +37,12 @@ SOURCE_DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Codec:
-    """A storage type.
-
-    Attributes:
-        dtype: of the stored variable.
-        columns: returns the elements of one stored row of a table of width `dim`.
-        blocks: returns an encoder for blocks of rows of width `dim`, given the table's quantization in training, or
-            None.
-        decode: returns stored rows [n, columns(dim)] as float32 [n, dim], as a lookup computes them.
-        decode_in_graph: the same for tensors; takes the stored rows and `dim`.
-        scratch: returns the bytes that `blocks` needs per row of a block, beside rows and stored rows.
-    """
-
-    dtype: np.dtype[Any]
-    columns: Callable[[int], int]
-    blocks: Callable[[int, QuantizationConfig | None], BlockEncoder]
-    decode: Callable[[_Array], npt.NDArray[np.float32]]
-    decode_in_graph: Callable[[_Tensor, int], _Tensor]
-    scratch: Callable[[int], int]
-
-    def row_bytes(self, dim: int) -> int:
-        """Return the bytes of one stored row of a table of width `dim`."""
-        return self.columns(dim) * self.dtype.itemsize
-
-
-def _cast(name: str) -> Codec:
-    exact = name == "float32"
-    return Codec(
-        dtype=SOURCE_DTYPES[name],
-        columns=lambda dim: dim,
-        blocks=lambda dim, _: CastBlocks(dim, exact=exact),
-        decode=lambda stored: stored.astype(np.float32),
-        decode_in_graph=_cast_in_graph,
-        scratch=lambda dim: 0 if exact else 4 * dim,
-    )
-
-
-def _cast_in_graph(stored: _Tensor, _: int) -> _Tensor:
-    import tensorflow as tf  # here, because the processes that write shards import this module
-
-    return tf.cast(stored, tf.float32)
-
-
-def _int8_in_graph(stored: _Tensor, dim: int) -> _Tensor:
-    import tensorflow as tf
-
-    codes, parameters = tf.split(stored, [dim, PARAMETER_BYTES], axis=1)
-    scale, centre = tf.split(tf.bitcast(tf.reshape(parameters, [-1, 2, 4]), tf.float32), 2, axis=1)
-    return tf.cast(codes, tf.float32) * scale + centre
-
-
-STORAGES: Mapping[str, Codec] = {
-    **{name: _cast(name) for name in SOURCE_DTYPES},
-    "int8": Codec(
-        dtype=np.dtype(np.int8),
-        columns=lambda dim: dim + PARAMETER_BYTES,
-        blocks=Int8Blocks,
-        decode=decode_int8,
-        decode_in_graph=_int8_in_graph,
-        scratch=Int8Blocks.scratch_bytes,
-    ),
+_INFINITY: dict[str, tuple[Any, Any, int]] = {
+    "float32": (np.int32, np.uint32, 0x7F80_0000),
+    "bfloat16": (np.int16, np.uint16, 0x7F80),
+    "float16": (np.int16, np.uint16, 0x7C00),
 }
+"""The integers to read a dtype as, and its infinity read so."""
 
 OTHERS: Final = "*"
 """The key that stands for every table that is not named."""
@@ -179,7 +116,7 @@ class RowFormat:
         if self.is_copied:
             return rows * self.stored_bytes
         is_widened = self.storage != "float32" and (self.source_dtype != "float32" or self.is_quantized)
-        scratch = STORAGES[self.storage].scratch(self.dim) + 4 * self.dim * is_widened
+        scratch = STORAGES[self.storage].scratch_bytes(self.dim) + 4 * self.dim * is_widened
         sample = 0 if self.is_exact else sampled_rows(rows, self.dim) * self.dim * SAMPLE_VALUE_BYTES
         return rows * (self.stored_bytes + self.source_bytes) + min(rows, block_rows(self.dim)) * scratch + sample
 
@@ -211,7 +148,10 @@ class RowEncoder:
     def __init__(self, storage: str, dim: int, quantization: QuantizationConfig | None) -> None:
         self._storage, self._quantization = storage, quantization
         self._block_rows = block_rows(dim)
-        self._blocks = STORAGES[storage].blocks(dim, quantization)
+        levels = None
+        if quantization is not None:
+            levels = Levels(quantization.lower, quantization.quantum, quantization.num_buckets)
+        self._codec = STORAGES[storage](dim, levels)
         self._widened: npt.NDArray[np.float32] | None = None
 
     def encode(self, rows: _Array, out: _Array) -> float:
@@ -228,7 +168,7 @@ class RowEncoder:
             for start in range(0, len(rows), self._block_rows):
                 block = slice(start, start + self._block_rows)
                 wide = self.widen(rows[block], out[block] if self._storage == "float32" else None)
-                worst = max(worst, self._blocks.encode(wide, out[block], start))
+                worst = max(worst, self._codec.encode(wide, out[block], start))
         return worst
 
     def widen(self, rows: _Array, into: _Array | None = None) -> npt.NDArray[np.float32]:
@@ -245,3 +185,35 @@ class RowEncoder:
         if self._quantization is not None:
             quantize(into, self._quantization)
         return into
+
+
+def quantize(values: npt.NDArray[np.float32], quantization: QuantizationConfig) -> None:
+    """Replace `values` by the nearest of `num_buckets` levels from `lower` to `upper`. NaN stays NaN.
+
+    Source: SimulatedQuantization in tensorflow/core/protobuf/tpu/optimization_parameters.proto, and the docstring of
+    `tf.tpu.experimental.embedding.QuantizationConfig`; in float32, as accelerators compute.
+    """
+    np.clip(values, quantization.lower, quantization.upper, out=values)
+    values -= np.float32(quantization.lower)
+    values /= np.float32(quantization.quantum)
+    values += np.float32(0.5)
+    np.floor(values, out=values)
+    values *= np.float32(quantization.quantum)
+    values += np.float32(quantization.lower)
+
+
+def first_not_finite(rows: npt.NDArray[Any]) -> int | None:
+    """Return the index of the first of `rows` [n, dim] with a NaN or an infinity, or None if all values are finite.
+
+    No copy is made. Read as integers, IEEE 754 numbers of one sign are in the order of their sizes, and infinities and NaN are the
+    last. So the largest signed integer shows whether there is one with a plus, and the largest unsigned integer one with a minus.
+    """
+    signed, unsigned, plus = _INFINITY[rows.dtype.name]
+    minus = plus | 1 << (8 * rows.dtype.itemsize - 1)
+    step = block_rows(rows.shape[1])
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step]
+        if block.view(signed).max() >= plus or block.view(unsigned).max() >= minus:
+            bad = (block.view(signed).max(axis=1) >= plus) | (block.view(unsigned).max(axis=1) >= minus)
+            return start + int(np.argmax(bad))
+    return None

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
 from operator import attrgetter
-from typing import Final
 
 from tpuembed.checkpoint import Checkpoint
 from tpuembed.checkpoint.types import PartialChecksum
@@ -18,11 +17,9 @@ from tpuembed.export.storage.error import ErrorSums, TableError
 from tpuembed.export.stream.engines import Engine
 from tpuembed.export.stream.shard import ShardResult, Source, ignore, open_source
 from tpuembed.formats.tensor_bundle import crc
+from tpuembed.manifest import STORAGES
 
 __all__ = ["check_errors", "check_source", "combined", "stream_tables", "table_errors"]
-
-
-_BETTER: Final = {"int8": "float16, bfloat16 or float32", "bfloat16": "float16 or float32"}
 
 
 def stream_tables(
@@ -55,7 +52,11 @@ def stream_tables(
             tasks, source, writer, on_result=finish, on_progress=lambda done: on_progress(done, total)
         )
     results = writer.results(streamed)
-    by_index = _complete(plan, results)
+    by_index = {result.index: result for result in results}
+    for task in plan.shards:  # whatever the engine is
+        written = by_index[task.index].bytes if task.index in by_index else 0
+        if written != task.size:
+            raise ExportError(f"{task}: only {written} of {task.size} bytes were written. Export again.")
     with open_source(source) as checkpoint:  # raises if the source has changed meanwhile
         check_source(checkpoint, plan, by_index)
     return StreamReport(
@@ -70,18 +71,6 @@ def stream_tables(
         seconds=time.monotonic() - started,
         worker_peak_rss_bytes=max((result.peak_rss_bytes for result in streamed), default=0),
     )
-
-
-def _complete(plan: ExportPlan, results: Sequence[ShardResult]) -> dict[int, ShardResult]:
-    """Return the results by index. Raise ExportError unless every shard has a result of the right size, whatever the
-    engine.
-    """
-    by_index = {result.index: result for result in results}
-    for task in plan.shards:
-        written = by_index[task.index].bytes if task.index in by_index else 0
-        if written != task.size:
-            raise ExportError(f"{task}: only {written} of {task.size} bytes were written. Export again.")
-    return by_index
 
 
 def check_source(checkpoint: Checkpoint, plan: ExportPlan, results: Mapping[int, ShardResult]) -> None:
@@ -146,5 +135,5 @@ def check_errors(errors: Mapping[str, TableError], max_error: float | None) -> N
         if max_error is not None and error.max_abs > max_error:
             raise ExportError(
                 f"table {table!r}: stored as {error.storage}, a value differs by {error.max_abs:.3g} from float32, but "
-                f"max_error is {max_error:g}. Store this table as {_BETTER.get(error.storage, 'float32')}, or raise max_error."
+                f"max_error is {max_error:g}. Store this table as {STORAGES[error.storage].better}, or raise max_error."
             )

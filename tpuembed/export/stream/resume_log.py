@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -22,7 +22,7 @@ from tpuembed.export.stream.shard import ShardResult, Source, flush_data
 from tpuembed.files import flush
 from tpuembed.formats.tensor_bundle import crc
 
-__all__ = ["Header", "Record", "Recorder", "export_key", "read_record", "start_record"]
+__all__ = ["Header", "Record", "Recorder", "read_record", "start_record"]
 
 FORMAT: Final = 1
 """The format of the data that a record describes. It is in the key, so that no export resumes one of another format."""
@@ -35,7 +35,9 @@ class Header:
     """Identifies an export.
 
     Attributes:
-        key: see `export_key`.
+        key: is equal for exports by this version of tpuembed whose shards are the same bytes in the same places. Workers and
+            memory do not count: an export that ran out of memory can be resumed with less of both. Nor does
+            `require_finite`: the record says which shards were checked.
         source: path of the checkpoint.
         fingerprint: of the checkpoint.
         table_bytes: of all shards.
@@ -51,8 +53,11 @@ class Header:
     @classmethod
     def of(cls, plan: ExportPlan, source: Source) -> "Header":
         """Return the header of an export of `source` by `plan`."""
+        shards = [{**vars(task), "chunk_rows": 0, "reader_bytes": 0, "require_finite": False} for task in plan.shards]
+        stacks = [dataclasses.asdict(stack) for stack in plan.stacks]
+        facts = [FORMAT, tpuembed.__version__, dataclasses.asdict(source), plan.layout, stacks, shards]
         return cls(
-            key=export_key(plan, source),
+            key=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
             source=source.path,
             fingerprint=source.fingerprint,
             table_bytes=plan.table_bytes,
@@ -77,19 +82,6 @@ class Record:
     written: float
 
 
-def export_key(plan: ExportPlan, source: Source) -> str:
-    """Return a key that is equal for exports by this version of tpuembed whose shards are the same bytes in the same
-    places.
-
-    Workers and memory are not in the key: an export that ran out of memory can be resumed with less of both. Nor is
-    `require_finite`: the record says which shards were checked.
-    """
-    shards = [{**vars(task), "chunk_rows": 0, "reader_bytes": 0, "require_finite": False} for task in plan.shards]
-    stacks = [dataclasses.asdict(stack) for stack in plan.stacks]
-    facts = [FORMAT, tpuembed.__version__, dataclasses.asdict(source), plan.layout, stacks, shards]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
 def read_record(folder: Path) -> Record | None:
     """Return the record in `folder`, or None if there is none that this version can read."""
     path = folder / _NAME
@@ -97,27 +89,20 @@ def read_record(folder: Path) -> Record | None:
         data, written = path.read_bytes(), path.stat().st_mtime
     except OSError:
         return None
-    lines = list(_sound_lines(data))
-    try:
-        header = Header(**lines[0][0]) if lines else None
-        results = [ShardResult(**fields) for fields, _ in lines[1:]]
-    except TypeError:  # the fields differ: another format
-        return None
-    if header is None:
-        return None
-    finished = {result.index: result for result in results}
-    return Record(header=header, finished=finished, size=lines[-1][1], written=written)
-
-
-def _sound_lines(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield (content, end offset) of each line before the first damaged one."""
-    end = 0
+    lines, size = list[dict[str, Any]](), 0
     for line in data.splitlines(keepends=True):
         checksum, _, text = line.rstrip(b"\n").partition(b" ")
-        end += len(line)
         if not line.endswith(b"\n") or checksum != _checksum(text):
-            return
-        yield json.loads(text), end
+            break
+        lines.append(json.loads(text))
+        size += len(line)
+    if not lines:
+        return None
+    try:
+        header, results = Header(**lines[0]), [ShardResult(**fields) for fields in lines[1:]]
+    except TypeError:  # the fields differ: another format
+        return None
+    return Record(header=header, finished={result.index: result for result in results}, size=size, written=written)
 
 
 def _line(facts: Mapping[str, Any]) -> bytes:
@@ -189,24 +174,18 @@ class Recorder:
 
     def _run(self) -> None:
         try:
-            while batch := self._next_batch():
-                self._write(batch)
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_over, _SECONDS_BETWEEN_FLUSHES)
+                    self._changed.wait_for(lambda: self._is_over or self._pending)
+                    batch, self._pending = self._pending, []
+                if not batch:
+                    return
+                for file in sorted({file for file, _ in batch}):
+                    flush_data(self._folder / file)
+                with open(self._folder / _NAME, "ab") as record:
+                    record.write(b"".join(_line(dataclasses.asdict(result)) for _, result in batch))
+                    record.flush()
+                    os.fsync(record.fileno())
         except OSError as error:
             self._error = error
-
-    def _next_batch(self) -> list[tuple[str, ShardResult]]:
-        """Wait for results and return them; an empty list at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over, _SECONDS_BETWEEN_FLUSHES)
-            self._changed.wait_for(lambda: self._is_over or self._pending)
-            batch, self._pending = self._pending, []
-            return batch
-
-    def _write(self, batch: Iterable[tuple[str, ShardResult]]) -> None:
-        batch = list(batch)
-        for file in sorted({file for file, _ in batch}):
-            flush_data(self._folder / file)
-        with open(self._folder / _NAME, "ab") as record:
-            record.write(b"".join(_line(dataclasses.asdict(result)) for _, result in batch))
-            record.flush()
-            os.fsync(record.fileno())

@@ -20,10 +20,10 @@ import numpy.typing as npt
 from tpuembed.config import QuantizationConfig
 from tpuembed.errors import CheckpointMismatchError, ExportError
 from tpuembed.export.plan.plan import ShardTask
-from tpuembed.export.storage.encoders import UnstorableRowError, first_not_finite
 from tpuembed.export.storage.error import ErrorSums, sample_step
-from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
+from tpuembed.export.storage.formats import SOURCE_DTYPES, RowEncoder, first_not_finite
 from tpuembed.formats.tensor_bundle import crc
+from tpuembed.manifest.storages import STORAGES, UnstorableRowError
 
 if TYPE_CHECKING:  # TYPE_CHECKING keeps the readers out: the source names its opener
     from tpuembed.checkpoint import Checkpoint
@@ -214,24 +214,19 @@ def open_source(source: Source) -> "Checkpoint":
     Raises:
         CheckpointMismatchError: it has changed since the export was planned.
     """
-    checkpoint = _opener(source.opener)(source.path, **json.loads(source.options))
+    opener: Callable[..., Checkpoint]
+    if source.opener:
+        module, _, function = source.opener.partition(":")
+        opener = getattr(importlib.import_module(module), function)
+    else:
+        from tpuembed.checkpoint import open_checkpoint as opener  # here, because writers of shards need no reader
+    checkpoint = opener(source.path, **json.loads(source.options))
     try:
         check_unchanged(checkpoint, source)
     except CheckpointMismatchError:
         checkpoint.close()
         raise
     return checkpoint
-
-
-def _opener(name: str) -> Callable[..., "Checkpoint"]:
-    """Return the function `module:function` that a capability gave for what it alone can open, or the one for files."""
-    if name:
-        module, _, function = name.partition(":")
-        found: Callable[..., Checkpoint] = getattr(importlib.import_module(module), function)
-        return found
-    from tpuembed.checkpoint import open_checkpoint  # here, because writers of shards need no reader
-
-    return open_checkpoint
 
 
 def check_unchanged(checkpoint: "Checkpoint", source: Source) -> None:
@@ -303,20 +298,6 @@ class _Chunk:
             read = _bytes_of(rows)
             return read, read
         stored = self._stored[: len(numbers)]
-        self._store(rows, stored, numbers)
-        return _bytes_of(rows), _bytes_of(stored)
-
-    @property
-    def rows_at_once(self) -> int:
-        """Return the number of rows to load at a time; at most those of the chunk."""
-        piece = None if self._checksums is None else self._checksums.piece_rows(self._task.table)
-        return min(piece or self._task.chunk_rows, self._task.chunk_rows)
-
-    def source_sums(self) -> "dict[str, PartialChecksum]":
-        """Return the checksums of what was read of the checkpoint's tensors, if it has them; see Checksums.reader."""
-        return {} if self._reader is None else dict(self._reader.sums())
-
-    def _store(self, rows: _Array, stored: _Array, numbers: range | npt.NDArray[np.int64]) -> None:
         try:
             worst = self._encoder.encode(rows, stored)
         except UnstorableRowError as unstorable:
@@ -328,6 +309,17 @@ class _Chunk:
             picked = slice(None, None, sample_step(len(rows), self._task.dim))
             true, looked_up = self._encoder.widen(rows[picked]), self._codec.decode(stored[picked])
             self.errors += ErrorSums.of(worst, true, looked_up)
+        return _bytes_of(rows), _bytes_of(stored)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Return the number of rows to load at a time; at most those of the chunk."""
+        piece = None if self._checksums is None else self._checksums.piece_rows(self._task.table)
+        return min(piece or self._task.chunk_rows, self._task.chunk_rows)
+
+    def source_sums(self) -> "dict[str, PartialChecksum]":
+        """Return the checksums of what was read of the checkpoint's tensors, if it has them; see Checksums.reader."""
+        return {} if self._reader is None else dict(self._reader.sums())
 
 
 def _bytes_of(rows: _Array) -> _Bytes:

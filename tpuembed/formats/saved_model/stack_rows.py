@@ -8,7 +8,7 @@ import numpy.typing as npt
 from tpuembed.files import FilePath, open_bytes
 from tpuembed.manifest import ArrayEntry, OverlayEntry, StackEntry
 
-__all__ = ["PARAMETER_BYTES", "StackRows", "decode_int8"]
+__all__ = ["StackRows"]
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -48,15 +48,3 @@ class StackRows:
             file.read_into(array.offset + start * (array.size // array.rows), out.reshape(-1).view(np.uint8).data)
         finally:
             file.close()
-
-
-PARAMETER_BYTES = 8
-"""Bytes of a row after its codes: scale and centre, a little-endian float32 each."""
-
-
-def decode_int8(stored: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Return float32 [n, dim] of stored rows, int8 [n, dim + 8]."""
-    codes, bytes_ = stored[:, :-PARAMETER_BYTES], stored[:, -PARAMETER_BYTES:]
-    parameters = np.ascontiguousarray(bytes_).view("<f4")
-    decoded: npt.NDArray[np.float32] = codes.astype(np.float32) * parameters[:, :1] + parameters[:, 1:]
-    return decoded

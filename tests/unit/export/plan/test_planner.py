@@ -16,7 +16,7 @@ from tpuembed.errors import ConfigError
 from tpuembed.export.plan import planner
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.plan.planner import plan_export
-from tpuembed.export.stream.resume_log import export_key
+from tpuembed.export.stream.resume_log import Header
 from tpuembed.export.stream.shard import Source
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -25,6 +25,10 @@ DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat1
 
 def plan(*tables: TableInfo, **options: Any) -> ExportPlan:
     return plan_export(tables, **options)
+
+
+def key_of(made: ExportPlan, source: Source) -> str:
+    return Header.of(made, source).key
 
 
 def buffers(task: ShardTask) -> int:
@@ -104,7 +108,7 @@ def test_a_thousand_tables_and_ten_terabytes_plan_in_a_second() -> None:
     made = plan(*tables, workers=64)
     assert time.process_time() - started < 1
     assert made.table_bytes == 999 * (10**10 // 256) * 256 + 4 * 10**10
-    key = export_key(made, Source(path="ckpt", fingerprint="f"))
+    key = key_of(made, Source(path="ckpt", fingerprint="f"))
     assert time.process_time() - started < 1.5
     assert len(key) == 64
     assert len(made.shards) < 20_000
@@ -114,16 +118,16 @@ def test_a_thousand_tables_and_ten_terabytes_plan_in_a_second() -> None:
 def test_a_killed_export_is_the_same_with_less_memory_and_fewer_workers() -> None:
     """And not with other bytes in other places."""
     source = Source(path="ckpt", fingerprint="f")
-    key = export_key(plan(info("t", 10**7, 64), workers=8), source)
-    assert key == export_key(plan(info("t", 10**7, 64), workers=2, max_memory_bytes=1 << 20), source)
+    key = key_of(plan(info("t", 10**7, 64), workers=8), source)
+    assert key == key_of(plan(info("t", 10**7, 64), workers=2, max_memory_bytes=1 << 20), source)
     others = [
-        export_key(plan(info("t", 10**7 + 1, 64)), source),
-        export_key(plan(info("u", 10**7, 64)), source),
-        export_key(plan(info("t", 10**7, 64), info("u", 1, 64)), source),
-        export_key(plan(info("t", 10**7, 64), storage="bfloat16"), source),
-        export_key(plan(info("t", 10**7, 64), layout="mmap"), source),
-        export_key(plan(info("t", 10**7, 64)), Source(path="ckpt", fingerprint="g")),
-        export_key(plan(info("t", 10**7, 64)), Source(path="other", fingerprint="f")),
+        key_of(plan(info("t", 10**7 + 1, 64)), source),
+        key_of(plan(info("u", 10**7, 64)), source),
+        key_of(plan(info("t", 10**7, 64), info("u", 1, 64)), source),
+        key_of(plan(info("t", 10**7, 64), storage="bfloat16"), source),
+        key_of(plan(info("t", 10**7, 64), layout="mmap"), source),
+        key_of(plan(info("t", 10**7, 64)), Source(path="ckpt", fingerprint="g")),
+        key_of(plan(info("t", 10**7, 64)), Source(path="other", fingerprint="f")),
     ]
     assert len({key, *others}) == 8
 

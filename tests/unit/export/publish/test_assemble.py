@@ -16,6 +16,7 @@ from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
 from tpuembed.export.publish.assemble import assemble
 from tpuembed.export.publish.folder import FolderWriter
+from tpuembed.export.publish.layouts import Layout
 from tpuembed.export.report import StreamReport
 from tpuembed.export.stream.engines import choose_engine
 from tpuembed.export.stream.execute import stream_tables
@@ -35,7 +36,8 @@ def assemble_with(tmp_path: Path, change: Change) -> Path:
         graph = save_gathers(plan, writer.path)
         keys = dict(graph.array_keys)
         change(streamed, keys)
-        path = assemble(writer, streamed, dataclasses.replace(graph, array_keys=keys), {}, {})
+        assemble(writer.path, plan, Layout(), streamed, dataclasses.replace(graph, array_keys=keys), {}, {})
+        path = writer.publish()
     assert isinstance(path, Path)
     return path
 
@@ -48,7 +50,7 @@ def test_a_graph_of_other_shapes_is_refused(tmp_path: Path) -> None:
         streamed = stream_tables(source, writer, choose_engine("local", 1))
         graph = save_gathers(other, writer.path)
         with refused(ExportError, match="stack 'stack_float32_4'"):
-            assemble(writer, streamed, graph, {}, {})
+            assemble(writer.path, plan, Layout(), streamed, graph, {}, {})
 
 
 def published(tmp_path: Path) -> list[str]:

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.export.fakes import info
 from tests.support.export.writers import version_writer
 from tests.support.messages import refused
 from tpuembed.errors import ExportError
-from tpuembed.export.publish import folder
-from tpuembed.export.publish.folder import next_version
+from tpuembed.export.options import ExportOptions
+from tpuembed.export.plan.planner import plan_export
+from tpuembed.export.publish.folder import FolderWriter, next_version
+from tpuembed.export.stream.shard import Source
 
 ROOT = Path(__file__).parents[4]
 
@@ -198,7 +201,9 @@ def test_a_full_disk_is_seen_before_the_start(tmp_path: Path, monkeypatch: pytes
         return shutil._ntuple_diskusage(10**12, 10**12 - 2_500_000, 2_500_000)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    folder._check_room(tmp_path / "not" / "yet", 2_500_000)
+    source = Source(path="ckpt", fingerprint="f")
+    FolderWriter(tmp_path / "not" / "yet", plan_export([info("t", 625, 1000)]), ExportOptions(), source).check()
     with refused(ExportError, match=r"\(10000000000 bytes\)"):
-        folder._check_room(tmp_path / "not" / "yet", 10**10)
+        large = plan_export([info("t", 2_500_000, 1000)])
+        FolderWriter(tmp_path / "not" / "yet", large, ExportOptions(), source).check()
     assert asked == [tmp_path, tmp_path]

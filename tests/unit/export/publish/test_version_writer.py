@@ -112,14 +112,6 @@ def test_an_interrupted_export_says_what_is_kept_and_the_next_one_reuses_it(plac
     assert_complete(place, "1")
 
 
-def test_restart_reuses_nothing(place: Place, prefix: Path) -> None:
-    with pytest.raises(ExportError, match="no more"):
-        export(place, prefix, Interrupted(ExportError("no more.")))
-    path, report = export(place, prefix, resume=False)
-    assert (path, report.bytes_reused) == (f"{place.url}/1", 0)
-    assert_complete(place, "1")
-
-
 @pytest.mark.parametrize("why", ["a damaged source", "a source that does not last"])
 def test_what_no_export_can_resume_is_removed(place: Place, prefix: Path, why: str) -> None:
     error: TpuEmbedError = ExportError("no more.")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tpuembed.export.storage import encoders
-from tpuembed.export.storage.encoders import first_not_finite
+from tpuembed.export.storage.formats import first_not_finite
+from tpuembed.manifest import storages
 
 
 def brute_force(rows: npt.NDArray[Any]) -> int | None:
@@ -46,7 +46,7 @@ def test_the_edges_of_float32(bits: int) -> None:
 
 @pytest.mark.parametrize("row", [0, 6, 7, 8, 19])
 def test_a_row_of_any_block(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "_BLOCK_ELEMENTS", 7 * (3 + 16))
+    monkeypatch.setattr(storages, "_BLOCK_ELEMENTS", 7 * (3 + 16))
     rows = np.zeros((20, 3), np.float32)
     rows[row, 2] = -np.inf
     rows[19, 0] = np.nan

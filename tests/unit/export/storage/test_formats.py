@@ -13,9 +13,9 @@ from hypothesis.extra import numpy as hnp
 
 from tests.support.messages import refused
 from tpuembed.config import QuantizationConfig
-from tpuembed.export.storage.encoders import UnstorableRowError, block_rows
 from tpuembed.export.storage.error import ErrorSums, TableError
-from tpuembed.export.storage.formats import SOURCE_DTYPES, STORAGES, RowEncoder
+from tpuembed.export.storage.formats import SOURCE_DTYPES, RowEncoder
+from tpuembed.manifest.storages import STORAGES, UnstorableRowError, block_rows
 
 Array = npt.NDArray[Any]
 LARGEST = float(np.finfo(np.float32).max)
@@ -33,7 +33,7 @@ def stored(rows: Array, storage: str, quantization: QuantizationConfig | None = 
 def looked_up(rows: Array, storage: str, quantization: QuantizationConfig | None = None) -> Array:
     """As a graph decodes what is stored."""
     out, _ = stored(rows, storage, quantization)
-    found: Array = STORAGES[storage].decode_in_graph(tf.constant(out), rows.shape[1]).numpy()
+    found: Array = STORAGES[storage].decode_in_graph(tf, tf.constant(out), rows.shape[1]).numpy()
     assert found.dtype == np.float32
     np.testing.assert_array_equal(STORAGES[storage].decode(out), found)
     return found

@@ -213,11 +213,6 @@ def test_an_export_without_a_finished_shard_leaves_nothing(tmp_path: Path) -> No
     assert names(tmp_path) == []
 
 
-def test_damage_of_the_source_leaves_nothing(tmp_path: Path) -> None:
-    leave(tmp_path, HEADER, error=CheckpointCorruptError("bad"))
-    assert names(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("error", "shards", "text"),
     [

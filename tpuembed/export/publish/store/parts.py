@@ -11,7 +11,7 @@ they are kept in a file. A part can be sent again without reading the checkpoint
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -28,21 +28,12 @@ from tpuembed.files.put import put_file
 if TYPE_CHECKING:
     from tpuembed.checkpoint import Checkpoint
 
-__all__ = ["MAX_OBJECT_BYTES", "StackPart", "check_sizes", "parts_of", "run_part"]
+__all__ = ["MAX_OBJECT_BYTES", "check_sizes", "parts_of", "run_part"]
 
 MIN_PART_BYTES: Final = 5 << 20
 """The least size of every part except an upload's last."""
 MAX_PARTS: Final = 10_000
 MAX_OBJECT_BYTES: Final = 5 << 40
-
-
-@dataclasses.dataclass(frozen=True)
-class StackPart:
-    """Part `number`, from 1 on, of the upload of the data file `file`."""
-
-    file: str
-    number: int
-    batch: Batch
 
 
 def check_sizes(plan: ExportPlan) -> None:
@@ -56,29 +47,23 @@ def check_sizes(plan: ExportPlan) -> None:
             )
 
 
-def parts_of(plan: ExportPlan) -> Mapping[str, list[StackPart]]:
+def parts_of(plan: ExportPlan) -> Mapping[str, list[Batch]]:
     """Return the parts of every data file, in order. A part has the fewest adjacent shards that make a size the store
     accepts.
     """
-    sizes = {stack.file: stack.size for stack in plan.stacks}
-    return {
-        file: [
-            StackPart(file, number, Batch(shards)) for number, shards in enumerate(_groups(list(tasks), sizes[file]), 1)
-        ]
-        for file, tasks in groupby(plan.shards, key=attrgetter("file"))
-    }
-
-
-def _groups(tasks: Sequence[ShardTask], size: int) -> Iterator[tuple[ShardTask, ...]]:
-    least, group, bytes_of_group = max(MIN_PART_BYTES, -(-size // MAX_PARTS)), list[ShardTask](), 0
-    for task in tasks:
-        group.append(task)
-        bytes_of_group += task.size
-        if bytes_of_group >= least:
-            yield tuple(group)
-            group, bytes_of_group = [], 0
-    if group:
-        yield tuple(group)
+    sizes, parts = {stack.file: stack.size for stack in plan.stacks}, dict[str, list[Batch]]()
+    for file, tasks in groupby(plan.shards, key=attrgetter("file")):
+        least, group, size = max(MIN_PART_BYTES, -(-sizes[file] // MAX_PARTS)), list[ShardTask](), 0
+        parts[file] = []
+        for task in tasks:
+            group.append(task)
+            size += task.size
+            if size >= least:
+                parts[file].append(Batch(tuple(group)))
+                group, size = [], 0
+        if group:
+            parts[file].append(Batch(tuple(group)))
+    return parts
 
 
 def run_part(

@@ -8,7 +8,6 @@ they cannot load.
 Nothing is resumed. A killed export leaves its lock, its uploads, and if it was committing, some objects without `saved_model.pb`.
 """
 
-import dataclasses
 import functools
 import re
 import secrets
@@ -22,7 +21,7 @@ from tpuembed.errors import ConfigError, ExportError, warn
 from tpuembed.export.options import ExportOptions
 from tpuembed.export.plan.plan import ExportPlan, ShardTask
 from tpuembed.export.publish.layouts import Layout, choose_layout, data_file_names
-from tpuembed.export.publish.store.parts import StackPart, check_sizes, parts_of
+from tpuembed.export.publish.store.parts import check_sizes, parts_of
 from tpuembed.export.publish.version_writer import (
     MAX_VERSION,
     PREFIX,
@@ -42,101 +41,28 @@ _LOCK: Final = re.compile(re.escape(PREFIX) + r"(\d{1,19})", re.ASCII)
 _PROBE: Final = f"{PREFIX}probe"
 
 
-@dataclasses.dataclass(frozen=True)
-class _ModelDir:
-    """MODEL_DIR in a bucket: its versions, and the lock that an export holds while it writes one.
+class StoreWriter(VersionWriter):
+    """Writes a version into a bucket. Data files are uploads, started before the first part is made.
 
     The lock of a version is the object `MODEL_DIR/.staging-<version>`. It is created only if it does not exist, so one export
     writes a version. An export that is killed leaves its lock, and the next one takes the next number.
     """
 
-    path: UrlPath
-    bucket: Bucket
-
-    def key(self, name: str) -> str:
-        """Return the key of the object `name` below it."""
-        return (self.path / name).key
-
-    def lock_key(self, version: int) -> str:
-        """Return the key of the lock of a version."""
-        return self.key(f"{PREFIX}{version}")
-
-    def choose(self, version: int | None) -> int:
-        """Return `version`, or the next free one for None. Locked versions are not free.
-
-        Raises:
-            ConfigError: it is not a positive integer that a server can read.
-            ExportError: it exists or is locked, or there is no higher number.
-        """
-        check_version(version)
-        names = self.bucket.children(f"{self.path.key}/" if self.path.key else "")
-        locked = {int(match[1]) for match in map(_LOCK.fullmatch, names) if match}
-        versions = versions_among(names) | locked
-        free = max(versions, default=0) + 1
-        if version in locked:
-            raise ExportError(
-                f"MODEL_DIR {self.path}: version {version}: an export is writing it, or was killed while it did. If none runs, "
-                f"delete {PREFIX}{version} and what is below {version}/, or choose another version, such as {free}."
-            )
-        if version in versions:
-            raise ExportError(f"MODEL_DIR {self.path}: version {version} exists. Choose another one, such as {free}.")
-        if version is None and free > MAX_VERSION:
-            raise ExportError(
-                f"MODEL_DIR {self.path}: it has version {MAX_VERSION}, the highest possible one. Export to another "
-                "MODEL_DIR."
-            )
-        return version or free
-
-    def check_conditions(self) -> None:
-        """Raise ExportError if the store ignores the condition not to replace an object. Then a lock would lock nothing."""
-        key = self.key(f"{_PROBE}-{secrets.token_hex(8)}")
-        try:
-            for _ in range(2):
-                self.bucket.create(key, _token())
-        except FileExistsError:
-            return
-        finally:
-            self.bucket.delete([key])
-        raise ExportError(
-            f"MODEL_DIR {self.path}: the store ignores If-None-Match, so two exports could write the same version. "
-            "Export to a disk and copy the version, saved_model.pb last."
-        )
-
-    def lock(self, version: int | None) -> tuple[int, str]:
-        """Lock `version`, or the next free one for None, and return it with the lock's ETag. Raises as `choose`."""
-        while True:
-            number = self.choose(version)
-            try:
-                tag = self.bucket.create(self.lock_key(number), _token())
-            except FileExistsError:  # another export was faster; if it wrote this version, `choose` says so
-                continue
-            if not self.bucket.keys(self.key(str(number)) + "/"):
-                return number, tag
-            self.bucket.delete([self.lock_key(number)])  # it was complete before the lock was there
-
-    def has_lock(self, version: int, tag: str) -> bool:
-        """Returns True if the lock of a version still has the ETag `tag`."""
-        lock = self.bucket.head(self.lock_key(version))
-        return lock is not None and lock.tag == tag
-
-
-class StoreWriter(VersionWriter):
-    """Writes a version into a bucket. Data files are uploads, started before the first part is made."""
-
     model_dir: UrlPath
 
     def __init__(self, model_dir: UrlPath, plan: ExportPlan, options: ExportOptions, source: Source) -> None:
         super().__init__(model_dir, plan, options, source)
-        self._parts: Mapping[str, list[StackPart]] = {}
+        self._parts: Mapping[str, list[Batch]] = {}  # of a data file, in order
+        self._numbers: Mapping[int, int] = {}  # the index of a part -> its number, from 1 on in each data file
         self._uploads: dict[str, str] = {}  # the key of a data file -> the id of its upload
         self._tags: dict[int, str] = {}  # the index of a shard -> the ETag of its part
         self._lock = ""
         self._is_committing = self._is_visible = False
 
     @functools.cached_property
-    def _root(self) -> _ModelDir:
+    def _bucket(self) -> Bucket:
         with naming_model_dir(self.model_dir):
-            return _ModelDir(self.model_dir, Bucket(self.model_dir.bucket))
+            return Bucket(self.model_dir.bucket)
 
     def check(self) -> None:
         """See VersionWriter.check. A store has no limit on space."""
@@ -147,9 +73,8 @@ class StoreWriter(VersionWriter):
                 "will be copied to, or mounted at, with serving_root, or choose layout "
                 "'variables'."
             )
-        root = self._root
         with naming_model_dir(self.model_dir):
-            root.choose(self.options.version)
+            self._choose(self.options.version)
 
     @property
     def layout(self) -> Layout:
@@ -158,10 +83,9 @@ class StoreWriter(VersionWriter):
 
     def reserve(self) -> None:
         """Lock the version."""
-        root = self._root
         with naming_model_dir(self.model_dir):
-            root.check_conditions()
-            self._version, self._lock = root.lock(self.options.version)
+            self._check_conditions()
+            self._version, self._lock = self._lock_version(self.options.version)
         self._folder = Path(tempfile.mkdtemp(prefix="tpuembed-export-"))
         self.path, self.tables = self._folder / "version", self._folder / "tables"
         for folder in (self.path, self.tables):
@@ -171,6 +95,7 @@ class StoreWriter(VersionWriter):
         """Start the uploads. Return all shards."""
         self._names = data_file_names(self.path, self.plan.stacks)
         self._parts = parts_of(self.plan)
+        self._numbers = {part.index: number for parts in self._parts.values() for number, part in enumerate(parts, 1)}
         with naming_model_dir(self.model_dir):
             for stack in self.plan.stacks:
                 with open(self.tables / stack.file, "wb") as file:  # sparse: it stands for the object in `assemble`
@@ -182,20 +107,15 @@ class StoreWriter(VersionWriter):
     def batches(self, tasks: Sequence[ShardTask]) -> list[Batch]:
         """See VersionWriter.batches. A batch is a part."""
         asked = {task.index for task in tasks}
-        return [part.batch for part in self._by_index.values() if part.batch.index in asked]
+        return [part for parts in self._parts.values() for part in parts if part.index in asked]
 
     def target(self, batch: Batch) -> Target:
         """See VersionWriter.target."""
-        part = self._by_index[batch.index]
-        key = self._key(self._names[part.file])
+        file = batch.shards[0].file
+        key, number = self._key(self._names[file]), self._numbers[batch.index]
         with naming_model_dir(self.model_dir):
-            url = self._bucket.sign_part(key, self._uploads[key], part.number)
-        return Target(kind="part", place=url, shown=f"s3://{self._bucket.name}/{key}, part {part.number}")
-
-    @functools.cached_property
-    def _by_index(self) -> Mapping[int, StackPart]:
-        """Return the parts by the index of their first shard."""
-        return {part.batch.index: part for parts in self._parts.values() for part in parts}
+            url = self._bucket.sign_part(key, self._uploads[key], number)
+        return Target(kind="part", place=url, shown=f"s3://{self._bucket.name}/{key}, part {number}")
 
     def results(self, streamed: Sequence[ShardResult]) -> Sequence[ShardResult]:
         """See VersionWriter.results."""
@@ -216,7 +136,7 @@ class StoreWriter(VersionWriter):
         files = {path.relative_to(self.path).as_posix() for path in self.path.rglob("*") if path.is_file()}
         others = sorted(files - {*self._names.values(), graph})
         with naming_model_dir(self.model_dir):
-            if self._bucket.keys(self._prefix):
+            if self._bucket.keys(self._key("")):
                 raise self._exists()
             self._is_committing = True
             try:
@@ -225,7 +145,7 @@ class StoreWriter(VersionWriter):
             except FileExistsError:
                 self._is_committing = False  # the version is another program's
                 raise self._exists() from None
-            if not self._root.has_lock(version, self._lock):
+            if not self._has_lock():
                 raise ExportError(
                     f"MODEL_DIR {self.model_dir}: version {version}: its lock {PREFIX}{version} was removed or replaced while this "
                     "export was writing it. Export again."
@@ -247,7 +167,7 @@ class StoreWriter(VersionWriter):
         """Complete every upload. Raises ExportError if the resulting object has the wrong size."""
         for stack in self.plan.stacks:
             key, size = self._key(self._names[stack.file]), stack.size
-            tags = [self._tags[part.batch.index] for part in self._parts[stack.file]]
+            tags = [self._tags[part.index] for part in self._parts[stack.file]]
             try:
                 self._bucket.complete_upload(key, self._uploads[key], tags)
             except OSError as error:
@@ -269,27 +189,82 @@ class StoreWriter(VersionWriter):
             if not self._is_visible:
                 for key, upload in self._uploads.items():
                     self._bucket.abort_upload(key, upload)
-            if self._root.has_lock(self._version, self._lock):  # else everything here is another export's
+            if self._has_lock():  # else everything here is another export's
                 if self._is_committing and not self._is_visible:
-                    self._bucket.delete(self._bucket.keys(self._prefix))
-                self._bucket.delete([self._root.lock_key(self._version)])
+                    self._bucket.delete(self._bucket.keys(self._key("")))
+                self._bucket.delete([self._lock_key(self._version)])
         except OSError as failure:
             warn(
                 f"MODEL_DIR {self.model_dir}: the rest of version {self._version} cannot be removed: "
                 f"{failure.strerror or failure}. Delete {PREFIX}{self._version}, and what is below {self._version}/.",
             )
 
-    @property
-    def _prefix(self) -> str:
-        """Return the prefix of the keys of the version's objects."""
-        return self._root.key(str(self._version)) + "/"
+    def _choose(self, version: int | None) -> int:
+        """Return `version`, or the next free one for None. Locked versions are not free.
+
+        Raises:
+            ConfigError: it is not a positive integer that a server can read.
+            ExportError: it exists or is locked, or there is no higher number.
+        """
+        check_version(version)
+        names = self._bucket.children(f"{self.model_dir.key}/" if self.model_dir.key else "")
+        locked = {int(match[1]) for match in map(_LOCK.fullmatch, names) if match}
+        versions = versions_among(names) | locked
+        free = max(versions, default=0) + 1
+        if version in locked:
+            raise ExportError(
+                f"MODEL_DIR {self.model_dir}: version {version}: an export is writing it, or was killed while it did. If none "
+                f"runs, delete {PREFIX}{version} and what is below {version}/, or choose another version, such as {free}."
+            )
+        if version in versions:
+            raise ExportError(
+                f"MODEL_DIR {self.model_dir}: version {version} exists. Choose another one, such as {free}."
+            )
+        if version is None and free > MAX_VERSION:
+            raise ExportError(
+                f"MODEL_DIR {self.model_dir}: it has version {MAX_VERSION}, the highest possible one. Export to another "
+                "MODEL_DIR."
+            )
+        return version or free
+
+    def _check_conditions(self) -> None:
+        """Raise ExportError if the store ignores the condition not to replace an object. Then a lock would lock nothing."""
+        key = (self.model_dir / f"{_PROBE}-{secrets.token_hex(8)}").key
+        try:
+            for _ in range(2):
+                self._bucket.create(key, _token())
+        except FileExistsError:
+            return
+        finally:
+            self._bucket.delete([key])
+        raise ExportError(
+            f"MODEL_DIR {self.model_dir}: the store ignores If-None-Match, so two exports could write the same version. "
+            "Export to a disk and copy the version, saved_model.pb last."
+        )
+
+    def _lock_version(self, version: int | None) -> tuple[int, str]:
+        """Lock `version`, or the next free one for None, and return it with the lock's ETag. Raises as `_choose`."""
+        while True:
+            number = self._choose(version)
+            try:
+                tag = self._bucket.create(self._lock_key(number), _token())
+            except FileExistsError:  # another export was faster; if it wrote this version, `_choose` says so
+                continue
+            if not self._bucket.keys((self.model_dir / str(number)).key + "/"):
+                return number, tag
+            self._bucket.delete([self._lock_key(number)])  # it was complete before the lock was there
+
+    def _has_lock(self) -> bool:
+        """Returns True if this export still has the lock."""
+        lock = self._bucket.head(self._lock_key(self._version))
+        return lock is not None and lock.tag == self._lock
+
+    def _lock_key(self, version: int) -> str:
+        return (self.model_dir / f"{PREFIX}{version}").key
 
     def _key(self, name: str) -> str:
-        return self._root.key(f"{self._version}/{name}")
-
-    @property
-    def _bucket(self) -> Bucket:
-        return self._root.bucket
+        """Return the key of a file of the version; of all files the prefix for ""."""
+        return (self.model_dir / str(self._version)).key + f"/{name}"
 
 
 def _is_object(bucket: Bucket, key: str, tags: Sequence[str], size: int) -> bool:

@@ -1,6 +1,6 @@
 """The engines, which run the shards of a plan on this machine or on a cluster."""
 
-from tpuembed.config.checks import check_choice, check_count
+from tpuembed.config.checks import check_choice
 from tpuembed.export.stream.engines.local import LocalEngine
 from tpuembed.export.stream.engines.protocol import Engine
 from tpuembed.runtime.cpus import available_cpus
@@ -13,13 +13,7 @@ _AT_ONCE_ON_A_CLUSTER = 64
 
 
 def choose_engine(name: str, workers: int) -> Engine:
-    """Return the engine `name`, which runs at most `workers` tasks at once.
-
-    Raises:
-        ConfigError: unknown engine, or fewer than one worker.
-    """
-    check_engine(name)
-    check_count("workers", workers)
+    """Return the engine `name`, which runs at most `workers` tasks at once. The plan has checked both."""
     if name == "local":
         return LocalEngine(workers)
     from tpuembed.export.stream.engines.ray import RayEngine

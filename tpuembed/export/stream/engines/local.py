@@ -136,14 +136,13 @@ class _WorkerPool:
         """Wait for messages and yield results. Workers that have finished get their next tasks."""
         for key, _ in self._selector.select():
             worker: _WorkerProcess = key.data
-            try:
-                for results in worker.receive():
-                    yield from results
-                    if self._waiting:
-                        task = self._waiting.popleft()
-                        worker.assign(task, self._target(task))
-            except _MayPass as failure:
-                self._replace(worker, failure)
+            for results in worker.receive():
+                yield from results
+                if self._waiting:
+                    task = self._waiting.popleft()
+                    worker.assign(task, self._target(task))
+            if worker.failure is not None:
+                self._replace(worker, worker.failure)
 
     def _start(self, task: Batch, delay_seconds: float = 0) -> None:
         if self._started and self._started[-1].source == self._source and not delay_seconds:
@@ -154,36 +153,36 @@ class _WorkerPool:
         self._selector.register(worker.replies, selectors.EVENT_READ, worker)
         worker.assign(task, self._target(task))
 
-    def _replace(self, worker: "_WorkerProcess", failure: "_MayPass") -> None:
-        """Retry the failed task of `worker` in a new worker. Raise the error if it has failed too often."""
-        task = failure.task
+    def _replace(self, worker: "_WorkerProcess", failure: TpuEmbedError) -> None:
+        """Retry the failed task of `worker` in a new worker. Raise the failure if it has failed too often."""
+        task = worker.task
+        assert task
         self._failures[task.index] += 1
         failures = self._failures[task.index]
         if failures > len(_RETRY_SECONDS):
-            failure.error.args = (f"{str(failure.error).removesuffix('.')}. It failed {failures} times.",)
-            raise failure.error
-        warn(f"{str(failure.error).removesuffix('.')}. Retrying.")
+            failure.args = (f"{str(failure).removesuffix('.')}. It failed {failures} times.",)
+            raise failure
+        warn(f"{str(failure).removesuffix('.')}. Retrying.")
         self._selector.unregister(worker.replies)
         self._workers.remove(worker)
         worker.kill()
         self._start(task, _RETRY_SECONDS[failures - 1])
 
 
-class _MayPass(Exception):  # noqa: N818 - the error is inside
-    """The failure of `task` may be temporary."""
-
-    def __init__(self, task: Batch, error: TpuEmbedError) -> None:
-        super().__init__()
-        self.task, self.error = task, error
-
-
 class _WorkerProcess:
-    """A worker process and its current batch."""
+    """A worker process.
+
+    Attributes:
+        task: its current batch.
+        written: the bytes that it has written of that.
+        failure: of that, if it may be temporary. The worker is of no use then.
+    """
 
     def __init__(self, source: Source, delay_seconds: float = 0) -> None:
         self.written = 0
         self.source = source
-        self._task: Batch | None = None
+        self.task: Batch | None = None
+        self.failure: TpuEmbedError | None = None
         self._unread = b""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in kill
         self._process = _spawn(self._stderr)
@@ -194,27 +193,32 @@ class _WorkerProcess:
 
     def assign(self, task: Batch, target: Target) -> None:
         """Send the worker its next batch."""
-        self._task, self.written = task, 0
+        self.task, self.written = task, 0
         self._send({**dataclasses.asdict(task), "target": dataclasses.asdict(target)})
 
     def receive(self) -> Iterator[list[ShardResult]]:
         """Wait for messages and yield the results of batches among them.
 
+        Sets `failure` if the worker died, or its task failed with an error that may be temporary.
+
         Raises:
-            TpuEmbedError: its task failed.
-            _MayPass: its task failed with an error that may be temporary, or the worker died.
+            TpuEmbedError: its task failed with another error.
         """
-        assert self._task
+        assert self.task
         received = os.read(self.replies.fileno(), 1 << 16)
         if not received:
             self.wait()
-            raise _MayPass(self._task, WorkerError(f"{self._task}: its worker process {self._cause_of_death()}."))
+            self.failure = WorkerError(f"{self.task}: its worker process {self._cause_of_death()}.")
+            return
         *lines, self._unread = (self._unread + received).split(b"\n")
         for message in map(json.loads, lines):
             if "error" in message:
                 failure = Failure(**message["error"])
-                error = failure.error(self._task)
-                raise _MayPass(self._task, error) if failure.may_pass else error
+                error = failure.error(self.task)
+                if not failure.may_pass:
+                    raise error
+                self.failure = error
+                return
             if "progress" in message:
                 self.written = message["progress"]
             if "results" in message:

@@ -12,8 +12,7 @@ from tests.support.export.fakes import source_of
 from tests.support.export.store_exports import assert_complete, export, plan_of, save_graph, stage
 from tests.support.messages import refused
 from tests.support.stores import S3, S3Proxy, S3Request
-from tpuembed.errors import CheckpointCorruptError, ExportError
-from tpuembed.export.publish.store.writer import StoreWriter
+from tpuembed.errors import ExportError
 from tpuembed.export.stream.engines import choose_engine
 from tpuembed.export.stream.execute import stream_tables
 from tpuembed.files import put
@@ -99,16 +98,6 @@ def test_a_store_that_stays_busy_is_told_in_one_short_line(proxy: S3Proxy, bucke
     line = r"part 3: cannot be uploaded: the store answers 503 SlowDown: as the test wants it \(3 times in a row\)\.$"
     with pytest.raises(ExportError, match=line):
         export(f"s3://{bucket}/m", prefix)
-
-
-def test_a_damaged_source_leaves_nothing(server: S3, bucket: str, prefix: Path) -> None:
-    def find_damage(_: StoreWriter) -> None:
-        raise CheckpointCorruptError("as a checksum says")
-
-    with pytest.raises(CheckpointCorruptError):
-        export(f"s3://{bucket}/m", prefix, meanwhile=find_damage)
-    assert server.keys(bucket) == []
-    assert server.uploads(bucket) == []
 
 
 def test_a_failed_commit_leaves_no_object_of_the_version(server: S3, proxy: S3Proxy, bucket: str, prefix: Path) -> None:

@@ -30,6 +30,7 @@ from tpuembed.errors import (
     ExportError,
     WorkerError,
 )
+from tpuembed.export import plan_saved_model
 from tpuembed.export.plan import planner
 from tpuembed.export.plan.plan import ExportPlan
 from tpuembed.export.plan.planner import plan_export
@@ -367,9 +368,8 @@ def test_an_engine_that_loses_a_shard_is_found_out(tmp_path: Path, plan: ExportP
         stream_tables(plan, source_of(tmp_path / "ckpt"), tmp_path / "out", ForgetfulEngine())
 
 
-def test_engines_are_chosen_by_name() -> None:
+def test_engines_are_chosen_by_name(tmp_path: Path, plan: ExportPlan) -> None:
+    config = {"features": {"f": {"table": "t"}}}
     with refused(ConfigError, match="'slurm'"):
-        choose_engine("slurm", 1)
-    with refused(ConfigError):
-        choose_engine("local", 0)
+        plan_saved_model(tmp_path / "ckpt", serving_config=config, engine="slurm")
     assert 1 <= default_workers() <= (os.cpu_count() or 1)
