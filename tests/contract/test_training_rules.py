@@ -265,6 +265,14 @@ def test_rows_decay_before_the_rule_of_ftrl(by_rate: bool) -> None:
         np.testing.assert_allclose(only_table(layer), rows, atol=1e-5)
 
 
+def test_a_row_of_ftrl_without_a_gradient_yet_is_zeros() -> None:
+    """Its denominator is 0."""
+    rule = FTRL(initial_accumulator_value=0.0, allow_zero_accumulator=True)
+    layer = TPUEmbedding(FeatureConfig(TableConfig(4, 2, "t")), rule)
+    one_step(layer, np.array([1]), loss=lambda rows: 0.0 * tf.reduce_sum(rows))
+    np.testing.assert_array_equal(only_table(layer)[1], [0.0, 0.0])
+
+
 def test_gradients_of_duplicates_may_stay_apart_where_that_changes_nothing() -> None:
     layer = TPUEmbedding(FeatureConfig(TableConfig(6, 2, "t")), SGD(0.5, use_gradient_accumulation=False))
     rows = only_table(layer).numpy()
