@@ -22,11 +22,12 @@ def test_a_version_for_a_model_dir(tmp_path: Path) -> None:
     said(result.stderr)
 
 
-def test_a_host_that_is_none(tmp_path: Path) -> None:
-    result = run_command("serve", tmp_path, "--host", "no.such.host.invalid", "--rest-port", "0")
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 64])
+def test_a_host_that_is_none(tmp_path: Path, host: str) -> None:
+    result = run_command("serve", tmp_path, "--host", host, "--rest-port", "0")
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
-    assert line.startswith("Error: cannot listen on no.such.host.invalid port 0: ")
+    assert line.startswith(f"Error: cannot listen on {host} port 0: ")
 
 
 STOPPED_IN_A_CALLBACK = """

@@ -148,4 +148,7 @@ def waiting_connections(listener: socket.socket) -> int:
 
 
 def _family(host: str, port: int) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except UnicodeError:  # no host is called so, and Python cannot encode it
+        raise socket.gaierror(socket.EAI_NONAME, "a part of this name is empty, or longer than 63 characters") from None
