@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[3]
 
 # Each model has 5 MB of table and 5 MB of slots. The first ones warm TensorFlow up.
 PROGRAM = """
-import gc, json, os
+import gc, json, os, time
 import keras, numpy as np, tensorflow as tf
 from tests.support.memory import resident_bytes
 from tpuembed import FeatureConfig, TableConfig, TPUEmbedding
@@ -60,7 +60,13 @@ for use in (fit, predict, function, clone, None):
     before = resident_bytes(os.getpid())
     for _ in range(4):
         once(use, kept)
-    growth["compile" if use is None else use.__name__] = resident_bytes(os.getpid()) - before
+    for _ in range(100):  # on a busy machine, threads of TensorFlow's datasets let go of the last round late
+        gc.collect()
+        grown = resident_bytes(os.getpid()) - before
+        if grown < 5 << 20:
+            break
+        time.sleep(0.1)
+    growth["compile" if use is None else use.__name__] = grown
 print(json.dumps(growth))
 """
 
