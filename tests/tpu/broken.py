@@ -212,9 +212,9 @@ def _spec(**changes: Any) -> AbstractContextManager[Any]:
 
 
 def _spec_of_copies(**changes: Any) -> AbstractContextManager[Any]:
-    from tpuembed.layer import tpu_embedding
+    from tpuembed.layer import core
 
-    return _resolving(tpu_embedding, changes)
+    return _resolving(core, changes)
 
 
 def _resolving(module: Any, changes: dict[str, Any]) -> AbstractContextManager[Any]:
