@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuembed.checkpoint.types import Array, Checkpoint, RowStamps, SavedVocabulary
+from tpuembed.checkpoint.types import Array, Checkpoint, SavedStamps, SavedVocabulary
 from tpuembed.config import OPTIMIZERS
 from tpuembed.errors import CheckpointCorruptError, CheckpointFormatError, reason
 from tpuembed.manifest.row_history import RowHistory
@@ -105,9 +105,9 @@ class CheckpointOfLayers(Checkpoint):
         return counts or (dict.fromkeys(self._tables, steps) if (steps := self._optimizer_steps()) else {})
 
     @functools.cached_property
-    def stamps(self) -> Mapping[str, RowStamps]:
+    def stamps(self) -> Mapping[str, SavedStamps]:
         """See Checkpoint.stamps."""
-        found: dict[str, RowStamps] = {}
+        found: dict[str, SavedStamps] = {}
         for layer in self._own_layers:
             if layer.history is None:
                 continue
@@ -119,7 +119,7 @@ class CheckpointOfLayers(Checkpoint):
                         f"{layer.where}: the stamps of table {table!r} are {array.shown}, not int32 [{rows}]"
                     )
                 fill = functools.partial(_fill_proven, layer, array)
-                found[table] = RowStamps(self._named(table), self._tables[table].rows, history, fill)
+                found[table] = SavedStamps(self._named(table), self._tables[table].rows, history, fill)
         return found
 
     @functools.cached_property

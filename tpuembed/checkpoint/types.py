@@ -20,8 +20,8 @@ __all__ = [
     "Checksums",
     "GatherRows",
     "PartialChecksum",
-    "RowStamps",
     "SavedLayers",
+    "SavedStamps",
     "SavedVocabulary",
     "SummedRows",
     "TableInfo",
@@ -117,7 +117,7 @@ class SavedLayers(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowStamps:
+class SavedStamps:
     """For each row of a table, the number of the update that last touched it.
 
     Attributes:
@@ -319,7 +319,7 @@ class Checkpoint(abc.ABC):
         return {}
 
     @property
-    def stamps(self) -> Mapping[str, RowStamps]:
+    def stamps(self) -> Mapping[str, SavedStamps]:
         """Return the stamps of the tables whose layer tracks rows, by table.
 
         Raises:

@@ -13,7 +13,7 @@ import numpy as np
 
 from tpuembed.backends.table_rows import gather_rows, read_rows
 from tpuembed.backends.table_state import TableState
-from tpuembed.checkpoint.types import Array, Checkpoint, GatherRows, RowStamps, TableInfo
+from tpuembed.checkpoint.types import Array, Checkpoint, GatherRows, SavedStamps, TableInfo
 from tpuembed.errors import ConfigError
 from tpuembed.export.graph.keras_model import check_layers
 from tpuembed.export.stream.shard import Source
@@ -95,10 +95,10 @@ class LiveCheckpoint(Checkpoint):
         return self._vocabularies.get(table)
 
     @property
-    def stamps(self) -> Mapping[str, RowStamps]:
+    def stamps(self) -> Mapping[str, SavedStamps]:
         """See Checkpoint.stamps."""
         return {
-            name: RowStamps(
+            name: SavedStamps(
                 self._named(name), self._tables[name].rows, stamps.history(), functools.partial(stamps.read_into, name)
             )
             for name, stamps in self._stamps.items()

@@ -12,8 +12,8 @@ from tpuembed.checkpoint.types import (
     Array,
     Checkpoint,
     Checksums,
-    RowStamps,
     SavedLayers,
+    SavedStamps,
     SavedVocabulary,
     TableInfo,
 )
@@ -97,7 +97,7 @@ class WithCandidates(Checkpoint):
         return self._of.layers
 
     @property
-    def stamps(self) -> Mapping[str, RowStamps]:
+    def stamps(self) -> Mapping[str, SavedStamps]:
         """See Checkpoint."""
         return self._of.stamps
 

@@ -127,7 +127,7 @@ class Topology:
         return self.chips * self.sparse_cores_per_chip
 
 
-class _Lookup(NamedTuple):
+class _LookupIds(NamedTuple):
     """A feature's ids in one table of a stack."""
 
     ids: FeatureIds
@@ -135,7 +135,7 @@ class _Lookup(NamedTuple):
     rotation: int  # the SparseCore of the table's row 0
 
 
-class _Counts(NamedTuple):
+class _IdCounts(NamedTuple):
     """The maximum over the steps of the sample."""
 
     ids: int  # that one SparseCore takes from another one's examples
@@ -143,7 +143,7 @@ class _Counts(NamedTuple):
     ids_per_chip: int  # of one chip's examples, each partition padded to a multiple of 8
 
 
-def _count(lookups: Sequence[_Lookup], topology: Topology, steps: int) -> _Counts:
+def _count(lookups: Sequence[_LookupIds], topology: Topology, steps: int) -> _IdCounts:
     """Return the counts of the lookups of one stack (or of one table of it) over the first `steps` batches of the sample."""
     parts, of_rows = list[Array](), list[Array]()
     for lookup in lookups:
@@ -155,7 +155,7 @@ def _count(lookups: Sequence[_Lookup], topology: Topology, steps: int) -> _Count
         of_rows.append(one + lookup.first_row)
     where, rows = np.concatenate(parts), np.concatenate(of_rows)
     if not len(where):
-        return _Counts(0, 0, 0)
+        return _IdCounts(0, 0, 0)
     names, ids = np.unique(where, return_counts=True)
     _, unique_ids = np.unique(_distinct(where, rows)[0], return_counts=True)
     padded = -(-ids // _PADDING) * _PADDING
@@ -163,7 +163,7 @@ def _count(lookups: Sequence[_Lookup], topology: Topology, steps: int) -> _Count
         topology.cores * topology.sparse_cores_per_chip
     )  # the chip of each partition: step * chips + chip
     _, positions = np.unique(chips, return_inverse=True)
-    return _Counts(int(ids.max()), int(unique_ids.max()), int(np.bincount(positions, padded).max()))
+    return _IdCounts(int(ids.max()), int(unique_ids.max()), int(np.bincount(positions, padded).max()))
 
 
 def _distinct(first: Array, second: Array) -> tuple[Array, Array]:
@@ -297,11 +297,11 @@ def estimate(
     for name in sorted(layouts):
         members.setdefault(layouts[name][0].stack, []).append(name)
 
-    def count_in(tables: list[str]) -> _Counts:
+    def count_in(tables: list[str]) -> _IdCounts:
         sizes = (configs[name].vocabulary_size for name in tables)  # each table has row numbers of its own
         starts = dict(zip(tables, itertools.accumulate(sizes, initial=0), strict=False))
         looked_up = [(path, one.table.name) for path, one in features.items() if one.table.name in starts]
-        lookups = [_Lookup(sample[path], starts[name], layouts[name][0].rotation) for path, name in looked_up]
+        lookups = [_LookupIds(sample[path], starts[name], layouts[name][0].rotation) for path, name in looked_up]
         return _count(lookups, topology, steps)
 
     def with_margin(seen: int) -> int:
